@@ -1,0 +1,1 @@
+"""Callbacks for memory and speed."""

@@ -1,0 +1,1 @@
+"""Resumable sharded data loading."""

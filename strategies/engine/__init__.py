@@ -1,0 +1,1 @@
+"""ZeRO-3 engine."""

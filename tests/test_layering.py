@@ -1,0 +1,185 @@
+"""Imports go one way: a module may import only from rows above its own.
+
+`LAYERS` is the whole rule. Every source file must stand in it, so that a new file gets its place
+by decision; a name in it without a file is fine. Names are paths below the repository's root,
+`*` stands for any file name that no other row gives in full.
+"""
+
+import ast
+import fnmatch
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+NOTHING: set[str] = set()
+NUMPY = {"numpy"}
+TORCH = {"torch", "numpy"}
+LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "typing_extensions"}
+
+# One row a line: modules, and the third-party packages they may import besides the standard
+# library. Modules of one row do not import each other.
+LAYERS = [
+    # Integers and strings.
+    (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
+    (["strategies/data/order"], NUMPY),
+    # Tensors.
+    (
+        [
+            "strategies/rng",
+            "strategies/engine/streams",
+            "strategies/engine/collectives",
+            "strategies/engine/partition",
+            "strategies/engine/resting",
+        ],
+        TORCH,
+    ),
+    (["strategies/engine/shards"], TORCH),
+    (["strategies/engine/unit"], TORCH),
+    (["strategies/engine/hooks"], TORCH),
+    (["strategies/engine/engine"], TORCH),
+    (["strategies/engine/__init__"], TORCH),
+    (["strategies/data/sampler", "strategies/checkpoint"], TORCH),
+    (["strategies/data/loader"], TORCH),
+    (["strategies/data/__init__"], TORCH),
+    # Lightning from here on.
+    (["strategies/precision"], LIGHTNING),
+    (["strategies/zero3"], LIGHTNING),
+    (["strategies/__init__"], LIGHTNING),
+    (["strategies/lightning_zero3/__init__"], LIGHTNING),
+    (["callbacks/*"], LIGHTNING),
+    (["callbacks/__init__"], LIGHTNING),
+    (["strategies/lightning_zero3/__main__"], LIGHTNING),
+]
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    target: str  # dotted, absolute
+
+
+def find_row(module: str, layers: list) -> int | None:
+    """Index into the table; a name given in full beats a pattern."""
+    for row, (names, _) in enumerate(layers):
+        if module in names:
+            return row
+    for row, (names, _) in enumerate(layers):
+        if any("*" in name and fnmatch.fnmatchcase(module, name) for name in names):
+            return row
+    return None
+
+
+def source_modules(root: Path) -> list[str]:
+    files = [*root.glob("strategies/**/*.py"), *root.glob("callbacks/**/*.py")]
+    return sorted(file.relative_to(root).with_suffix("").as_posix() for file in files)
+
+
+def import_name(module: str) -> str:
+    """`strategies/engine/unit` is imported as `lightning_zero3.strategies.engine.unit`."""
+    name = module.removesuffix("/__init__").replace("/", ".")
+    if name == "strategies.lightning_zero3" or name.startswith("strategies.lightning_zero3."):
+        return name.removeprefix("strategies.")
+    return f"lightning_zero3.{name}"
+
+
+def find_imports(module: str, source: str) -> list[Import]:
+    """Every import, those inside functions and `if TYPE_CHECKING` too: knowledge is knowledge."""
+    package = import_name(module).split(".")
+    if not module.endswith("/__init__"):
+        package.pop()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [Import(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parts = [*base, node.module] if node.module else base
+            found += [Import(node.lineno, ".".join([*parts, a.name])) for a in node.names]
+    return found
+
+
+def resolve(target: str, modules: dict[str, str]) -> str | None:
+    """The source module that `target` names: itself, or the one that holds the name."""
+    for name in (target, target.rpartition(".")[0]):
+        if name in modules:
+            return modules[name]
+    return None
+
+
+def find_faults(root: Path, layers: list) -> list[str]:
+    on_disk = source_modules(root)
+    by_import_name = {import_name(module): module for module in on_disk}
+    faults = []
+    for module in on_disk:
+        row = find_row(module, layers)
+        if row is None:
+            faults.append(f"{module}.py: not in the layer table")
+            continue
+        source = (root / f"{module}.py").read_text(encoding="utf-8")
+        for found in find_imports(module, source):
+            if fault := judge(found, row, by_import_name, layers):
+                faults.append(f"{module}.py:{found.line}: {fault}")
+    return faults
+
+
+def judge(found: Import, row: int, modules: dict[str, str], layers: list) -> str | None:
+    """What is wrong with this import in a module of this row, if anything."""
+    top = found.target.partition(".")[0]
+    if top == "lightning_zero3":
+        target = resolve(found.target, modules)
+        if target is None:
+            return f"imports {found.target}, which is no file here"
+        target_row = find_row(target, layers)
+        if target_row is not None and target_row >= row:
+            direction = "sideways" if target_row == row else "from a row below"
+            return f"imports {direction}: {target}"
+    elif top not in sys.stdlib_module_names and top not in layers[row][1]:
+        allowed = ", ".join(sorted(layers[row][1])) or "nothing"
+        return f"imports {top}; allowed in this row besides the standard library: {allowed}"
+    return None
+
+
+def test_imports_go_one_way():
+    assert len(source_modules(ROOT)) > 3, "the sources were not found"
+    assert find_faults(ROOT, LAYERS) == []
+
+
+PLANTED = {
+    "upward": ("strategies/engine/layout", "from .engine import Zero3Engine", "row below"),
+    "upward module": ("strategies/engine/layout", "from . import hooks", "row below"),
+    "sideways": ("strategies/engine/layout", "from .order import after", "sideways"),
+    "in a function": ("strategies/engine/unit", "def f():\n    from . import hooks", ":2: "),
+    "absolute": ("strategies/rng", "import lightning_zero3.strategies.zero3", "row below"),
+    "callbacks": ("strategies/zero3", "from ..callbacks import memory", "row below"),
+    "lightning": ("strategies/engine/engine", "import lightning.pytorch", "imports lightning"),
+    "torch": ("strategies/environment", "from torch import nn", "imports torch"),
+    "unlisted": ("strategies/engine/helpers", "", "not in the layer table"),
+    "no such module": ("strategies/zero3", "from .engine.nothing import x", "no file here"),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_fault_is_found(case, tmp_path):
+    module, source, expected = PLANTED[case]
+    allowed = {
+        "strategies/__init__": "from .zero3 import Zero3Strategy",
+        "strategies/zero3": "import torch\nfrom .engine import Zero3Engine",
+        "strategies/engine/__init__": "from .engine import Zero3Engine",
+        "strategies/engine/engine": "import torch\nfrom . import hooks\nfrom .layout import split",
+        "strategies/engine/hooks": "import math",
+        "strategies/engine/order": "",
+        "strategies/engine/layout": "import math",
+        "callbacks/memory": "from ..strategies import Zero3Strategy",
+        "callbacks/__init__": "from .memory import Memory",
+    }
+    for name, text in allowed.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    assert find_faults(tmp_path, LAYERS) == []
+    (tmp_path / f"{module}.py").write_text(source)
+    faults = find_faults(tmp_path, LAYERS)
+    assert len(faults) == 1 and expected in faults[0] and faults[0].startswith(module), faults
