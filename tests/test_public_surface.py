@@ -1,15 +1,17 @@
 """What users may rely on: the names, and an import that registers "zero3" and does nothing else."""
 
+import json
 import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
-import lightning_zero3
-import lightning_zero3.strategies
 import pytest
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+import lightning_zero3
+import lightning_zero3.strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,11 +27,69 @@ class Foreign(DDPStrategy):
 StrategyRegistry.register("zero3", Foreign)
 """
 
+RELOAD = """
+import importlib, sys
+import lightning_zero3, lightning_zero3.strategies
+from lightning.pytorch.strategies import StrategyRegistry
+importlib.reload(lightning_zero3.strategies)
+assert StrategyRegistry["zero3"]["strategy"] is lightning_zero3.Zero3Strategy
+for name in [name for name in sys.modules if name.startswith("lightning_zero3")]:
+    del sys.modules[name]
+import lightning_zero3
+assert StrategyRegistry["zero3"]["strategy"] is lightning_zero3.Zero3Strategy
+"""
 
-def run_python(program: str, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=120
-    )
+FOLLOW_THE_HINT = """
+StrategyRegistry.remove("zero3")
+import lightning_zero3
+assert StrategyRegistry["zero3"]["strategy"] is lightning_zero3.Zero3Strategy
+"""
+
+CHECKOUT_ON_PATH = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+
+# Each needs an interpreter that has not imported lightning_zero3 yet.
+PROGRAMS = {
+    "reload": RELOAD,
+    "taken": REGISTER_FOREIGN + "import lightning_zero3",
+    "follow the hint": REGISTER_FOREIGN + FOLLOW_THE_HINT,
+    "folder first": CHECKOUT_ON_PATH + "import strategies, lightning_zero3",
+    "package first": CHECKOUT_ON_PATH + "import lightning_zero3, strategies",
+}
+
+# Importing Lightning takes seconds, so one process does it and forks for each program.
+FORK_FOR_EACH = """
+import json, os, sys, traceback
+import lightning.pytorch
+folder, programs = sys.argv[1], json.loads(sys.argv[2])
+codes = {}
+for name, program in programs.items():
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), 2)
+        code = 0
+        try:
+            exec(program, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        os._exit(code)  # an orderly end would take seconds, for nothing
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(codes))
+"""
+
+
+def run_python(program: str, *args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", program, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Exit code and error output of each of `PROGRAMS`."""
+    folder = tmp_path_factory.mktemp("errors")
+    done = run_python(FORK_FOR_EACH, str(folder), json.dumps(PROGRAMS))
+    assert done.returncode == 0, done.stderr
+    return {name: (code, (folder / name).read_text()) for name, code in json.loads(done.stdout).items()}
 
 
 @pytest.mark.parametrize("module_name", PUBLIC)
@@ -64,17 +124,20 @@ def test_import_registers_the_public_class():
 # those imports are the user's in any case and are not ours to judge.
 CHEAP_IMPORT = """
 import glob, logging, os, random, sys, threading, warnings
+from pathlib import Path
 import numpy, torch, torchmetrics, lightning.pytorch, lightning.pytorch.strategies
 
 def state():
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "native threads": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self") else 0,
-        "children": [open(f).read() for f in glob.glob("/proc/self/task/*/children")],
+        "children": [Path(f).read_text() for f in glob.glob("/proc/self/task/*/children")],
         "cuda": torch.cuda.is_initialized(),
         "process group": torch.distributed.is_initialized(),
         "environment": dict(os.environ),
-        "random": (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        "random": random.getstate(),
+        "numpy random": numpy.random.get_state()[1].tolist(),
+        "torch random": torch.get_rng_state().tolist(),
         "torch threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
         "root handlers": list(logging.getLogger().handlers),
@@ -101,42 +164,22 @@ def test_import_is_cheap_and_changes_nothing():
     assert done.stdout == "foreign: []\n" and done.stderr == ""
 
 
-def test_registering_again_is_harmless():
-    done = run_python("""
-import importlib, sys
-import lightning_zero3, lightning_zero3.strategies
-from lightning.pytorch.strategies import StrategyRegistry
-importlib.reload(lightning_zero3.strategies)
-assert StrategyRegistry["zero3"]["strategy"] is lightning_zero3.Zero3Strategy
-for name in [name for name in sys.modules if name.startswith("lightning_zero3")]:
-    del sys.modules[name]
-import lightning_zero3
-assert StrategyRegistry["zero3"]["strategy"] is lightning_zero3.Zero3Strategy
-""")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("program", ["reload", "follow the hint"])
+def test_registering_again_is_harmless_and_the_errors_hint_works(program, outcomes):
+    assert outcomes[program] == (0, "")
 
 
-def test_a_name_taken_by_another_package_is_an_error_that_says_so():
-    done = run_python(REGISTER_FOREIGN + "import lightning_zero3")
-    assert done.returncode != 0
-    assert '"zero3" is already taken by __main__.Foreign' in done.stderr
-    assert "lightning_zero3.strategies.zero3.Zero3Strategy" in done.stderr
-    assert 'StrategyRegistry.remove("zero3")' in done.stderr
+def test_a_name_taken_by_another_package_is_an_error_that_says_so(outcomes):
+    code, error = outcomes["taken"]
+    assert code == 1
+    assert '"zero3" is already taken by __main__.Foreign' in error
+    assert "lightning_zero3.strategies.zero3.Zero3Strategy" in error
+    assert 'StrategyRegistry.remove("zero3")' in error
 
 
-def test_the_errors_advice_works():
-    done = run_python(
-        REGISTER_FOREIGN
-        + 'StrategyRegistry.remove("zero3")\nimport lightning_zero3\n'
-        + 'print(StrategyRegistry["zero3"]["strategy"] is lightning_zero3.Zero3Strategy)'
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
-
-
-@pytest.mark.parametrize("order", ["strategies, lightning_zero3", "lightning_zero3, strategies"])
-def test_one_file_under_two_names_is_an_error(order):
-    done = run_python(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport {order}")
-    assert done.returncode != 0
-    assert "already taken by" in done.stderr
-    assert "one file was imported under two names" in done.stderr
+@pytest.mark.parametrize("program", ["folder first", "package first"])
+def test_one_file_under_two_names_is_an_error(program, outcomes):
+    code, error = outcomes[program]
+    assert code == 1
+    assert "already taken by" in error
+    assert "one file was imported under two names" in error

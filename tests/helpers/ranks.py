@@ -67,9 +67,7 @@ class _Job:
         return self.folder / f"{kind}.{self.rank}"
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank; return the results in rank order.
 
     `fn` must stand at the top level of its module; arguments and results are pickled. The rank's
@@ -79,10 +77,7 @@ def run_ranks(
     """
     _check_reachable(fn)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        jobs = [
-            _make_job(fn, rank, world_size, args, Path(folder), timeout)
-            for rank in range(world_size)
-        ]
+        jobs = [_make_job(fn, rank, world_size, args, Path(folder), timeout) for rank in range(world_size)]
         alive_reader, alive_writer = multiprocessing.Pipe(duplex=False)
         processes: list[Any] = []
         try:
@@ -107,9 +102,7 @@ def _check_reachable(fn: Callable[..., Any]) -> None:
         )
 
 
-def _make_job(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float
-) -> _Job:
+def _make_job(fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float) -> _Job:
     module_file = sys.modules[fn.__module__].__file__
     assert module_file is not None
     launched_as = {
@@ -165,9 +158,7 @@ def _start_fork_server() -> None:
                 os.environ[name] = value
 
 
-def _wait_for_all(
-    fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float
-) -> None:
+def _wait_for_all(fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float) -> None:
     deadline = time.monotonic() + timeout + _STACK_GRACE_S
     running = {process.sentinel: process for process in processes}
     while running:
@@ -208,9 +199,7 @@ def _describe_failure(fn: Callable[..., Any], jobs: list[_Job], processes: list[
     return "\n".join(lines)
 
 
-def _describe_timeout(
-    fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float
-) -> str:
+def _describe_timeout(fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float) -> str:
     lines = [f"{fn.__qualname__}: not finished after {timeout} s on {len(jobs)} ranks."]
     for job, process in zip(jobs, processes, strict=True):
         if process.exitcode == 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from helpers.ranks import run_ranks
 
 TESTS = Path(__file__).resolve().parents[1]
