@@ -1,0 +1,247 @@
+"""Which samples of an epoch each rank receives, as integers.
+
+Words: an epoch's **order** is a sequence of items (sample indices, or whole batches of a custom
+batch sampler). A **row** is one step: one batch on every rank. A **cell** is one rank's part of one
+row. **start** is the number of items of the order that were handed over before; every layout below
+is a cut of ``order[start:]``, so a resumed epoch on any world size continues the same order.
+
+What happens at the end, when fewer items are left than one row needs, is the **tail**:
+
+========== =====================================================================================
+wrap       the row is filled from the head of the epoch (Accelerate's ``even_batches=True``)
+uneven     full cells first, later ranks get less or nothing (``even_batches=False``); ranks may
+           have different numbers of batches
+level      equal, smaller cells; at most ``world - 1`` items are repeated (Accelerate's dispatcher)
+balance    no item repeated or missed, cell sizes differ by at most one, and every rank has equally
+           many batches whenever that is possible: when less than one item per rank is left, the
+           last two rows are cut evenly. Impossible only for ``batch == 1`` or less than one item
+           per rank in all; then the last ranks have one batch less.
+========== =====================================================================================
+
+Splitting one batch of ``world * b`` samples in ``world`` pieces and giving every rank its own batch
+of ``b`` samples are the same layout, so one plan serves both sharding modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+Tail = Literal["wrap", "uneven", "level", "balance"]
+TAILS: tuple[Tail, ...] = ("wrap", "uneven", "level", "balance")
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows of one epoch, or of its rest after ``start`` items.
+
+    Attributes:
+        items: items in the epoch's order.
+        batch: items per rank in a full row.
+        world: number of ranks.
+        tail: what happens to an incomplete last row.
+        drop_last: drop the incomplete last row (up to ``world * batch - 1`` items).
+        start: items handed over before this plan begins.
+    """
+
+    items: int
+    batch: int
+    world: int
+    tail: Tail = "wrap"
+    drop_last: bool = False
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.world < 1:
+            raise ValueError(f"batch and world must be at least 1, got {self.batch}, {self.world}")
+        if self.tail not in TAILS:
+            raise ValueError(f"tail must be one of {TAILS}, got {self.tail!r}")
+        if not 0 <= self.start <= self.items:
+            raise ValueError(f"start must lie in 0..{self.items} (items), got {self.start}")
+
+    @property
+    def row_items(self) -> int:
+        """Items in a full row."""
+        return self.batch * self.world
+
+    @property
+    def left(self) -> int:
+        """Items after the last full row (0 when dropped)."""
+        return 0 if self.drop_last else (self.items - self.start) % self.row_items
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, i.e. the largest number of batches of any rank."""
+        return (self.items - self.start) // self.row_items + (self.left > 0)
+
+    def batches(self, rank: int) -> int:
+        """Number of batches of one rank."""
+        if self.left == 0:
+            return self.rows
+        lo, hi = self.bounds(self.rows - 1, rank)
+        return self.rows - (hi <= lo)
+
+    def batches_per_rank(self) -> list[int]:
+        """Number of batches of every rank."""
+        return [self.batches(rank) for rank in range(self.world)]
+
+    def bounds(self, row: int, rank: int) -> tuple[int, int]:
+        """Positions ``[lo, hi)`` of a cell in the order; ``hi > items`` means wrap to the head."""
+        base = self.start + row * self.row_items
+        tail_rows = self._tail_rows()
+        first_tail_row = self.rows - tail_rows
+        if row < first_tail_row:
+            return base + rank * self.batch, base + (rank + 1) * self.batch
+        if self.tail == "wrap":
+            return base + rank * self.batch, base + (rank + 1) * self.batch
+        if self.tail == "uneven":
+            lo = min(base + rank * self.batch, self.items)
+            return lo, min(lo + self.batch, self.items)
+        if self.tail == "level":
+            piece = -(-self.left // self.world)
+            return base + rank * piece, base + (rank + 1) * piece
+        tail_start = self.start + first_tail_row * self.row_items
+        cell = (row - first_tail_row) * self.world + rank
+        size, more = divmod(self.items - tail_start, tail_rows * self.world)
+        lo = tail_start + cell * size + min(cell, more)
+        return lo, lo + size + (cell < more)
+
+    def _tail_rows(self) -> int:
+        """Rows that are cut in another way than full rows: 0, 1 or 2."""
+        if self.left == 0:
+            return 0
+        two = self.tail == "balance" and self.left < self.world and self.batch > 1
+        return 2 if two and self.rows > 1 else 1
+
+    def positions(self, row: int, rank: int) -> list[int]:
+        """Positions in the epoch's order of one cell, wrapped."""
+        lo, hi = self.bounds(row, rank)
+        if hi <= self.items:
+            return list(range(lo, hi))
+        # Wrapping reads the first row only, again and again if the epoch is shorter than a row.
+        head = min(self.items, self.row_items)
+        return [p if p < self.items else (p - self.items) % head for p in range(lo, hi)]
+
+    def handed_over(self, rows: int) -> int:
+        """Items of the order that are used up after ``rows`` rows of this plan."""
+        if rows <= 0:
+            return self.start
+        _, hi = self.bounds(min(rows, self.rows) - 1, self.world - 1)
+        return min(hi, self.items)
+
+    def continued(self, start: int) -> RowPlan:
+        """The plan of the rest of the same epoch."""
+        return RowPlan(self.items, self.batch, self.world, self.tail, self.drop_last, start)
+
+
+def batches_before(plan: RowPlan, rank: int) -> int:
+    """Batches that count as done in an epoch continued at ``plan.start``.
+
+    Chosen such that ``done + still to come`` is the length of a whole epoch, on any world size; for
+    a row boundary of the same plan it is exactly the number of rows handed over.
+    """
+    return plan.continued(0).batches(rank) - plan.batches(rank)
+
+
+def take(order: Sequence[T], plan: RowPlan, row: int, rank: int) -> list[T]:
+    """The items of one cell; ``order`` may be a range, a numpy array or a list."""
+    lo, hi = plan.bounds(row, rank)
+    if hi <= plan.items:
+        part = order[lo:hi]
+        return part.tolist() if hasattr(part, "tolist") else list(part)
+    items = [order[p] for p in plan.positions(row, rank)]
+    return [i.item() if hasattr(i, "item") else i for i in items]
+
+
+@dataclass(frozen=True)
+class StreamRow:
+    """One row cut from a stream.
+
+    Attributes:
+        cells: the items of every rank, ``[world][items]``.
+        mark: reading position to resume from; None is the beginning of the stream.
+        skip: rows to drop after resuming at ``mark``.
+    """
+
+    cells: list[list[Any]]
+    mark: Any
+    skip: int = 0
+
+
+def stream_rows(
+    source: Iterator[Any],
+    shape: RowPlan,
+    mark: Callable[[], Any],
+    head: Callable[[], list[Any]] | None = None,
+    begin: Any = None,
+) -> Iterator[StreamRow]:
+    """Cut a stream of unknown length into rows with the same layouts as `RowPlan`.
+
+    One row is held back, so the source has ended before its last row is given out: a source that
+    resets itself at its end has then done so, and the tail is known when the last rows are cut.
+
+    Args:
+        source: the items.
+        shape: batch, world, tail and drop_last; its ``items`` and ``start`` are not used.
+        mark: called after the last item of a row was read and again at the end of the source; the
+            row carries the result, so resuming from a row's mark continues with the next row.
+        head: gives the first row of the whole stream when ``source`` does not begin there.
+        begin: the mark at which ``source`` begins.
+    """
+    first: list[Any] | None = None
+    held: tuple[list[Any], Any] | None = None
+    while True:
+        buffer = _read(source, shape.row_items)
+        if first is None:
+            first = buffer
+        if len(buffer) < shape.row_items:
+            break
+        if held is not None:
+            yield StreamRow(_full_row(held[0], shape), held[1])
+            begin = held[1]
+        held = (buffer, mark())
+    end = mark()
+    if not buffer or shape.drop_last:
+        if held is not None:
+            yield StreamRow(_full_row(held[0], shape), end)
+        return
+    if held is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
+        yield StreamRow(_full_row(held[0], shape), held[1])
+        begin, held = held[1], None
+    wraps = shape.tail in ("wrap", "level")
+    wrapped = (head() if head is not None else first) if wraps else []
+    yield from _last_rows((held[0] if held else []) + buffer, shape, wrapped, begin, end)
+
+
+def _last_rows(items: list[Any], shape: RowPlan, head: list[Any], begin: Any, end: Any) -> Iterator[StreamRow]:
+    plan = RowPlan(len(items), shape.batch, shape.world, shape.tail)
+    for row in range(plan.rows):
+        cells = [_cell(items, plan, row, rank, head) for rank in range(plan.world)]
+        # A tail of two rows shares its items across the place where the full row was marked, so
+        # its first row resumes from the mark before it and drops one row.
+        if row == plan.rows - 1:
+            yield StreamRow(cells, end)
+        else:
+            yield StreamRow(cells, begin, row + 1)
+
+
+def _full_row(items: list[Any], shape: RowPlan) -> list[list[Any]]:
+    size = shape.batch
+    return [items[rank * size : (rank + 1) * size] for rank in range(shape.world)]
+
+
+def _cell(items: list[Any], plan: RowPlan, row: int, rank: int, head: list[Any]) -> list[Any]:
+    lo, hi = plan.bounds(row, rank)
+    wrapped = range(max(lo, plan.items), hi)
+    return items[lo:hi] + [head[(p - plan.items) % len(head)] for p in wrapped]
+
+
+def _read(source: Iterator[Any], count: int) -> list[Any]:
+    items = []
+    for item in source:
+        items.append(item)
+        if len(items) == count:
+            break
+    return items
