@@ -39,7 +39,7 @@ LAYERS = [
     ),
     (["strategies/engine/shards"], TORCH),
     (["strategies/engine/unit"], TORCH),
-    (["strategies/engine/hooks"], TORCH),
+    (["strategies/engine/hooks", "strategies/engine/reduce", "strategies/engine/build"], TORCH),
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/__init__"], TORCH),
     (["strategies/data/sampler", "strategies/checkpoint"], TORCH),
@@ -50,6 +50,11 @@ LAYERS = [
     (["strategies/zero3"], LIGHTNING),
     (["strategies/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__init__"], LIGHTNING),
+    # The allocator's options are read and checked before anything imports torch.
+    (["callbacks/allocator_grammar"], NOTHING),
+    (["callbacks/allocator_environment", "callbacks/allocator_rules"], NOTHING),
+    (["callbacks/allocator_early"], NOTHING),
+    (["callbacks/allocator_readback", "callbacks/allocator_pluggable", "callbacks/allocator_advice"], TORCH),
     (["callbacks/*"], LIGHTNING),
     (["callbacks/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__main__"], LIGHTNING),
@@ -123,7 +128,7 @@ def find_faults(root: Path, layers: list) -> list[str]:
         for found in find_imports(module, source):
             if fault := judge(found, row, by_import_name, layers):
                 faults.append(f"{module}.py:{found.line}: {fault}")
-    return faults
+    return list(dict.fromkeys(faults))  # one statement may import several names
 
 
 def judge(found: Import, row: int, modules: dict[str, str], layers: list) -> str | None:
