@@ -1,1 +1,23 @@
-"""Callbacks for memory and speed."""
+"""Callbacks for memory and speed. They observe; those with `Config` in their name act, and say how.
+
+The names load when they are first used, so that `allocator_early` can run before anything else.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .allocator import AllocatorConfig
+    from .allocator_pluggable import PluggableAllocator
+
+_HOMES = {
+    "AllocatorConfig": "allocator",
+    "PluggableAllocator": "allocator_pluggable",
+}
+__all__ = ["AllocatorConfig", "PluggableAllocator"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
