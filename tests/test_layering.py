@@ -39,10 +39,19 @@ LAYERS = [
     ),
     (["strategies/engine/shards"], TORCH),
     (["strategies/engine/unit"], TORCH),
-    (["strategies/engine/hooks", "strategies/engine/reduce", "strategies/engine/build"], TORCH),
+    (
+        [
+            "strategies/engine/access",
+            "strategies/engine/build",
+            "strategies/engine/hooks",
+            "strategies/engine/reduce",
+            "strategies/engine/saved",
+        ],
+        TORCH,
+    ),
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/__init__"], TORCH),
-    (["strategies/data/sampler", "strategies/checkpoint"], TORCH),
+    (["strategies/data/sampler", "strategies/checkpoint", "strategies/optimizers"], TORCH),
     (["strategies/data/loader"], TORCH),
     (["strategies/data/__init__"], TORCH),
     # Lightning from here on.

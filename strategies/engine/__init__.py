@@ -1,1 +1,32 @@
-"""ZeRO-3 engine."""
+"""The ZeRO-3 engine: plain torch, no Lightning.
+
+====================  ==================================================================================================
+unit                  modules whose parameters are gathered, used and released together
+chunk                 one flat buffer of a unit's parameters that share dtype and trained-or-not, padded to equal shards
+shard                 this rank's contiguous 1/N of a chunk
+piece                 the part of a shard that belongs to one optimizer group
+flat tensor           this rank's pieces of one optimizer group, end to end; what the optimizer steps on
+slot                  the full-size place in the arena that a unit is gathered into; its parameters are views of it
+gather, release       fill the slot from all ranks' shards; give its memory up to another unit
+reduce                sum a unit's gradients over ranks into the flat gradients (reduce-scatter, mean)
+resting               the state of a parameter outside its unit's use
+visit                 a unit's turn in backward
+====================  ==================================================================================================
+"""
+
+from .collectives import GroupCollectives, LocalCollectives, PairwiseCollectives, make_collectives
+from .engine import Zero3Engine
+from .partition import UnitPolicy, find_units
+from .resting import ResidencyError, is_sharded
+
+__all__ = [
+    "GroupCollectives",
+    "LocalCollectives",
+    "PairwiseCollectives",
+    "ResidencyError",
+    "UnitPolicy",
+    "Zero3Engine",
+    "is_sharded",
+    "make_collectives",
+    "find_units",
+]

@@ -1,0 +1,147 @@
+"""Values of resting parameters: reads inside a step, full values on demand, writes that reach the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import LocalCollectives
+from .resting import ResidencyError, settle
+from .unit import Entry, Unit, WholeUnit
+
+
+def in_autograd() -> bool:
+    """Whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Access:
+    """The home of all parameters of an engine; see :class:`~.resting.Home`."""
+
+    in_step: bool  # all ranks run the same code: a read may gather
+
+    def __init__(self, units: list[Unit], collectives: LocalCollectives, weights_changed: Callable[[], None]) -> None:
+        self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
+        self._owner: dict[int, tuple[Unit, Entry]] = {}
+        self._substitutes: Mapping[str, Tensor] = {}
+        self.in_step = False
+        for unit in units:
+            for entry in unit.entries:
+                self._owner[id(entry.parameter)] = unit, entry
+                settle(entry.parameter, self)
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """See :meth:`~.resting.Home.read`."""
+        _, entry = self._owner[id(parameter)]
+        if entry.name in self._substitutes:
+            return self._substitutes[entry.name]
+        if not (self.in_step or in_autograd()):
+            raise ResidencyError(
+                f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
+                "`training_step` (or another step), or inside `with strategy.gathered(module):` on all ranks."
+            )
+        value = self.full_value(parameter)
+        if torch.is_grad_enabled() and entry.parameter.requires_grad:
+            return _Read.apply(parameter, value)
+        return value
+
+    def full_value(self, parameter: nn.Parameter) -> Tensor:
+        """See :meth:`~.resting.Home.full_value`."""
+        unit, entry = self._owner[id(parameter)]
+        return unit.full(lambda group: group.data)[entry.name].clone()
+
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """See :meth:`~.resting.Home.write`."""
+        unit, entry = self._owner[id(parameter)]
+        flat = entry.flatten(value.detach().broadcast_to(entry.size))
+        for chunk in unit.chunks:
+            for index, other in enumerate(chunk.entries):
+                span = chunk.layout.span(index, self._collectives.rank)
+                if other is entry and span is not None:
+                    group, start = chunk.group_of(span), chunk.flat_start(span)
+                    group.data[start : start + span.stop - span.start].copy_(flat[span.start : span.stop])
+        self._weights_changed()
+
+    def describe(self, parameter: nn.Parameter) -> str:
+        """See :meth:`~.resting.Home.describe`."""
+        unit, entry = self._owner[id(parameter)]
+        return f"{entry.name!r} (unit {unit.name})"
+
+    def declared_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """See :meth:`~.resting.Home.declared_dtype`."""
+        return self._owner[id(parameter)][1].dtype
+
+    def class_in_use(self, parameter: nn.Parameter) -> type[nn.Parameter]:
+        """See :meth:`~.resting.Home.class_in_use`."""
+        return self._owner[id(parameter)][1].cls
+
+    @contextmanager
+    def substitute(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, reading a resting parameter gives ``values[its name]``; local."""
+        self._substitutes = values
+        try:
+            yield
+        finally:
+            self._substitutes = {}
+
+    def full_values_on_rank_zero(self) -> dict[str, Tensor]:
+        """Every parameter's full value on the CPU of rank 0, gathered unit by unit; empty elsewhere. Collective."""
+        values: dict[str, Tensor] = {}
+        for unit in self._units:
+            full = unit.full(lambda group: group.data)
+            if self._collectives.rank == 0:
+                values.update({name: value.cpu().clone() for name, value in full.items()})
+        return values
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+        """Inside, the parameters are ordinary and full; collective at entry, and at exit with ``modify``.
+
+        Args:
+            parameters: what to gather; those that no engine owns are left alone.
+            modify: at exit rank 0's values are stored, whatever the other ranks wrote.
+        """
+        wanted = [self._owner[id(p)] for p in parameters if id(p) in self._owner]
+        wanted = [(unit, entry) for unit, entry in wanted if not isinstance(unit, WholeUnit)]
+        values: dict[str, Tensor] = {}
+        for unit in dict.fromkeys(unit for unit, _ in wanted):
+            full = unit.full(lambda group: group.data)
+            values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
+        slots = [entry.parameter.data if not unit.pins else None for unit, entry in _awake(wanted)]
+        for _, entry in wanted:
+            entry.parameter.data = values[entry.name]
+        try:
+            yield
+        finally:
+            for (unit, entry), slot in zip(wanted, slots, strict=True):
+                values[entry.name] = entry.parameter.data
+                entry.parameter.data = slot
+                unit.rest()
+        if modify:
+            for _, entry in wanted:
+                value = values[entry.name].contiguous()
+                self.write(entry.parameter, self._collectives.broadcast(value))
+
+
+def _awake(wanted: list[tuple[Unit, Entry]]) -> Iterator[tuple[Unit, Entry]]:
+    for unit, entry in wanted:
+        if unit.pins:
+            raise ResidencyError(f"Parameter {entry.name!r} is in use: `gathered` does not work inside its unit's forward.")
+        entry.parameter.__class__ = entry.cls
+        yield unit, entry
+
+
+class _Read(torch.autograd.Function):
+    """Connects a copy of a resting parameter's value to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,223 @@
+"""Set-up: from a whole model and its optimizers to units and flat groups, unit by unit, so that a device never holds it all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .collectives import LocalCollectives
+from .layout import ChunkLayout
+from .partition import UnitModules
+from .resting import class_in_use, home_of, unsettle
+from .shards import FlatGroup, GroupKey
+from .unit import Chunk, Entry, Unit, WholeUnit
+
+SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
+
+
+def optimizer_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int]]:
+    """(optimizer, param group) of each parameter, by its ``id``.
+
+    Raises:
+        ValueError: an optimizer holds a tensor that is no parameter of ``model``, or two optimizers hold the same one.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    home: dict[int, tuple[int, int]] = {}
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for k, p in enumerate(group["params"]):
+                if id(p) not in names:
+                    raise ValueError(
+                        f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape {tuple(p.shape)} (param group "
+                        f"{g}, position {k}) that is not a parameter of {type(model).__name__}. Pass only parameters "
+                        "that `named_parameters()` of the module yields."
+                    )
+                if id(p) in home:
+                    raise ValueError(
+                        f"Parameter {names[id(p)]!r} is in optimizer {home[id(p)][0]} and in optimizer {i}; it has one shard, "
+                        "so it can have one optimizer."
+                    )
+                home[id(p)] = (i, g)
+    return home
+
+
+def optimizer_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
+    """Parameter names of each param group of each optimizer, in the user's order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+
+
+def build_units(
+    parts: Sequence[UnitModules],
+    home: dict[int, tuple[int, int]],
+    slot_dtype: SlotDtype,
+    world_size: int,
+) -> tuple[list[Unit], list[FlatGroup]]:
+    """Lay every unit out; nothing is allocated yet."""
+    keys: dict[GroupKey, int] = {}
+    units = []
+    for index, part in enumerate(parts):
+        buckets: dict[tuple[bool, torch.dtype, torch.dtype], list[tuple[int, Entry]]] = {}
+        for name, p in part.parameters.items():
+            _check_parameter(name, p)
+            optimizer, group = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
+            key = GroupKey(optimizer, group, p.dtype)
+            entry = Entry(name, p, class_in_use(p), p.dtype, p.shape, _dense_stride(p), optimizer is not None)
+            slot = slot_dtype(name, p) if world_size > 1 else p.dtype
+            bucket = buckets.setdefault((entry.trained, slot, p.dtype), [])
+            bucket.append((keys.setdefault(key, len(keys)), entry))
+        chunks = [_chunk(bucket, slot, master, world_size) for (_, slot, master), bucket in buckets.items()]
+        kind = Unit if world_size > 1 else WholeUnit
+        units.append(kind(index, part.name, chunks, part.root, part.nested))
+    groups = [FlatGroup(key) for key in keys]
+    _number(units, groups)
+    return units, groups
+
+
+def _chunk(bucket: list[tuple[int, Entry]], slot: torch.dtype, master: torch.dtype, world_size: int) -> Chunk:
+    bucket.sort(key=lambda item: item[0])  # stable: groups become neighbours, names keep their order
+    entries = [entry for _, entry in bucket]
+    itemsize = min(slot.itemsize, master.itemsize)
+    layout = ChunkLayout.build([e.size.numel() for e in entries], [g for g, _ in bucket], world_size, itemsize)
+    return Chunk(entries, layout, slot, master)
+
+
+def _number(units: list[Unit], groups: list[FlatGroup]) -> None:
+    """Number trained parameters group by group, so that the flags of a group are one range."""
+    number = 0
+    for index, group in enumerate(groups):
+        group.first = number
+        for unit in units:
+            for chunk in unit.chunks:
+                for g, entry in zip(chunk.layout.groups, chunk.entries, strict=True):
+                    if g == index and entry.trained:
+                        entry.number, number = number, number + 1
+        group.last = number
+
+
+def _check_parameter(name: str, p: nn.Parameter) -> None:
+    if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
+        )
+    if not isinstance(p, nn.Parameter) or p.layout != torch.strided:
+        raise ValueError(
+            f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense parameters can be sharded."
+        )
+
+
+def _dense_stride(p: Tensor) -> tuple[int, ...]:
+    """The parameter's strides if its elements fill their memory without holes (channels-last too), else contiguous."""
+    shape_only = torch.empty_strided(p.size(), p.stride(), device="meta")
+    return torch.empty_like(shape_only, memory_format=torch.preserve_format).stride()
+
+
+def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> None:
+    """Every rank must have the same parameters in the same units and groups; collective.
+
+    Raises:
+        ValueError: on every rank, naming the first difference.
+    """
+    mine = [
+        f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, group {g}, unit {u.name}"
+        for u in units
+        for c in u.chunks
+        for g, e in zip(c.layout.groups, c.entries, strict=True)
+    ]
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    if len(set(collectives.all_gather_object(digest))) == 1:
+        return
+    everyone = collectives.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        for a, b in zip([*everyone[0], "nothing"], [*theirs, "nothing"], strict=False):
+            if a != b:
+                raise ValueError(
+                    f"The ranks have different models. First difference: rank 0 has [{a}], rank {rank} has [{b}]. "
+                    "Build the same model and optimizers on every rank."
+                )
+
+
+def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
+    """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks initialised; collective.
+
+    Returns:
+        Names of parameters whose value on this rank differed from rank 0's.
+    """
+    owners = {}
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), module)
+    differing = []
+    for unit in units:
+        _materialize(unit, owners)
+        for chunk in unit.chunks:
+            buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
+            views = chunk.views(buffer)
+            with torch.no_grad():
+                locals_ = [_initial_value(entry.parameter) for entry in chunk.entries]
+                for value, view in zip(locals_, views, strict=True):
+                    view.copy_(value)
+                collectives.broadcast(buffer)
+                for entry, value, view in zip(chunk.entries, locals_, views, strict=True):
+                    if collectives.rank and not _same(value.to(device), view):
+                        differing.append(entry.name)
+                chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
+            for entry in chunk.entries:
+                unsettle(entry.parameter)
+                entry.parameter.__class__ = entry.cls
+                entry.parameter.data = torch.empty(0, dtype=entry.dtype, device=entry.parameter.device)
+    return differing
+
+
+def _initial_value(p: nn.Parameter) -> Tensor:
+    """The full value, from the shards of the engine of an earlier run if one has them."""
+    home = home_of(p)
+    return p.detach() if home is None else home.full_value(p)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
+    """Give meta parameters memory and initial values, as their modules' ``reset_parameters`` does it."""
+    waiting = []
+    for entry in unit.entries:
+        p = entry.parameter
+        if not p.is_meta:
+            continue
+        module = owners[id(p)]
+        if not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"Parameter {entry.name!r} is on the meta device and {type(module).__name__} has no `reset_parameters()` to "
+                "initialise it with. Add that method, or create the module on the CPU."
+            )
+        torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad))
+        if module not in waiting:
+            waiting.append(module)
+    for module in waiting:
+        module.reset_parameters()
+
+
+def place_buffers(model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
+    """Move buffers to ``device`` and make them rank 0's; returns the names of those that differed on this rank."""
+    differing = []
+    moved: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                local = buffer.to(device)
+                agreed = collectives.broadcast(local.detach().clone().contiguous())
+                if not _same(local, agreed):
+                    differing.append(f"{prefix}.{name}".lstrip("."))
+                    local.copy_(agreed)
+                moved[id(buffer)] = local
+            module._buffers[name] = moved[id(buffer)]
+    return differing

@@ -1,0 +1,210 @@
+"""The one door to ``torch.distributed``: every byte the engine exchanges goes through one of these objects.
+
+Tests substitute the object to count, delay or break a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending:
+    """A collective in flight. ``wait()`` returns its result and is called once."""
+
+    def __init__(self, result: Tensor, works: list[dist.Work] | None = None) -> None:
+        self._result = result
+        self._works = works or []
+
+    def wait(self) -> Tensor:
+        """Block the host (CPU) or the current stream (CUDA) until the result is there."""
+        for work in self._works:
+            work.wait()
+        return self._result
+
+
+class LocalCollectives:
+    """One rank: everything is already where it belongs."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, buffer: Tensor) -> Pending:
+        """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at ``[r * shard, (r + 1) * shard)``."""
+        return Pending(buffer)
+
+    def reduce_scatter(self, buffer: Tensor) -> Pending:
+        """Sum ``buffer`` [world_size * shard] over ranks; the result is this rank's shard [shard] of the sum.
+
+        The result may be part of ``buffer``, which is overwritten.
+        """
+        return Pending(buffer)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
+        return tensor
+
+    def agree(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of an int64 CPU tensor over ranks; host side only, never waits for a device."""
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy contiguous ``tensor`` of rank ``source`` to all ranks in place."""
+        return tensor
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """``value`` of every rank, in rank order."""
+        return [value]
+
+
+class GroupCollectives(LocalCollectives):
+    """Collectives of a process group (NCCL, or gloo with CUDA tensors)."""
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._control = control or group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def _shard(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self.world_size, -1)[self.rank]
+
+    def all_gather(self, buffer: Tensor) -> Pending:
+        """See :meth:`LocalCollectives.all_gather`."""
+        dist.all_gather_into_tensor(buffer, self._shard(buffer), group=self._group)
+        return Pending(buffer)
+
+    def reduce_scatter(self, buffer: Tensor) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        shard = self._shard(buffer)
+        dist.reduce_scatter_tensor(shard, buffer, group=self._group)
+        return Pending(shard)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See :meth:`LocalCollectives.all_reduce`."""
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
+        return tensor
+
+    def agree(self, values: Tensor) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """See :meth:`LocalCollectives.broadcast`."""
+        # As bytes: gloo does not know every dtype.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
+        return tensor
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """See :meth:`LocalCollectives.all_gather_object`."""
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+
+class PairwiseCollectives(GroupCollectives):
+    """gloo on the CPU by direct exchange between pairs of ranks.
+
+    gloo's reduce-scatter sends twice the necessary bytes and its all-gather copies through a scratch buffer as big as
+    the result; an exchange straight between the places the data lives in does neither. Sums are taken in rank order,
+    whatever arrives first, so results do not depend on timing.
+    """
+
+    _GATHER, _REDUCE, _AGREE = 1, 2, 3  # message tags: kinds never mix, even if two ranks disagree on the order
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group, control)
+        self._others = [r for r in range(self.world_size) if r != self.rank]
+        self._staging: dict[torch.dtype, Tensor] = {}
+
+    def all_gather(self, buffer: Tensor) -> Pending:
+        """See :meth:`LocalCollectives.all_gather`."""
+        shards = buffer.view(self.world_size, -1)
+        works = [self._group.recv([shards[r]], r, self._GATHER) for r in self._others]
+        works += [self._group.send([shards[self.rank]], r, self._GATHER) for r in self._others]
+        return Pending(buffer, works)
+
+    def reduce_scatter(self, buffer: Tensor) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        shards = buffer.view(self.world_size, -1)
+        staging = self._stage(shards.shape[1], buffer.dtype)
+        works = [self._group.send([shards[r]], r, self._REDUCE) for r in self._others]
+        return _OrderedSum(shards, self.rank, staging, works, self._receive)
+
+    def agree(self, values: Tensor) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        if self.world_size > 8:  # pairs grow with the square of ranks
+            return super().agree(values)
+        theirs = [torch.empty_like(values) for _ in self._others]
+        sent = values.clone()
+        works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]
+        works += [self._control.send([sent], r, self._AGREE) for r in self._others]
+        for work in works:
+            work.wait()
+        for other in theirs:
+            torch.maximum(values, other, out=values)
+        return values
+
+    def _receive(self, tensor: Tensor, source: int) -> dist.Work:
+        return self._group.recv([tensor], source, self._REDUCE)
+
+    def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
+        held = self._staging.get(dtype)
+        if held is None or held.shape[1] < numel:
+            held = self._staging[dtype] = torch.empty(2, numel, dtype=dtype)
+        return held[:, :numel]
+
+
+class _OrderedSum(Pending):
+    """Receives shards of the other ranks one after another and adds them in rank order."""
+
+    def __init__(
+        self,
+        shards: Tensor,  # [world, shard]
+        rank: int,
+        staging: Tensor,  # [2, shard]
+        sends: list[dist.Work],
+        receive: Callable[[Tensor, int], dist.Work],
+    ) -> None:
+        super().__init__(shards[rank], sends)
+        self._sources = [r for r in range(len(shards)) if r != rank]
+        self._rank, self._staging, self._receive = rank, staging, receive
+        # The first two can arrive while the caller computes; more would need more memory.
+        self._arriving = [(receive(staging[k], r), staging[k]) for k, r in enumerate(self._sources[:2])]
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        total, k = None, 0
+        for source in range(len(self._sources) + 1):
+            if source == self._rank:
+                part = self._result
+            else:
+                work, part = self._arriving[k]
+                work.wait()
+                k += 1
+            total = part if total is None else total.add_(part)
+            if part is not total and source != self._rank and len(self._arriving) < len(self._sources):
+                # This half of the staging has been read: the next shard may come into it.
+                self._arriving.append((self._receive(part, self._sources[len(self._arriving)]), part))
+        for work in self._works:
+            work.wait()
+        return total
+
+
+def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> LocalCollectives:
+    """The door for ``group`` (None: a single process) and tensors on ``device``.
+
+    Host-side agreement uses gloo even beside NCCL, so that it never waits for the device.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return LocalCollectives()
+    backend = dist.get_backend(group)
+    if backend == "gloo" and device.type == "cpu":
+        return PairwiseCollectives(group)
+    ranks = dist.get_process_group_ranks(group)
+    control = group if backend in ("gloo", "fake") else dist.new_group(ranks, backend="gloo")
+    return GroupCollectives(group, control)

@@ -1,0 +1,326 @@
+"""All units of a model: what runs when, from the first forward to the end of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from .access import Access, in_autograd
+from .build import (
+    SlotDtype,
+    build_units,
+    check_same_structure,
+    fill_shards,
+    optimizer_groups,
+    optimizer_names,
+    place_buffers,
+)
+from .collectives import LocalCollectives
+from .hooks import install, watch_outputs
+from .layout import ArenaLayout, Span
+from .order import BackwardSchedule, ForwardOrder
+from .partition import UnitPolicy, find_units
+from .reduce import Reducer, WholeReducer
+from .saved import SavedTensors
+from .shards import FlatGroup
+from .streams import make_lane
+from .unit import Entry, Phase, Unit
+
+
+def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
+    return parameter.dtype
+
+
+class Zero3Engine:
+    """Shards a model's parameters, gradients and optimizer state over the ranks (ZeRO stage 3, arXiv 1910.02054).
+
+    Args:
+        model: any module; its parameters stay the same objects with the same names.
+        optimizers: built on the parameters of ``model``; each param group is re-pointed to its flat shard.
+        device: where shards, slots and computation live.
+        collectives: the door to the other ranks.
+        unit_policy: see :func:`~.partition.find_units`.
+        slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by default.
+        reduce_buffers: 1 holds the gradients of one unit; 2 lets a unit's reduction overlap the next unit's backward.
+
+    Raises:
+        ValueError: see :func:`~.partition.find_units`, :func:`~.build.optimizer_groups`,
+            :func:`~.build.check_same_structure`.
+    """
+
+    units: list[Unit]
+    groups: list[FlatGroup]
+    differing: list[str]  # names whose initial value on this rank was not rank 0's
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        device: torch.device,
+        collectives: LocalCollectives,
+        unit_policy: UnitPolicy | None = None,
+        slot_dtype: SlotDtype = _own_dtype,
+        reduce_buffers: int = 1,
+    ) -> None:
+        self.device, self.collectives = device, collectives
+        home = optimizer_groups(model, optimizers)
+        self.optimizer_names = optimizer_names(model, optimizers)
+        parts = find_units(model, unit_policy)
+        self.units, self.groups = build_units(parts, home, slot_dtype, collectives.world_size)
+        check_same_structure(self.units, collectives)
+        for unit in self.units:
+            for chunk in unit.chunks:
+                chunk.own(self.groups, collectives.rank)
+        for group in self.groups:
+            group.allocate(device)
+        self.differing = fill_shards(self.units, model, collectives, device)
+        self.differing += place_buffers(model, collectives, device)
+        self._connect(reduce_buffers)
+        self._forward = ForwardOrder()
+        self._schedule = BackwardSchedule()
+        self._current: Unit | None = None  # the unit whose backward runs
+        self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
+        self._in_backward = False
+        self._explicit = False  # backward() will close the pass; else a callback of autograd does
+        self._used = bytearray(max((g.last for g in self.groups), default=0))
+        self._root = next((u for u in self.units if u.root), None)
+        self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
+        self._attach(optimizers)
+
+    # ------------------------------------------------------------------------------------------------ set-up, the end
+
+    def _connect(self, reduce_buffers: int) -> None:
+        whole = self.collectives.world_size == 1
+        sizes = [0 if whole else u.nbytes for u in self.units]
+        layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
+        # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.
+        self.arena = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+        gather, reduce = make_lane(self.device), make_lane(self.device)
+        for unit, offset in zip(self.units, layout.offsets, strict=True):
+            unit.rivals = [self.units[j] for j in layout.overlapping(unit.index)] if not whole else []
+            unit.connect(self.collectives, gather, self.arena, offset)
+        if whole:
+            self.reducer: Reducer = WholeReducer(self.units)
+        else:
+            self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers)
+        self._saved = SavedTensors(self.units, self.arena, layout.offsets, self.collectives)
+        self.access = Access(self.units, self.collectives, self.weights_changed)
+
+    def _attach(self, optimizers: Sequence[Optimizer]) -> None:
+        for i, optimizer in enumerate(optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                flats = [f for f in self.groups if (f.key.optimizer, f.key.group) == (i, g)]
+                for flat in flats:
+                    flat.attach(optimizer, group)
+                group["params"][:] = [p for flat in flats for p in flat.parameters]
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.weights_changed()))
+
+    def close(self) -> None:
+        """Take the hooks away. The values stay in the shards; another engine may take them over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def owned_spans(self, group: FlatGroup) -> list[tuple[Entry, int, Span]]:
+        """Parameters this rank owns a part of: entry, where its part starts in ``group``'s flat tensor, and which part."""
+        found = []
+        for unit in self.units:
+            for chunk in unit.chunks:
+                for index, entry in enumerate(chunk.entries):
+                    span = chunk.layout.span(index, self.collectives.rank)
+                    if span is not None and self.groups[chunk.layout.groups[index]] is group:
+                        found.append((entry, chunk.flat_start(span), span))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that runs the model: the forward and loss of a micro-batch, an evaluation step."""
+        if self.access.in_step:
+            yield
+            return
+        self._forward.begin()
+        self._schedule.clear()
+        self.access.in_step = True
+        if self._root is not None:
+            self._root.gather()
+            self._root.use()
+        try:
+            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.access.in_step = False
+            self._saved.forget()
+        if self._root is not None:
+            self._root.unuse()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around ``loss.backward()``: at its end gradients are summed over ranks and shown to the optimizers.
+
+        Without it autograd's final callback does the same, except where re-entrant checkpoints nest backward passes.
+        """
+        self._explicit = True
+        try:
+            yield
+            self._end_backward()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._explicit = False
+
+    def abandon(self) -> None:
+        """Drop all that is open after an exception; the next step starts clean."""
+        for unit in self.units:
+            unit.abandon()
+        self.reducer.abandon()
+        self._schedule.clear()
+        self._saved.forget()
+        self._current, self._recomputed, self._in_backward = None, [], False
+
+    def weights_changed(self) -> None:
+        """The shards were written: nothing gathered before is true any more."""
+        self._saved.weights_changed()
+        for unit in self.units:
+            if unit.phase is not Phase.RESTING:
+                unit.refresh()
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def enter_forward(self, unit: Unit) -> None:
+        """See :class:`~.hooks.Listener`."""
+        if in_autograd():
+            # A checkpoint recomputes. What it saves must stay until the backward that reads it is over.
+            if unit.gather():
+                unit.use()
+                self._recomputed.append(unit)
+            return
+        if not unit.gather():
+            return  # a unit in use has the memory: the parameters rest, and each read gathers
+        unit.use()
+        following = self._forward.enter(unit.index)
+        if following is not None:
+            self.units[following].gather()
+
+    def leave_forward(self, unit: Unit, outputs: Any) -> None:
+        """See :class:`~.hooks.Listener`."""
+        if in_autograd():
+            watch_outputs(unit, outputs, self)
+            return
+        if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self):
+            self._schedule.record(unit.index)
+        if unit.pins:
+            unit.unuse()
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def enter_backward(self, unit: Unit) -> None:
+        """See :class:`~.hooks.Listener`."""
+        if unit is self._current:
+            return
+        self._begin_backward()
+        for passed in self._schedule.visit(unit.index):
+            self._visit(self.units[passed])  # other ranks may be using it: take part in what they exchange
+        self._visit(unit)
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        for group in self.groups:
+            if group.grad is not None:
+                window = group.window
+                group.begin_window()
+                if group.window != window:
+                    self._used[group.first : group.last] = bytes(group.last - group.first)
+        if not self._explicit:
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _visit(self, unit: Unit) -> None:
+        self._leave()
+        if self._recomputed and unit not in self._recomputed:
+            for held in self._recomputed:
+                held.unuse()
+            self._recomputed = []
+        if unit.gather():
+            unit.use()
+            self._current = unit
+        following = self._schedule.upcoming()
+        if following is not None:
+            self.units[following].gather()
+
+    def _leave(self) -> None:
+        unit, self._current = self._current, None
+        if unit is None:
+            return
+        if unit.pins:
+            unit.unuse()
+        # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
+        if unit.trained and not unit.nested and not self._schedule.pending(unit.index):
+            self.reducer.reduce(unit)
+
+    def collect(self, unit: Unit, index: int, number: int, grad: Tensor) -> None:
+        """See :class:`~.hooks.Listener`."""
+        if not self._in_backward:
+            self._begin_backward()
+        self._used[number] = 1
+        self.reducer.collect(unit, index, grad)
+
+    def _end_backward(self) -> None:
+        self._begin_backward_if_silent()
+        used = self._agree()
+        self._leave()
+        for held in self._recomputed:
+            held.unuse()
+        self._recomputed = []
+        for unit in reversed(self.units):
+            if unit.trained and (unit.nested or self.reducer.is_open(unit)):
+                self.reducer.reduce(unit)
+        self.reducer.finish()
+        self.reducer.zero_untouched()
+        self._bind(used)
+        self._saved.forget()
+        self._in_backward = False
+
+    def _begin_backward_if_silent(self) -> None:
+        # The loss of this rank may depend on no unit at all; others still need this rank's part in their reductions.
+        if not self._in_backward:
+            explicit, self._explicit = self._explicit, True
+            self._begin_backward()
+            self._explicit = explicit
+
+    def _agree(self) -> bytes:
+        """How far the farthest rank went through the schedule, and which parameters any rank used."""
+        if self.collectives.world_size == 1:
+            return bytes(self._used)
+        mine = torch.tensor([self._schedule.position, *self._used], dtype=torch.int64)
+        farthest, *used = self.collectives.agree(mine).tolist()
+        while self._schedule.position < farthest:
+            self._visit(self.units[self._schedule.advance()])
+        return bytes(used)
+
+    def _bind(self, used: bytes) -> None:
+        for group in self.groups:
+            if group.grad is None:
+                continue
+            flags = used[group.first : group.last]
+            group.bind([] if all(flags) else self._unused_ranges(group, used))
+
+    def _unused_ranges(self, group: FlatGroup, used: bytes) -> list[tuple[int, int]]:
+        """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
+        return [
+            (start, start + span.stop - span.start) for entry, start, span in self.owned_spans(group) if not used[entry.number]
+        ]

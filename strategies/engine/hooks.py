@@ -1,0 +1,104 @@
+"""The only place where hooks are registered on modules, parameters, outputs and saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .unit import Unit
+
+
+class Listener(Protocol):
+    """What the engine does at each event."""
+
+    def enter_forward(self, unit: Unit) -> None:
+        """A member of ``unit`` is about to run."""
+
+    def leave_forward(self, unit: Unit, outputs: Any) -> None:
+        """A member of ``unit`` has run, or raised (then ``outputs`` is None)."""
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A gradient of an output of ``unit`` is there."""
+
+    def collect(self, unit: Unit, index: int, number: int, grad: Tensor) -> None:
+        """Autograd has accumulated the gradient of trained parameter ``index`` of ``unit``."""
+
+
+def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[RemovableHandle]:
+    """Report the forwards of ``members`` and the gradients of the unit's parameters to ``listener``."""
+    handles = []
+    for module in members:
+        # First in, last out: the user's own hooks find ordinary parameters.
+        handles.append(module.register_forward_pre_hook(_pre(unit, listener), prepend=True))
+        # Also when forward raises, or stops early in a checkpoint's recomputation.
+        handles.append(module.register_forward_hook(_post(unit, listener), always_call=True))
+    for index, entry in enumerate(unit.trained):
+        hook = _grad_hook(unit, index, entry.number, listener)
+        handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
+    for entry in unit.entries:
+        if not entry.trained and entry.parameter.requires_grad:
+            handles.append(entry.parameter.register_post_accumulate_grad_hook(_drop_grad))
+    return handles
+
+
+def _pre(unit: Unit, listener: Listener) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        listener.enter_forward(unit)
+
+    return hook
+
+
+def _post(unit: Unit, listener: Listener) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, outputs: Any) -> None:
+        listener.leave_forward(unit, outputs)
+
+    return hook
+
+
+def _grad_hook(unit: Unit, index: int, number: int, listener: Listener) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None:  # a custom Function may return None
+            parameter.grad = None
+            listener.collect(unit, index, number, grad)
+
+    return hook
+
+
+def _drop_grad(parameter: Tensor) -> None:
+    # No optimizer has it: on one device the gradient would pile up unread.
+    parameter.grad = None
+
+
+def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:
+    """Call ``listener.enter_backward(unit)`` when the gradient of any tensor in ``outputs`` is there.
+
+    Returns:
+        Whether any of them needs a gradient.
+    """
+
+    def hook(grad: Tensor) -> None:
+        listener.enter_backward(unit)
+
+    found = False
+    for tensor in _tensors(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
+            found = True
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in _tensors(item)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [t for f in fields(value) for t in _tensors(getattr(value, f.name, None))]
+    return []

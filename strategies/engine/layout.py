@@ -1,0 +1,164 @@
+"""Which elements of a unit live on which rank, and where units lie in memory. Integers only.
+
+A chunk is one flat buffer of parameters laid end to end, padded to ``world_size`` equal shards::
+
+    chunk   |  w0  |w1|..|   w2    |pad|        "..": a gap, so that every parameter starts aligned
+    rank    |    0     |      1        |        rank r owns elements [r * shard, (r + 1) * shard)
+
+Parameters of one optimizer group are neighbours in the chunk, so a rank's shard is a few *pieces*, one for each group
+it touches. The pieces of one group, over all chunks, lie end to end in that group's flat tensor on the rank. One
+all-gather moves a whole chunk whatever the number of groups, and the optimizer still sees one tensor per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGN_BYTES = 16  # vectorised kernels fall back to slow paths on less
+REGION_BYTES = 256  # regions of the arena start like fresh allocations of the CUDA caching allocator
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of a rank's shard that belong to optimizer group ``group``."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of one parameter that one rank owns; all offsets in elements.
+
+    Attributes:
+        start: first owned element of the parameter, in its memory order.
+        stop: one past the last owned element.
+        shard_start: where that first element lies in the rank's shard of the chunk.
+    """
+
+    start: int
+    stop: int
+    shard_start: int
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Places parameters in a chunk of ``world_size`` equal shards.
+
+    Attributes:
+        numels: elements of each parameter, in chunk order.
+        groups: optimizer group of each parameter; equal groups must be neighbours.
+        offsets: first element of each parameter in the chunk.
+        shard_numel: elements of one shard.
+        world_size: number of shards.
+    """
+
+    numels: tuple[int, ...]
+    groups: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+
+    @classmethod
+    def build(cls, numels: Sequence[int], groups: Sequence[int], world_size: int, itemsize: int) -> ChunkLayout:
+        """Lay parameters end to end, each aligned to 16 bytes for elements of ``itemsize`` bytes."""
+        align = max(ALIGN_BYTES // itemsize, 1)
+        offsets, end = [], 0
+        for numel in numels:
+            start = round_up(end, align)
+            offsets.append(start)
+            end = start + numel
+        # At least one aligned element a rank: fused optimizers and collectives break on empty tensors.
+        shard_numel = max(round_up(-(-end // world_size), align), align)
+        return cls(tuple(numels), tuple(groups), tuple(offsets), shard_numel, world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the padded chunk."""
+        return self.shard_numel * self.world_size
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """The rank's shard cut at group borders; gaps and padding go to the group before them."""
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        starts = [i for i, g in enumerate(self.groups) if i == 0 or g != self.groups[i - 1]]
+        pieces = []
+        for k, first in enumerate(starts):
+            begin = self.offsets[first] if k else 0
+            end = self.offsets[starts[k + 1]] if k + 1 < len(starts) else self.numel
+            a, b = max(begin, low), min(end, high)
+            if a < b:
+                pieces.append(Piece(self.groups[first], a - low, b - low))
+        return pieces
+
+    def span(self, index: int, rank: int) -> Span | None:
+        """What ``rank`` owns of parameter ``index``, or None."""
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        offset = self.offsets[index]
+        a, b = max(offset, low), min(offset + self.numels[index], high)
+        return Span(a - offset, b - offset, a - low) if a < b else None
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of the chunk that hold no parameter."""
+        found, end = [], 0
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            if offset > end:
+                found.append((end, offset))
+            end = offset + numel
+        if end < self.numel:
+            found.append((end, self.numel))
+        return found
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Fixed byte ranges for units in one buffer, such that neighbours never overlap.
+
+    Even units are placed at the low end of a shared area and odd ones at the high end::
+
+        |unit 0|------------------|   unit 1   |
+        |   unit 2   |------------|unit 3|         area = max over neighbours of (size_i + size_i+1)
+
+    so a unit and the next one (being gathered ahead) are alive together in the least memory that can hold them, each
+    always at the same address. Units in ``apart`` (they stay in use while others run) get a range of their own.
+
+    Attributes:
+        offsets: first byte of each unit.
+        sizes: bytes of each unit.
+        nbytes: size of the buffer.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def build(cls, sizes: Sequence[int], apart: Sequence[bool], ends: int = 2) -> ArenaLayout:
+        """Place units; ``ends=1`` makes all shared units overlap (one buffer instead of two)."""
+        sizes = tuple(round_up(s, REGION_BYTES) for s in sizes)
+        shared = [i for i, own in enumerate(apart) if not own]
+        area = max((sizes[i] for i in shared), default=0)
+        if ends == 2:
+            area = max((sizes[i] + sizes[j] for i, j in zip(shared, shared[1:], strict=False)), default=area)
+        offsets, end = [0] * len(sizes), area
+        for k, i in enumerate(shared):
+            offsets[i] = area - sizes[i] if ends == 2 and k % 2 else 0
+        for i, own in enumerate(apart):
+            if own:
+                offsets[i], end = end, end + sizes[i]
+        return cls(tuple(offsets), sizes, end)
+
+    def overlapping(self, index: int) -> list[int]:
+        """Other units that share bytes with unit ``index``."""
+        a, b = self.offsets[index], self.offsets[index] + self.sizes[index]
+        return [
+            j
+            for j, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True))
+            if j != index and offset < b and a < offset + size
+        ]

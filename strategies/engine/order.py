@@ -1,0 +1,84 @@
+"""The order in which units run: what to gather next, and the agreed way through a backward pass. Integers only."""
+
+from __future__ import annotations
+
+
+class ForwardOrder:
+    """Remembers which unit followed which, to gather the next one ahead.
+
+    A changed order costs one useless gather on every rank alike, never a wrong number.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+        self._last: int | None = None
+
+    def begin(self) -> None:
+        """A new pass over the model starts: what ran last does not lead to what runs first."""
+        self._last = None
+
+    def enter(self, unit: int) -> int | None:
+        """Unit ``unit`` runs now; return the unit that followed it last time."""
+        if self._last is not None and self._last != unit:
+            self._next[self._last] = unit
+        self._last = unit
+        return self._next.get(unit)
+
+
+class BackwardSchedule:
+    """Visits of a backward pass in the order that all ranks expect: the reverse of their forward.
+
+    Collectives must be issued in the same order by every rank, but a rank may skip a unit that others visit (its loss
+    does not depend on it there). Walking this list, a rank that jumps ahead is told which visits it passed, and at the
+    end how far the others went, so that it can take part in their collectives.
+    """
+
+    def __init__(self) -> None:
+        self._tape: list[int] = []
+        self._left: dict[int, int] = {}  # unit -> visits still to come
+        self.position = 0  # visits done, of len(self)
+
+    def __len__(self) -> int:
+        return len(self._tape)
+
+    def record(self, unit: int) -> None:
+        """The forward of ``unit`` made outputs that need gradients; the newest is visited first."""
+        self._tape.append(unit)
+        self._left[unit] = self._left.get(unit, 0) + 1
+
+    def clear(self) -> None:
+        """Forget the pass."""
+        self._tape.clear()
+        self._left.clear()
+        self.position = 0
+
+    def at(self, position: int) -> int:
+        """Unit of the visit ``position`` (0 is the first in backward)."""
+        return self._tape[-1 - position]
+
+    def visit(self, unit: int) -> list[int]:
+        """Units passed to reach the next visit of ``unit``; empty too if no visit of it is left."""
+        if not self._left.get(unit):
+            return []
+        passed = []
+        while True:
+            found = self.at(self.position)
+            self.position += 1
+            self._left[found] -= 1
+            if found == unit:
+                return passed
+            passed.append(found)
+
+    def advance(self) -> int:
+        """Take the next visit whatever it is."""
+        unit = self.at(self.position)
+        self.visit(unit)
+        return unit
+
+    def upcoming(self) -> int | None:
+        """The unit of the next visit."""
+        return self.at(self.position) if self.position < len(self._tape) else None
+
+    def pending(self, unit: int) -> bool:
+        """Whether ``unit`` is to be visited again."""
+        return bool(self._left.get(unit))

@@ -1,0 +1,186 @@
+"""Which modules form a unit: gathered, used and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+SMALL_NUMEL = 1 << 18  # below 1 MiB of fp32 an exchange costs its latency, not its bytes: neighbours share a unit
+
+UnitPolicy = Sequence[type[nn.Module] | str] | Callable[[nn.Module], Sequence[nn.Module | Sequence[nn.Module]]]
+
+
+@dataclass
+class UnitModules:
+    """The modules of one unit.
+
+    Attributes:
+        name: for errors and logs: the members' names joined by "+", or "(root)".
+        members: modules whose forward needs the unit; none contains another.
+        names: their names in the model.
+        root: owns what no other unit owns, and is in use during the whole step.
+        nested: contains modules of other units, so it stays in use while those run.
+    """
+
+    name: str
+    members: list[nn.Module]
+    names: list[str]
+    root: bool = False
+    nested: bool = False
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitModules]:
+    """Split ``model`` into units that together own every parameter exactly once, in definition order.
+
+    Args:
+        model: the whole model.
+        policy: None takes the children of the outermost ``ModuleList``/``Sequential``/``ModuleDict`` that repeat one
+            class (the blocks), and every other module that has parameters and no children; neighbours below 1 MiB share
+            a unit. A list of module classes (or their names) takes modules of those classes as the blocks instead. A
+            function gets the model and returns the units, each a module or a list of modules.
+
+    Raises:
+        ValueError: the model has no parameters; a class matches no module; a function leaves a parameter without a
+            unit, or returns a module that is not in the model.
+    """
+    if next(iter(model.parameters()), None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no parameters: there is nothing to shard. Create its layers in `__init__` or "
+            "`configure_model`, or train it with another strategy."
+        )
+    names = {module: name for name, module in model.named_modules()}
+    if policy is not None and callable(policy):
+        units = [_unit(_as_list(found), names) for found in policy(model)]
+    else:
+        blocks = _blocks_of_classes(model, policy) if policy else set(_repeated_blocks(model))
+        units = [_unit([module], names) for module in _candidates(model, blocks)]
+    units = _join_tied(units)
+    if policy is None:
+        units = _join_small(units)
+    _assign_parameters(model, units, explicit=callable(policy))
+    return [unit for unit in units if unit.parameters]
+
+
+def _as_list(found: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    # A ModuleList or Sequential is one module here, although it can be iterated.
+    return [found] if isinstance(found, nn.Module) else list(found)
+
+
+def _unit(members: list[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
+    for module in members:
+        if module not in names:
+            raise ValueError(f"The unit policy returned a {type(module).__name__} that is not part of the model.")
+    member_names = [names[m] for m in members]
+    return UnitModules("+".join(member_names) or "(root)", members, member_names)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(iter(module.parameters()), None) is not None
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    children = [child for child in module.children() if _has_parameters(child)]
+    classes = {type(child) for child in children}
+    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(children) > 1:
+        composite = all(any(True for _ in child.children()) for child in children)
+        if composite and len(classes) < len(children):
+            yield from children
+            return
+    for child in children:
+        yield from _repeated_blocks(child)
+
+
+def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]) -> set[nn.Module]:
+    present = {type(module) for module in model.modules()}
+    blocks: set[nn.Module] = set()
+    for wanted in policy:
+        matches = {
+            c
+            for c in present
+            if (
+                wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}") if isinstance(wanted, str) else issubclass(c, wanted)
+            )
+        }
+        if not matches:
+            known = ", ".join(sorted({c.__name__ for c in present}))
+            label = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ValueError(f"unit_policy names {label!r}, but the model has no module of that class. It has: {known}.")
+        blocks.update(m for m in model.modules() if type(m) in matches and _has_parameters(m) and m is not model)
+    return blocks
+
+
+def _candidates(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not _has_parameters(child):
+            continue
+        if child in blocks:
+            yield child
+            yield from _inner_blocks(child, blocks)
+        elif any(True for _ in child.children()):
+            yield from _candidates(child, blocks)
+        else:
+            yield child
+
+
+def _inner_blocks(block: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    yield from (m for m in block.modules() if m is not block and m in blocks)
+
+
+def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
+    """Units that share a parameter become one: a parameter has one home, gathered for whoever uses it."""
+    result: list[UnitModules] = []
+    for unit in units:
+        mine = {id(p) for m in unit.members for p in m.parameters()}
+        merged = unit
+        for other in list(result):
+            theirs = {id(p) for m in other.members for p in m.parameters()}
+            inside = any(m in set(o.modules()) for o in other.members for m in merged.members)
+            if mine & theirs and not inside:
+                merged = _merge(other, merged)
+                result[result.index(other)] = merged
+                mine |= theirs
+                for double in [u for u in result if u is merged][1:]:
+                    result.remove(double)
+        if not any(u is merged for u in result):
+            result.append(merged)
+    return result
+
+
+def _join_small(units: list[UnitModules]) -> list[UnitModules]:
+    result: list[UnitModules] = []
+    for unit in units:
+        if result and _numel(result[-1]) + _numel(unit) <= SMALL_NUMEL:
+            result[-1] = _merge(result[-1], unit)
+        else:
+            result.append(unit)
+    return result
+
+
+def _numel(unit: UnitModules) -> int:
+    return sum(p.numel() for p in {id(p): p for m in unit.members for p in m.parameters()}.values())
+
+
+def _merge(a: UnitModules, b: UnitModules) -> UnitModules:
+    return UnitModules(f"{a.name}+{b.name}", a.members + b.members, a.names + b.names)
+
+
+def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: bool) -> None:
+    """Give each parameter to the innermost unit around it, and the rest to a root unit put first."""
+    home: dict[int, UnitModules] = {}
+    for unit in units:  # outer units come before the units inside them
+        for member in unit.members:
+            for p in member.parameters():
+                if (taken := home.get(id(p))) is not None and taken is not unit:
+                    taken.nested = True
+                home[id(p)] = unit
+    root = UnitModules("(root)", [model], [""], root=True, nested=True)
+    for name, p in model.named_parameters():
+        unit = home.get(id(p), root)
+        if unit is root and explicit:
+            raise ValueError(f"The unit policy leaves parameter {name!r} without a unit; return a module that contains it.")
+        unit.parameters[name] = p
+    if root.parameters:
+        units.insert(0, root)

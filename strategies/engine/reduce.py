@@ -1,0 +1,208 @@
+"""From full gradients on every rank to summed gradient shards.
+
+Each gradient is copied into the unit's range of the reduce buffer as soon as autograd has made it, and dropped. When the
+unit's turn in backward is over, the range is reduce-scattered and this rank's part of the mean is added to the flat
+gradients. The range has the same size on every rank: what a rank did not use is zero there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .collectives import LocalCollectives, Pending
+from .layout import ArenaLayout
+from .shards import FlatGroup
+from .streams import Lane
+from .unit import Chunk, Unit
+
+
+def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
+    return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+
+
+class _Range:
+    """A unit's part of the reduce buffer."""
+
+    def __init__(self, unit: Unit, buffer: Tensor, offset: int) -> None:
+        self.unit = unit
+        self.chunks: list[tuple[Chunk, Tensor]] = []
+        self.views: list[Tensor] = []  # of each trained parameter
+        self.gaps: list[Tensor] = []
+        for chunk in unit.chunks:
+            if not chunk.trained:
+                continue
+            dtype = reduce_dtype(chunk.master_dtype)
+            nbytes = chunk.layout.numel * dtype.itemsize
+            part = buffer[offset : offset + nbytes].view(dtype)
+            offset += nbytes
+            self.chunks.append((chunk, part))
+            self.views += chunk.views(part)
+            self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
+        self.written = [False] * len(self.views)
+        self.open = False  # holds gradients that have not been sent
+        self.pending: list[Pending] = []  # in flight
+        self.rivals: list[_Range] = []
+
+    @staticmethod
+    def nbytes(unit: Unit) -> int:
+        return sum(c.layout.numel * reduce_dtype(c.master_dtype).itemsize for c in unit.chunks if c.trained)
+
+
+class Reducer:
+    """Owns the reduce buffer and everything in flight out of it."""
+
+    def __init__(
+        self, units: list[Unit], collectives: LocalCollectives, lane: Lane, device: torch.device, buffers: int
+    ) -> None:
+        self._collectives, self._lane = collectives, lane
+        trained = [u for u in units if u.trained]
+        layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [u.nested for u in trained], ends=buffers)
+        self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self._ranges = {u.index: _Range(u, self.buffer, o) for u, o in zip(trained, layout.offsets, strict=True)}
+        for k, unit in enumerate(trained):
+            self._ranges[unit.index].rivals = [self._ranges[trained[j].index] for j in layout.overlapping(k)]
+        self._flying: _Range | None = None
+        self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> window it was last written in
+        self._mark: torch.cuda.Event | None = None
+
+    def collect(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """Take the gradient of trained parameter ``index`` of ``unit`` (full shape)."""
+        place = self._ranges[unit.index]
+        if not place.open:
+            self._claim(place)
+        view = place.views[index]
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        with torch.no_grad():
+            if place.written[index]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                place.written[index] = True
+
+    def _claim(self, place: _Range) -> None:
+        for rival in place.rivals:
+            if rival.open:
+                self.reduce(rival.unit)
+        if self._flying is not None and (self._flying is place or self._flying in place.rivals):
+            self.finish()  # hazard: overwriting gradients that are being sent
+        place.open = True
+
+    def is_open(self, unit: Unit) -> bool:
+        """Whether gradients of ``unit`` wait to be reduced."""
+        place = self._ranges.get(unit.index)
+        return place is not None and place.open
+
+    def reduce(self, unit: Unit) -> None:
+        """Send the unit's gradients, zeros for those that this rank does not have; collective."""
+        place = self._ranges.get(unit.index)
+        if place is None:
+            return
+        if not place.open:
+            self._claim(place)
+        self.finish()
+        with torch.no_grad():
+            for view, written in zip(place.views, place.written, strict=True):
+                if not written:
+                    view.zero_()
+            for gap in place.gaps:
+                gap.zero_()
+            place.written = [False] * len(place.views)
+            with self._lane.fork():
+                place.pending = [self._collectives.reduce_scatter(part) for _, part in place.chunks]
+                if self._lane.on_device:
+                    self._accumulate(place)
+                self._mark = self._lane.mark()
+        place.open, self._flying = False, place
+
+    def finish(self) -> None:
+        """Wait for what is in flight and add it to the flat gradients."""
+        place, self._flying = self._flying, None
+        if place is not None:
+            with torch.no_grad():
+                self._accumulate(place)
+            self._lane.join(self._mark)  # hazard: the buffer's next gradients, or the optimizer, before the sum is there
+
+    def _accumulate(self, place: _Range) -> None:
+        scale = 1.0 / self._collectives.world_size
+        pending, place.pending = place.pending, []
+        for (chunk, _), work in zip(place.chunks, pending, strict=False):
+            total = work.wait()  # [shard]
+            for k, (group, piece, start) in enumerate(chunk.owned):
+                target = group.grad[start : start + piece.stop - piece.start]
+                part = total[piece.start : piece.stop]
+                if not self._first_in_window(chunk, k, group):
+                    target.add_(part.to(target.dtype), alpha=scale)
+                elif target.dtype == part.dtype:
+                    torch.mul(part, scale, out=target)
+                else:
+                    target.copy_(part.mul_(scale))
+
+    def _first_in_window(self, chunk: Chunk, piece: int, group: FlatGroup) -> bool:
+        key = (id(chunk), piece)
+        first = self._windows.get(key) != group.window
+        self._windows[key] = group.window
+        return first
+
+    def zero_untouched(self) -> None:
+        """Gradients of units that no backward reached since they were cleared are zero, not what they were."""
+        for place in self._ranges.values():
+            for chunk, _ in place.chunks:
+                for k, (group, piece, start) in enumerate(chunk.owned):
+                    if self._first_in_window(chunk, k, group):
+                        group.grad[start : start + piece.stop - piece.start].zero_()
+
+    def abandon(self) -> None:
+        """After an exception: forget gradients that were not sent."""
+        for place in self._ranges.values():
+            place.open = False
+            place.written = [False] * len(place.views)
+
+
+class WholeReducer(Reducer):
+    """One rank: gradients go straight into the flat gradients."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._targets: dict[tuple[int, int], tuple[Tensor, FlatGroup]] = {}
+        self._windows: dict[tuple[int, int], int] = {}
+        for unit in units:
+            for k, entry in enumerate(unit.trained):
+                chunk = next(c for c in unit.chunks if entry in c.entries)
+                offset = chunk.layout.offsets[chunk.entries.index(entry)]
+                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
+                view = entry.view(group.grad, start + offset - piece.start)
+                self._targets[unit.index, k] = (view, group)
+
+    def collect(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """See :meth:`Reducer.collect`."""
+        view, group = self._targets[unit.index, index]
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        with torch.no_grad():
+            if self._windows.get((unit.index, index)) == group.window:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self._windows[unit.index, index] = group.window
+
+    def is_open(self, unit: Unit) -> bool:
+        """Nothing ever waits."""
+        return False
+
+    def reduce(self, unit: Unit) -> None:
+        """Nothing to send."""
+
+    def finish(self) -> None:
+        """Nothing in flight."""
+
+    abandon = finish
+
+    def zero_untouched(self) -> None:
+        """See :meth:`Reducer.zero_untouched`."""
+        for key, (view, group) in self._targets.items():
+            if self._windows.get(key) != group.window:
+                view.zero_()
+                self._windows[key] = group.window

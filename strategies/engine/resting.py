@@ -1,0 +1,160 @@
+"""What a parameter is outside its unit's use: right or loud.
+
+A sharded parameter keeps its identity, name, shape, dtype and device for ever. While its unit is in use it is an ordinary
+``nn.Parameter`` that views the gathered slot. Otherwise its class is :class:`RestingParameter`, and every operation on it
+comes here first: questions about it (shape, dtype, hooks, ...) are answered, a read of its value gathers it (inside a
+step, where all ranks run the same code) or raises; no operation sees memory that now belongs to another unit.
+
+The class of a tensor can be switched like that because both classes have the same layout; torch's own lazy parameters do
+the same. An ordinary parameter pays nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Home(Protocol):
+    """The unit that owns a parameter, as seen from here."""
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """The whole value in memory of its own, connected to autograd; collective."""
+
+    def describe(self, parameter: nn.Parameter) -> str:
+        """Name of the parameter and its unit."""
+
+    def full_value(self, parameter: nn.Parameter) -> Tensor:
+        """The whole value, detached; collective, allowed at any time."""
+
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Store a full value that all ranks have; local."""
+
+    def class_in_use(self, parameter: nn.Parameter) -> type[nn.Parameter]:
+        """The parameter's class while it is in use."""
+
+    def declared_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """The user's dtype (the slot may hold a lower one)."""
+
+
+_HOMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class ResidencyError(RuntimeError):
+    """A sharded parameter was read or written where its value is not there."""
+
+
+def settle(parameter: nn.Parameter, home: Home) -> None:
+    """Make ``home`` answer for ``parameter`` while it rests."""
+    _HOMES[parameter] = home
+
+
+def unsettle(parameter: nn.Parameter) -> None:
+    """Forget the home of ``parameter``; it is an ordinary parameter from now on."""
+    _HOMES.pop(parameter, None)
+
+
+def home_of(parameter: Tensor) -> Home | None:
+    """Who owns ``parameter``, if anyone does."""
+    return _HOMES.get(parameter)
+
+
+def class_in_use(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class of ``parameter`` as the user made it."""
+    home = home_of(parameter)
+    return type(parameter) if home is None else home.class_in_use(parameter)
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether an engine owns ``parameter`` (resting or in use)."""
+    return parameter in _HOMES
+
+
+class RestingParameter(nn.Parameter):
+    """A parameter whose unit is not in use. See the module's docstring."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Answer, gather or raise."""
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "dtype.__get__":
+            return _HOMES[args[0]].declared_dtype(args[0])
+        if name == "__repr__":
+            return f"RestingParameter({_HOMES[args[0]].describe(args[0])}, shape={tuple(args[0].shape)})"
+        target = args[0] if args else None
+        if name == "copy_" and isinstance(target, RestingParameter):
+            _HOMES[target].write(target, _materialize(args[1]))
+            return target
+        written = _resting_in(target) if name in _RAW or _writes(name) else _resting_in(kwargs.get("out"))
+        if written is not None:
+            raise ResidencyError(
+                f"`{name}` would touch the memory of parameter {_HOMES[written].describe(written)} while it is sharded "
+                "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
+                "its full value."
+            )
+        return func(*_materialize(args), **_materialize(kwargs))
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        raise ResidencyError(
+            f"Parameter {_HOMES[self].describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
+            "module. Copy the module before training starts, or inside `with strategy.gathered(module):`."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+
+# Questions that do not look at the value.
+_METADATA = frozenset(
+    f"{name}.__get__"
+    for name in "shape ndim device layout requires_grad is_leaf grad grad_fn names is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr itemsize nbytes _version "
+    "_post_accumulate_grad_hooks _backward_hooks retains_grad is_ipu is_vulkan is_maia is_mtia is_xla "
+    "volatile".split()
+) | frozenset(
+    "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size register_hook "
+    "register_post_accumulate_grad_hook requires_grad_ requires_grad.__set__ grad.__set__ storage_offset get_device "
+    "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
+    "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
+)
+# Ways around this class to the memory itself.
+_RAW = frozenset(
+    "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_ swap_tensors "
+    "__dlpack__ __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
+)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f"{func.__self__.__name__}.{name}" if name in ("__get__", "__set__", "__delete__") else name
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _resting_in(value: Any) -> RestingParameter | None:
+    if isinstance(value, RestingParameter):
+        return value
+    if isinstance(value, tuple | list):
+        return next((found for item in value if (found := _resting_in(item)) is not None), None)
+    return None
+
+
+def _materialize(value: Any) -> Any:
+    if isinstance(value, RestingParameter):
+        return _HOMES[value].read(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map(_materialize, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, dict):
+        return {key: _materialize(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,140 @@
+"""The optimizer's side: one flat tensor per optimizer group, holding this rank's pieces of every unit.
+
+::
+
+    unit 0: |p|p|   unit 1: |p|p|p|   unit 2: |p|         this rank's pieces, in unit order
+    flat:   |u0.|u1..|u2|                                 one tensor, so an optimizer step is O(groups) kernels
+
+The flat tensor is what the optimizer's param group holds from set-up on. Its gradient is one flat tensor too.
+
+A parameter that no rank used since the gradients were cleared has no gradient at all: no weight decay, no momentum, no
+step count, as with ``grad is None`` on one device. The flat tensor is then cut into segments, and the optimizer state with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """Identity of a flat tensor: optimizer and param group (None: no optimizer has it), and dtype."""
+
+    optimizer: int | None
+    group: int | None
+    dtype: torch.dtype
+
+
+class FlatGroup:
+    """This rank's shard of one optimizer group."""
+
+    key: GroupKey
+    data: Tensor  # [numel], the master values
+    grad: Tensor | None  # [numel], same dtype; None if no optimizer has the group
+    segments: list[Segment]  # what the optimizer sees; together they cover `data`
+    window: int  # counts the times that gradients were started afresh
+    first: int  # its trained parameters have the numbers [first, last)
+    last: int
+
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
+        self.numel = 0
+        self.window = 0
+        self.segments = []
+        self._owner: tuple[Optimizer, dict[str, Any]] | None = None
+
+    def reserve(self, numel: int) -> int:
+        """Take the next ``numel`` elements; return their start."""
+        start, self.numel = self.numel, self.numel + numel
+        return start
+
+    def allocate(self, device: torch.device) -> None:
+        """Create the tensors, zeroed: padding must never hold NaN."""
+        self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
+        trained = self.key.optimizer is not None
+        self.grad = torch.zeros_like(self.data) if trained else None
+        self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=trained))] if self.numel else []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What belongs in the optimizer's param group, in order."""
+        return [segment.parameter for segment in self.segments]
+
+    def attach(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Remember whose state is to be cut along with the segments."""
+        self._owner = (optimizer, group)
+
+    def begin_window(self) -> None:
+        """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
+        if all(segment.parameter.grad is None for segment in self.segments):
+            self.window += 1
+
+    def bind(self, unused: list[tuple[int, int]]) -> None:
+        """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop) ranges."""
+        if unused:
+            self.cut(sorted({edge for interval in unused for edge in interval}))
+        for segment in self.segments:
+            idle = any(start <= segment.start and segment.stop <= stop for start, stop in unused)
+            if idle:
+                segment.parameter.grad = None
+            elif segment.parameter.grad is None:
+                segment.parameter.grad = segment.view(self.grad)
+
+    def cut(self, edges: list[int]) -> None:
+        """Split segments at ``edges``, and with them the optimizer's state."""
+        result: list[Segment] = []
+        for segment in self.segments:
+            inner = [edge for edge in edges if segment.start < edge < segment.stop]
+            bounds = [segment.start, *inner, segment.stop]
+            result += self._split(segment, bounds) if inner else [segment]
+        if len(result) == len(self.segments):
+            return
+        self.segments = result
+        if self._owner is not None:
+            self._replace_in_group(self._owner[1])
+
+    def _replace_in_group(self, group: dict[str, Any]) -> None:
+        # A group may hold the flat tensors of several dtypes: keep the others.
+        mine = {p.untyped_storage().data_ptr() for p in self.parameters}
+        others = [p for p in group["params"] if p.untyped_storage().data_ptr() not in mine]
+        group["params"][:] = [*others, *self.parameters]
+
+    def _split(self, segment: Segment, bounds: list[int]) -> list[Segment]:
+        parts = [
+            Segment(a, b, nn.Parameter(self.data[a:b], requires_grad=segment.parameter.requires_grad))
+            for a, b in zip(bounds, bounds[1:], strict=False)
+        ]
+        states = self._owner[0].state if self._owner is not None else {}
+        state = states.pop(segment.parameter, None)
+        for part in parts:
+            low, high = part.start - segment.start, part.stop - segment.start
+            if segment.parameter.grad is not None:
+                part.parameter.grad = part.view(self.grad)
+            if state is not None:
+                states[part.parameter] = {k: _part(v, segment, low, high) for k, v in state.items()}
+        return parts
+
+
+@dataclass
+class Segment:
+    """Elements ``[start, stop)`` of a flat group, as the optimizer's parameter."""
+
+    start: int
+    stop: int
+    parameter: nn.Parameter = field(repr=False)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The segment's range of another flat tensor of the group."""
+        return flat[self.start : self.stop]
+
+
+def _part(value: Any, segment: Segment, low: int, high: int) -> Any:
+    if isinstance(value, Tensor):
+        elementwise = value.dim() == 1 and value.numel() == segment.stop - segment.start
+        return value[low:high] if elementwise else value.clone()
+    return value

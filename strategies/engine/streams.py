@@ -1,0 +1,67 @@
+"""Side streams for communication, and who waits for whom.
+
+::
+
+    compute  --e(u0)----e(u1)-----------...        e(u): unit u computes
+    gather      \\--AG(u1)--/ \\--AG(u2)--/         forked from compute when u0 is entered, joined when u1 is
+    reduce               ...RS(u3)...              forked when u3's gradients lie in the reduce buffer
+
+Both lanes fork from the *current* stream and join it, by events, so a CUDA graph that captures the current stream
+captures them. Nothing uses ``record_stream``: arena memory is never returned to the allocator. On the CPU a lane does
+nothing: gloo runs its own thread, and waiting on its work handles is the join.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+class Lane:
+    """A stream beside the compute stream. This class is the CPU stand-in."""
+
+    on_device = False  # whether waiting inside fork() holds up the lane, not the host
+
+    def fork(self) -> AbstractContextManager[object]:
+        """Work inside runs beside the current stream, after all that was issued on it so far."""
+        return nullcontext()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point in the lane for :meth:`join`, taken inside :meth:`fork`."""
+        return None
+
+    def join(self, mark: torch.cuda.Event | None) -> None:
+        """The current stream waits for ``mark``."""
+
+
+class CudaLane(Lane):
+    """A CUDA stream beside the compute stream."""
+
+    on_device = True
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority: a collective that waits behind compute kernels delays every rank.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def fork(self) -> AbstractContextManager[object]:
+        """See :meth:`Lane.fork`."""
+        # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard about to be sent.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """See :meth:`Lane.mark`."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self, mark: torch.cuda.Event | None) -> None:
+        """See :meth:`Lane.join`."""
+        if mark is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+
+def make_lane(device: torch.device) -> Lane:
+    """A lane for ``device``."""
+    return CudaLane(device) if device.type == "cuda" else Lane()

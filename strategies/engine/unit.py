@@ -1,0 +1,284 @@
+"""One unit: its chunks, the slot they are gathered into, and the phases of its life."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import LocalCollectives, Pending
+from .layout import ChunkLayout, Piece, Span
+from .resting import RestingParameter
+from .shards import FlatGroup
+from .streams import Lane
+
+
+class Phase(enum.Enum):
+    """Where the full values of a unit are."""
+
+    RESTING = "resting"  # nowhere: only the shards exist
+    GATHERING = "gathering"  # on their way into the slot
+    READY = "ready"  # in the slot, which another unit may take
+    IN_USE = "in use"  # in the slot, which nobody may take
+
+
+_MOVES = {
+    (Phase.RESTING, Phase.GATHERING),
+    (Phase.GATHERING, Phase.READY),
+    (Phase.READY, Phase.IN_USE),
+    (Phase.IN_USE, Phase.READY),
+    (Phase.READY, Phase.RESTING),
+}
+
+
+@dataclass
+class Entry:
+    """One parameter of a unit."""
+
+    name: str
+    parameter: nn.Parameter
+    cls: type[nn.Parameter]  # its class while in use
+    dtype: torch.dtype  # the user's
+    size: torch.Size  # [...], the user's
+    stride: tuple[int, ...]  # of the dense memory order it is stored in
+    trained: bool  # an optimizer has it
+    number: int = -1  # among all trained parameters of the engine
+
+    def view(self, chunk: Tensor, offset: int) -> Tensor:
+        """The parameter inside a flat ``chunk`` [numel]."""
+        return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
+
+    def flatten(self, value: Tensor) -> Tensor:
+        """``value`` (of the parameter's shape) as a flat tensor in the parameter's memory order."""
+        flat = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)
+        self.view(flat, 0).copy_(value.reshape(self.size))
+        return flat
+
+
+class Chunk:
+    """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
+
+    slot: Tensor  # [numel], dtype of computation; part of the arena
+    owned: list[tuple[FlatGroup, Piece, int]]  # group, piece of the shard, start in the group's flat tensor
+
+    def __init__(self, entries: list[Entry], layout: ChunkLayout, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+        self.entries = entries
+        self.layout = layout
+        self.dtype = dtype
+        self.master_dtype = master_dtype
+        self.trained = entries[0].trained
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def own(self, groups: list[FlatGroup], rank: int) -> None:
+        """Reserve this rank's pieces in the groups' flat tensors."""
+        self.owned = []
+        for piece in self.layout.pieces(rank):
+            group = groups[piece.group]
+            self.owned.append((group, piece, group.reserve(piece.stop - piece.start)))
+
+    def shard_of(self, buffer: Tensor, rank: int) -> Tensor:
+        """This rank's part [shard] of a chunk-sized buffer [world_size * shard]."""
+        return buffer.view(self.layout.world_size, -1)[rank]
+
+    def load_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
+        """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where there is none."""
+        for group, piece, start in self.owned:
+            source = flat(group)
+            target = shard[piece.start : piece.stop]
+            if source is None:
+                target.zero_()
+            else:
+                target.copy_(source[start : start + target.numel()])
+
+    def store_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
+        """Copy ``shard`` [shard] back into the groups' flat tensors."""
+        for group, piece, start in self.owned:
+            target = flat(group)
+            if target is not None:
+                target[start : start + piece.stop - piece.start].copy_(shard[piece.start : piece.stop])
+
+    def flat_start(self, span: Span) -> int:
+        """Where the elements of ``span`` start in their group's flat tensor."""
+        _, piece, start = self._piece_of(span)
+        return start + span.shard_start - piece.start
+
+    def group_of(self, span: Span) -> FlatGroup:
+        """The group whose flat tensor holds the elements of ``span``."""
+        return self._piece_of(span)[0]
+
+    def _piece_of(self, span: Span) -> tuple[FlatGroup, Piece, int]:
+        return next(o for o in self.owned if o[1].start <= span.shard_start < o[1].stop)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters inside a chunk-sized buffer."""
+        return [e.view(buffer, o) for e, o in zip(self.entries, self.layout.offsets, strict=True)]
+
+
+class Unit:
+    """Parameters that are gathered, used and released together."""
+
+    phase: Phase
+    rivals: list[Unit]  # units whose slots share memory with this one
+    pins: int  # uses that have not ended
+
+    def __init__(self, index: int, name: str, chunks: list[Chunk], root: bool, nested: bool) -> None:
+        self.index, self.name, self.chunks = index, name, chunks
+        self.root, self.nested = root, nested
+        self.entries = [e for chunk in chunks for e in chunk.entries]
+        self.trained = [e for e in self.entries if e.trained]
+        self.phase, self.rivals, self.pins = Phase.RESTING, [], 0
+        self._pending: list[Pending] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
+        """Take the slot at byte ``offset`` of ``arena`` [bytes] and point the parameters into it for good.
+
+        The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw in forward.
+        """
+        self._collectives, self._lane = collectives, lane
+        self._fills: list[tuple[Tensor, Tensor]] = []
+        for chunk in self.chunks:
+            chunk.slot = arena[offset : offset + chunk.nbytes].view(chunk.dtype)
+            offset += chunk.nbytes
+            shard = chunk.shard_of(chunk.slot, collectives.rank)
+            for group, piece, start in chunk.owned:
+                target = shard[piece.start : piece.stop]
+                self._fills.append((target, group.data[start : start + target.numel()]))
+            for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
+                entry.parameter.data = view
+        self.rest()
+
+    def move(self, phase: Phase) -> None:
+        """Change phase, if that is legal."""
+        if (self.phase, phase) not in _MOVES:
+            raise RuntimeError(
+                f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
+            )
+        self.phase = phase
+
+    def gather(self) -> bool:
+        """Start filling the slot unless it is filled; False if a unit in use has the memory."""
+        if self.phase is not Phase.RESTING:
+            return True
+        for rival in self.rivals:
+            if rival.phase is Phase.IN_USE:
+                return False
+        for rival in self.rivals:
+            rival.release()
+        self.move(Phase.GATHERING)
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        # Gathering overwrites memory that autograd may have saved; it resolves that itself, see hooks.SavedTensors.
+        with torch.no_grad(), self._lane.fork():
+            for target, source in self._fills:
+                target.copy_(source)
+            self._pending = [self._collectives.all_gather(c.slot.view(torch.uint8)) for c in self.chunks]
+            self._mark = self._lane.mark()
+
+    def arrive(self) -> None:
+        """Wait until the slot is filled."""
+        if self.phase is Phase.GATHERING:
+            for pending in self._pending:
+                pending.wait()
+            self._lane.join(self._mark)  # hazard: computing with weights that are still arriving
+            self._pending = []
+            self.move(Phase.READY)
+
+    def use(self) -> None:
+        """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
+        self.arrive()
+        if not self.pins:
+            self.move(Phase.IN_USE)
+            for entry in self.entries:
+                entry.parameter.__class__ = entry.cls
+        self.pins += 1
+
+    def unuse(self) -> None:
+        """End of one use. The values stay in the slot until another unit takes it."""
+        self.pins -= 1
+        if not self.pins:
+            self.move(Phase.READY)
+            self.rest()
+
+    def rest(self) -> None:
+        """From now on every operation on the parameters is answered by :class:`RestingParameter`."""
+        for entry in self.entries:
+            entry.parameter.__class__ = RestingParameter
+
+    def release(self) -> None:
+        """Give the slot up."""
+        self.arrive()  # hazard: the memory's next owner while ranks still send into it
+        if self.phase is Phase.READY:
+            self.move(Phase.RESTING)
+
+    def refresh(self) -> None:
+        """The shards changed: what is in the slot is no longer true."""
+        if self.phase is Phase.IN_USE:
+            self._start()
+            for pending in self._pending:
+                pending.wait()
+            self._lane.join(self._mark)
+            self._pending = []
+        else:
+            self.release()
+
+    def abandon(self) -> None:
+        """After an exception: no use is left, whatever was open."""
+        if self.phase is Phase.IN_USE:
+            self.pins = 1
+            self.unuse()
+
+    def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Gather other tensors laid out like the parameters, e.g. optimizer state; collective.
+
+        Args:
+            flat: the flat tensor of each group to take the elements from; None gives zeros.
+            dtype: of the result; the parameters' own if None.
+
+        Returns:
+            name -> tensor of the parameter's full shape, in memory of its own.
+        """
+        result = {}
+        for chunk in self.chunks:
+            buffer = torch.empty(chunk.layout.numel, dtype=dtype or chunk.master_dtype, device=chunk.slot.device)
+            with torch.no_grad():
+                chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
+                self._collectives.all_gather(buffer.view(torch.uint8)).wait()
+            result.update({e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)})
+        return result
+
+
+class WholeUnit(Unit):
+    """A unit on a single rank: the shard is the whole, and the parameters view it directly. Nothing ever moves."""
+
+    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
+        """See :meth:`Unit.connect`."""
+        self._collectives, self._lane = collectives, lane
+        for chunk in self.chunks:
+            for index, entry in enumerate(chunk.entries):
+                offset = chunk.layout.offsets[index]
+                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
+                entry.parameter.data = entry.view(group.data, start + offset - piece.start)
+            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=entry.parameter.device)
+
+    def gather(self) -> bool:
+        """Always there."""
+        return True
+
+    def use(self) -> None:
+        """Always usable."""
+
+    unuse = rest = release = refresh = abandon = arrive = use

@@ -1,0 +1,368 @@
+"""The Lightning strategy: each Trainer hook is a few calls of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_over_state
+from .engine import UnitPolicy, Zero3Engine, make_collectives
+from .optimizers import require_elementwise
+from .precision import cast_names, convert
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class Zero3Strategy(ParallelStrategy):
+    """Trains with parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3, arXiv 1910.02054).
+
+    A LightningModule that trains with ``strategy="ddp"`` trains with ``strategy="zero3"`` to the same losses.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer; how processes find each other.
+        checkpoint_io: writes and reads checkpoint files.
+        precision_plugin: set by the Trainer from ``precision`` ("32-true" or "bf16-mixed").
+        process_group_backend: "nccl" on CUDA and "gloo" on the CPU by default.
+        timeout: after which a collective that a rank does not join is an error.
+        start_method: how ``Trainer(devices=n)`` starts processes: "popen" runs the script again for each (as ``ddp``), "spawn",
+            "fork" and "forkserver" use ``multiprocessing``.
+        unit_policy: which modules are gathered together: None finds repeated blocks by itself; a list of module classes or
+            class names; or a function from the model to a list of modules or lists of modules.
+    """
+
+    strategy_name = "zero3"
+
+    engine: Zero3Engine | None
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.num_nodes = 1
+        self.engine = None
+        self.unit_policy = unit_policy
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method: StartMethod = start_method
+
+    # ------------------------------------------------------------------------------------------------ who and where
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning shards data and synchronises logged values for strategies that say so."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the process group."""
+        return self._process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero utilities who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # Some environments ignore the setter: ask them.
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method != "popen":
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        elif not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self._process_group_backend is None:
+            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
+        assert self.cluster_environment is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device)
+
+    # ------------------------------------------------------------------------------------------------ precision
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else convert(Precision(), self._sum)
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else convert(precision_plugin, self._sum)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        assert self.engine is not None
+        return self.engine.collectives.all_reduce(value.to(self.root_device))
+
+    # ------------------------------------------------------------------------------------------------ set-up
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            # On the module's own parameters, as the user wrote it; the engine re-points every group to its flat shard.
+            self.setup_optimizers(trainer)
+        self._shard()
+        self.setup_precision_plugin()
+
+    def _shard(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        for optimizer in self.optimizers:
+            require_elementwise(optimizer)
+        names = {id(p): name for name, p in module.named_parameters()}
+        states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
+        low = cast_names(module) if self.precision_plugin.precision == "bf16-mixed" else set()
+        group = dist.group.WORLD if _distributed_is_initialized() else None
+        previous = self.engine
+        self.engine = Zero3Engine(
+            module,
+            self.optimizers,
+            device=self.root_device,
+            collectives=make_collectives(group, self.root_device),
+            unit_policy=self.unit_policy,
+            slot_dtype=lambda name, p: torch.bfloat16 if name in low else p.dtype,
+            # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
+            reduce_buffers=2 if self.root_device.type == "cuda" else 1,
+        )
+        if previous is not None:
+            previous.close()
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            take_over_state(self.engine, index, optimizer, state)
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.to(self.root_device)
+        _update_properties(module, device=self.root_device)
+        self._report_differing(self.engine)
+
+    def _report_differing(self, engine: Zero3Engine) -> None:
+        everyone = engine.collectives.all_gather_object(engine.differing[:3])
+        for rank, names in enumerate(everyone):
+            if names:
+                rank_zero_warn(
+                    f"Rank {rank} initialised {names[0]!r} (and perhaps others) differently from rank 0. All ranks now have "
+                    "rank 0's values; call `seed_everything` for the same model in every run."
+                )
+                return
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: the engine moves shards, never the whole model."""
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None and module._trainer is not None and self.engine is not None:
+            if module._trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+                self.model = self._layer_sync.revert(self.model)
+            if isinstance(self._launcher, _MultiProcessingLauncher) and not module._trainer.interrupted:
+                self.engine.unshard()  # the launcher sends rank 0's state_dict to the process that called fit
+                self.engine = None
+        # Not super().teardown(), which would move the module's resting parameters to the CPU.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _step(self) -> AbstractContextManager[None]:
+        return self.engine.step() if self.engine is not None else nullcontext()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None and self.engine is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        # Gradients are complete before `on_after_backward` looks at them.
+        with self.engine.backward():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def gathered(self, module: nn.Module | None = None, modify: bool = False) -> AbstractContextManager[None]:
+        """Inside, the parameters of ``module`` have their full values; to be entered by all ranks.
+
+        Args:
+            module: a module of the model; all of it by default.
+            modify: store rank 0's values at exit.
+        """
+        module = module or self.lightning_module
+        if self.engine is None or module is None:
+            return nullcontext()
+        return self.engine.access.gathered(list(module.parameters()), modify)
+
+    # ------------------------------------------------------------------------------------------------ communication
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=dist.group.WORLD)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # A model on the meta device has no memory to load into before it is sharded.
+        module = self.lightning_module
+        return module is not None and any(p.is_meta for p in module.parameters())
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state dict on rank 0, an empty one elsewhere; collective."""
+        assert self.lightning_module is not None
+        if self.engine is None:
+            return self.lightning_module.state_dict()
+        values = self.engine.access.full_values_on_rank_zero()
+        if not self.is_global_zero:
+            return {}
+        with self.engine.access.substitute(values):
+            state = self.lightning_module.state_dict()
+        # On one rank parameters are views of flat tensors, which would be saved whole with each.
+        return {k: values.get(k, v) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Full state in torch's layout on rank 0, empty elsewhere; collective."""
+        assert self.engine is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return full_optimizer_state(self.engine, self.optimizers.index(optimizer), optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.engine is not None
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            load_full_optimizer_state(self.engine, index, optimizer, state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    # ------------------------------------------------------------------------------------------------ registry
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("zero3", cls, description="ZeRO-3: everything sharded over all ranks")
+        for suffix, method in (("spawn", "spawn"), ("notebook", "fork")):
+            strategy_registry.register(
+                f"zero3_{suffix}", cls, description=f"zero3, processes started by {method}", start_method=method
+            )
