@@ -83,7 +83,6 @@ class Tokenizer:
         del self.vocabulary[size:]
         self.ids = {piece: i for i, piece in enumerate(self.vocabulary)}
         self.longest = max(map(len, self.vocabulary))
-        self.byte_counts = torch.tensor([len(piece) for piece in self.vocabulary])
         self.fingerprint = zlib.crc32(b"\0".join(self.vocabulary))
 
     def encode(self, text: bytes) -> torch.Tensor:
@@ -212,7 +211,7 @@ class GPT(LightningModule):
         self.progress = 0.0  # how much of this run's budget is used, 0 to 1; the Budget callback sets it
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 if "embed" in name else width**-0.5)
+                nn.init.normal_(parameter, std=0.5 if "embed" in name else width**-0.5)
             if name.endswith(("out.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(parameter)  # every block starts as the identity
         with torch.no_grad():  # and every token as likely as it is frequent
@@ -366,25 +365,18 @@ class Report(Callback):
 
 
 def show(result: dict) -> None:
-    mib, ranks = 2**20, result["ranks"]
-    state, formula = result["state_bytes_per_rank"], result["state_bytes_formula"]
-    bits = result["bits_per_byte"]
+    ranks, bits = result["ranks"], result["bits_per_byte"]
+    in_bytes = ("state_bytes_per_rank", "state_bytes_formula", "peak_bytes", "peak_bytes_before_training")
+    state, formula, peak, base = (result[name] / 2**20 for name in in_bytes)
+    ideal = f"16Ψ/{ranks} = {formula:.1f} MiB"
     table = Table(title=f"{result['strategy']}, {ranks} ranks", title_justify="left")
     table.add_column("measured")
     table.add_column("value", justify="right")
     table.add_column("against")
     for row in [
         ("model size Ψ", f"{result['parameters'] / 1e6:.2f} M parameters", ""),
-        (
-            "weights, gradients, Adam on one rank",
-            f"{state / mib:.1f} MiB",
-            f"16Ψ/{ranks} = {formula / mib:.1f} MiB; ratio {state / formula:.4f}",
-        ),
-        (
-            "peak memory of one rank",
-            f"{result['peak_bytes'] / mib:.0f} MiB",
-            f"{result['peak_bytes_before_training'] / mib:.0f} MiB before the first step",
-        ),
+        ("weights, gradients, Adam on one rank", f"{state:.1f} MiB", f"{ideal}; ratio {state / formula:.4f}"),
+        ("peak memory of one rank", f"{peak:.0f} MiB", f"{base:.0f} MiB before the first step"),
         ("training speed, all ranks", f"{result['tokens_per_second']:,.0f} tokens/s", ""),
         ("steps", f"{result['last_step']:,}", f"of them {result['last_step'] - result['first_step']:,} in this run"),
         ("training loss, nats per token", f"{result['last_loss']:.3f}", f"{result['first_loss']:.3f} at its start"),
@@ -445,7 +437,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
+    args, on_gpu = parse(), torch.cuda.is_available()
     if args.strategy == "zero3":
         import lightning_zero3  # noqa: F401  (registers the strategy)
     warnings.filterwarnings("ignore", message=".*(many workers|not empty|deprecated).*")
@@ -459,17 +451,17 @@ def main() -> None:
     if args.smoke:
         shape, corpus = {"width": 64, "depth": 2, "pairs": 512}, Corpus(512, 64, 4, limit=2**20)
     else:
-        shape, corpus = {"width": 256, "depth": 4, "pairs": 20000}, Corpus(4096, 128, 8, limit=None)
+        shape, corpus = {"width": 256, "depth": 4, "pairs": 20000}, Corpus(4096, 128, 32 if on_gpu else 8, limit=None)
     report = Report(corpus)
     trainer = Trainer(
         strategy=args.strategy,
-        accelerator="auto" if torch.cuda.is_available() else "cpu",
+        accelerator="gpu" if on_gpu else "cpu",
         devices=args.devices,
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         precision=args.precision,
         gradient_clip_val=1.0,
         max_epochs=1000,
-        val_check_interval=100,
+        val_check_interval=1000 if on_gpu else 100,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -477,13 +469,7 @@ def main() -> None:
         default_root_dir=args.output,
         callbacks=[
             Budget(args.minutes, args.steps),
-            ModelCheckpoint(
-                args.output / "checkpoints",
-                filename="{step}",
-                save_last=True,
-                save_top_k=1,
-                enable_version_counter=False,
-            ),
+            ModelCheckpoint(last.parent, filename="newest", save_last="link", enable_version_counter=False),
             report,
         ],
     )
