@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .allocator import AllocatorConfig
     from .allocator_pluggable import PluggableAllocator
+    from .cuda_backend import CUDABackendConfig
 
 _HOMES = {
     "AllocatorConfig": "allocator",
+    "CUDABackendConfig": "cuda_backend",
     "PluggableAllocator": "allocator_pluggable",
 }
-__all__ = ["AllocatorConfig", "PluggableAllocator"]
+__all__ = ["AllocatorConfig", "CUDABackendConfig", "PluggableAllocator"]
 
 
 def __getattr__(name: str) -> Any:
