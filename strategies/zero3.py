@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_ov
 from .engine import UnitPolicy, Zero3Engine, make_collectives
 from .optimizers import require_elementwise
 from .precision import cast_names, convert
+from .turns import Turn, plan_turns
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -79,6 +80,7 @@ class Zero3Strategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
         self.engine = None
+        self._turns: Iterator[Turn] = iter(())
         self.unit_policy = unit_policy
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -216,10 +218,6 @@ class Zero3Strategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Nothing: the engine moves shards, never the whole model."""
 
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -244,27 +242,63 @@ class Zero3Strategy(ParallelStrategy):
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _step(self) -> AbstractContextManager[None]:
-        return self.engine.step() if self.engine is not None else nullcontext()
+    @override
+    def on_train_start(self) -> None:
+        assert self.engine is not None and self.lightning_module is not None
+        self.engine.require_complete(self.lightning_module)
+
+    @override
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        self._plan_turns(self.lightning_module.trainer._evaluation_loop.max_batches)
+
+    @override
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        assert self.lightning_module is not None
+        self._plan_turns(self.lightning_module.trainer.predict_loop.max_batches)
+
+    def _plan_turns(self, batches: Sequence[int | float]) -> None:
+        """Agree on who has how many batches, so that nobody waits for a rank that has none left; collective."""
+        assert self.engine is not None and self.lightning_module is not None
+        self.engine.require_complete(self.lightning_module)
+        everyone = self.engine.collectives.all_gather_object(list(batches))
+        self._turns = iter(())
+        if all(float(n).is_integer() for counts in everyone for n in counts):  # infinite: a stream without a length
+            before, turns = plan_turns(everyone, self.global_rank)
+            self._turns = iter(turns)
+            self.engine.assist(before)
+
+    @contextmanager
+    def _evaluation_turn(self) -> Generator[None, None, None]:
+        assert self.engine is not None
+        turn = next(self._turns, Turn(joint=False, assist=0))
+        with self.engine.joint_step() if turn.joint else self.engine.step():
+            yield
+        self.engine.assist(turn.assist)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        assert self.engine is not None
+        with self.engine.step():
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._evaluation_turn():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._evaluation_turn():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._evaluation_turn():
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -290,6 +324,25 @@ class Zero3Strategy(ParallelStrategy):
         if self.engine is None or module is None:
             return nullcontext()
         return self.engine.access.gathered(list(module.parameters()), modify)
+
+    def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
+        """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.
+
+        Args:
+            per_unit: add "units", the slot bytes of each unit by its name.
+        """
+        assert self.engine is not None and self.lightning_module is not None
+        ledger = self.engine.memory_ledger()
+        units = ledger.pop("units")
+        states = [v for o in self.optimizers for state in o.state.values() for v in state.values()]
+        result = {
+            "parameters": ledger["parameters"],
+            "gradients": ledger["gradients"],
+            "optimizer_state": sum(v.nbytes for v in states if isinstance(v, Tensor)),
+            "slots": ledger["slots"] + ledger["reduce_buffer"],
+            "buffers": sum(b.nbytes for b in self.lightning_module.buffers()),
+        }
+        return {**result, "units": units} if per_unit else result
 
     # ------------------------------------------------------------------------------------------------ communication
 

@@ -52,7 +52,7 @@ class Access:
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.resting.Home.full_value`."""
         unit, entry = self._owner[id(parameter)]
-        return unit.full(lambda group: group.data)[entry.name].clone()
+        return unit.values()[entry.name].clone()
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.resting.Home.write`."""
@@ -92,7 +92,7 @@ class Access:
         """Every parameter's full value on the CPU of rank 0, gathered unit by unit; empty elsewhere. Collective."""
         values: dict[str, Tensor] = {}
         for unit in self._units:
-            full = unit.full(lambda group: group.data)
+            full = unit.values()
             if self._collectives.rank == 0:
                 values.update({name: value.cpu().clone() for name, value in full.items()})
         return values
@@ -109,7 +109,7 @@ class Access:
         wanted = [(unit, entry) for unit, entry in wanted if not isinstance(unit, WholeUnit)]
         values: dict[str, Tensor] = {}
         for unit in dict.fromkeys(unit for unit, _ in wanted):
-            full = unit.full(lambda group: group.data)
+            full = unit.values()
             values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
         slots = [entry.parameter.data if not unit.pins else None for unit, entry in _awake(wanted)]
         for _, entry in wanted:

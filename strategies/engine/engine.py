@@ -28,10 +28,11 @@ from .layout import ArenaLayout, Span
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer, WholeReducer
+from .resting import is_sharded
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
-from .unit import Entry, Phase, Unit
+from .unit import Entry, Exchange, Phase, Unit
 
 
 def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -111,7 +112,7 @@ class Zero3Engine:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers)
-        self._saved = SavedTensors(self.units, self.arena, layout.offsets, self.collectives)
+        self._saved = SavedTensors(self.units, self.arena, layout.offsets)
         self.access = Access(self.units, self.collectives, self.weights_changed)
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -128,6 +129,34 @@ class Zero3Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def memory_ledger(self) -> dict[str, Any]:
+        """Bytes that the engine keeps on this rank between steps, by what they are for.
+
+        Returns:
+            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer"; and "units", the bytes of each
+            unit's slot by its name (units share the arena, so these add up to more than it).
+        """
+        return {
+            "parameters": sum(g.data.nbytes for g in self.groups),
+            "gradients": sum(g.grad.nbytes for g in self.groups if g.grad is not None),
+            "slots": self.arena.nbytes,
+            "reduce_buffer": self.reducer.buffer.nbytes,
+            "units": {unit.name: unit.nbytes for unit in self.units},
+        }
+
+    def require_complete(self, model: nn.Module) -> None:
+        """Refuse parameters that ``model`` got after set-up: they would be neither sharded nor trained.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        for name, p in model.named_parameters():
+            if not is_sharded(p) and p.numel():
+                raise ValueError(
+                    f"Parameter {name!r} was added after the model was sharded, so no rank would train it. Create it in "
+                    "`__init__`, `configure_model` or `setup`."
+                )
 
     def owned_spans(self, group: FlatGroup) -> list[tuple[Entry, int, Span]]:
         """Parameters this rank owns a part of: entry, where its part starts in ``group``'s flat tensor, and which part."""
@@ -165,6 +194,45 @@ class Zero3Engine:
             self._saved.forget()
         if self._root is not None:
             self._root.unuse()
+
+    @contextmanager
+    def joint_step(self) -> Iterator[None]:
+        """A :meth:`step` that some ranks do not run: they are in :meth:`assist` and are told what to gather."""
+        self._release_all()
+        for unit in self.units:
+            unit.announce = self._announce
+        try:
+            with self.step():
+                yield
+            self.collectives.agree(torch.zeros(1, dtype=torch.int64))
+        finally:
+            for unit in self.units:
+                unit.announce = None
+            self._release_all()
+
+    def assist(self, steps: int) -> None:
+        """Take part in what the other ranks gather in ``steps`` steps that this rank does not run."""
+        for _ in range(steps):
+            self._release_all()
+            while code := int(self.collectives.agree(torch.zeros(1, dtype=torch.int64))):
+                index, exchange = divmod(code - 1, len(Exchange))
+                unit = self.units[index]
+                if exchange == Exchange.SLOT:
+                    unit.release()
+                    unit.gather()
+                elif exchange == Exchange.COPY:
+                    unit.copy_of_slot()
+                else:
+                    unit.values()
+            self._release_all()
+
+    def _announce(self, unit: Unit, exchange: Exchange) -> None:
+        self.collectives.agree(torch.tensor([1 + unit.index * len(Exchange) + exchange], dtype=torch.int64))
+
+    def _release_all(self) -> None:
+        # From here on ranks that run and ranks that assist have the same units in their slots: none.
+        for unit in self.units:
+            unit.release()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

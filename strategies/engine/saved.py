@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .collectives import LocalCollectives
 from .resting import ResidencyError
 from .unit import Phase, Unit
 
@@ -40,8 +39,8 @@ class SavedSlot:
 class SavedTensors:
     """Pack and unpack hooks for ``torch.autograd.graph.saved_tensors_hooks``."""
 
-    def __init__(self, units: list[Unit], arena: Tensor, offsets: Sequence[int], collectives: LocalCollectives) -> None:
-        self._units, self._arena, self._offsets, self._collectives = units, arena, offsets, collectives
+    def __init__(self, units: list[Unit], arena: Tensor, offsets: Sequence[int]) -> None:
+        self._units, self._arena, self._offsets = units, arena, offsets
         self._start = arena.data_ptr()
         self._stop = self._start + arena.numel()
         self._version = 0  # of the weights
@@ -90,12 +89,5 @@ class SavedTensors:
     def _spill(self, unit: Unit) -> Tensor:
         """The unit's slot contents in memory of its own [bytes]; collective."""
         if self._spilled is None or self._spilled[0] is not unit:
-            parts = []
-            for chunk in unit.chunks:
-                buffer = torch.empty(chunk.layout.numel, dtype=chunk.dtype, device=self._arena.device)
-                with torch.no_grad():
-                    chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), lambda group: group.data)
-                    self._collectives.all_gather(buffer.view(torch.uint8)).wait()
-                parts.append(buffer.view(torch.uint8))
-            self._spilled = (unit, torch.cat(parts))
+            self._spilled = (unit, unit.copy_of_slot())
         return self._spilled[1]

@@ -58,6 +58,14 @@ class Entry:
         return flat
 
 
+class Exchange(enum.IntEnum):
+    """Ways in which a unit is gathered."""
+
+    SLOT = 0  # into its slot
+    COPY = 1  # slot contents, into memory of their own
+    VALUES = 2  # the master values, into memory of their own
+
+
 class Chunk:
     """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
 
@@ -127,13 +135,14 @@ class Unit:
     phase: Phase
     rivals: list[Unit]  # units whose slots share memory with this one
     pins: int  # uses that have not ended
+    announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
     def __init__(self, index: int, name: str, chunks: list[Chunk], root: bool, nested: bool) -> None:
         self.index, self.name, self.chunks = index, name, chunks
         self.root, self.nested = root, nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
-        self.phase, self.rivals, self.pins = Phase.RESTING, [], 0
+        self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
         self._pending: list[Pending] = []
 
     @property
@@ -181,7 +190,9 @@ class Unit:
         return True
 
     def _start(self) -> None:
-        # Gathering overwrites memory that autograd may have saved; it resolves that itself, see hooks.SavedTensors.
+        if self.announce is not None:
+            self.announce(self, Exchange.SLOT)
+        # This overwrites memory that autograd may have saved views of; see saved.py.
         with torch.no_grad(), self._lane.fork():
             for target, source in self._fills:
                 target.copy_(source)
@@ -253,12 +264,29 @@ class Unit:
         """
         result = {}
         for chunk in self.chunks:
-            buffer = torch.empty(chunk.layout.numel, dtype=dtype or chunk.master_dtype, device=chunk.slot.device)
-            with torch.no_grad():
-                chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
-                self._collectives.all_gather(buffer.view(torch.uint8)).wait()
+            buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype)
             result.update({e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)})
         return result
+
+    def values(self) -> dict[str, Tensor]:
+        """Name -> full master value, in memory of its own; collective."""
+        if self.announce is not None:
+            self.announce(self, Exchange.VALUES)
+        return self.full(lambda group: group.data)
+
+    def copy_of_slot(self) -> Tensor:
+        """What the slot would hold [bytes], in memory of its own; collective."""
+        if self.announce is not None:
+            self.announce(self, Exchange.COPY)
+        parts = [self._gather_apart(chunk, lambda group: group.data, chunk.dtype) for chunk in self.chunks]
+        return torch.cat([part.view(torch.uint8) for part in parts])
+
+    def _gather_apart(self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype) -> Tensor:
+        buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
+        with torch.no_grad():
+            chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
+            self._collectives.all_gather(buffer.view(torch.uint8)).wait()
+        return buffer
 
 
 class WholeUnit(Unit):
