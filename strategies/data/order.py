@@ -163,11 +163,13 @@ class StreamRow:
         cells: the items of every rank, ``[world][items]``.
         mark: reading position to resume from; None is the beginning of the stream.
         skip: rows to drop after resuming at ``mark``.
+        last: the source has ended.
     """
 
     cells: list[list[Any]]
     mark: Any
     skip: int = 0
+    last: bool = False
 
 
 def stream_rows(
@@ -205,7 +207,7 @@ def stream_rows(
     end = mark()
     if not buffer or shape.drop_last:
         if held is not None:
-            yield StreamRow(_full_row(held[0], shape), end)
+            yield StreamRow(_full_row(held[0], shape), end, last=True)
         return
     if held is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
         yield StreamRow(_full_row(held[0], shape), held[1])
@@ -222,7 +224,7 @@ def _last_rows(items: list[Any], shape: RowPlan, head: list[Any], begin: Any, en
         # A tail of two rows shares its items across the place where the full row was marked, so
         # its first row resumes from the mark before it and drops one row.
         if row == plan.rows - 1:
-            yield StreamRow(cells, end)
+            yield StreamRow(cells, end, last=True)
         else:
             yield StreamRow(cells, begin, row + 1)
 

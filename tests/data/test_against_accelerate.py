@@ -36,7 +36,5 @@ def test_random_streams():
         world, batch, n = rng.randint(1, 6), rng.randint(1, 5), rng.randint(0, 60)
         rows = list(stream_rows(iter(range(n)), RowPlan(0, batch, world, "wrap", drop), lambda: None))
         for rank in range(world):
-            shard = data_loader.IterableDatasetShard(
-                range(n), batch * world if split else batch, drop, world, rank, split
-            )
+            shard = data_loader.IterableDatasetShard(range(n), batch * world if split else batch, drop, world, rank, split)
             assert [i for row in rows for i in row.cells[rank]] == list(shard)

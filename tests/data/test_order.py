@@ -101,9 +101,7 @@ def test_global_order_is_the_same_on_every_world():
         for world in WORLDS:
             for n in (0, 1, 7, 16, 50):
                 plan = RowPlan(n, 3, world, tail)
-                rows = [
-                    [i for rank in range(world) for i in take(range(n), plan, row, rank)] for row in range(plan.rows)
-                ]
+                rows = [[i for rank in range(world) for i in take(range(n), plan, row, rank)] for row in range(plan.rows)]
                 assert [i for row in rows for i in row] == list(range(n))
 
 

@@ -1,0 +1,222 @@
+"""Rank 0 reads for everybody: batches travel from rank to rank, not through the file system.
+
+Per rank and batch, rank 0 sends a header of four integers and one buffer with all tensors of the
+batch. The structure around the tensors (containers, shapes, other objects) is pickled, and sent only
+when it differs from the last one. Each rank is sent its own batch and nothing else. The group is one
+of its own, on CPU, so that its messages cannot meet the collectives of the training step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from .device import map_tensors
+from .feed import Feed, MapFeed, Pairs
+
+_BATCH, _END, _ERROR = 0, 1, 2
+_ALIGN = 16  # bytes; views of every dtype start aligned
+
+
+class _Slot:
+    """Stands for tensor number ``index`` in a pickled structure."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def to(self) -> None:
+        """Never called; having it makes `map_tensors` treat a slot as a leaf."""
+
+
+def pack(batch: Any) -> tuple[bytes, torch.Tensor]:
+    """Split a batch into its structure and one flat buffer with the bytes of all its tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def out(tensor: torch.Tensor) -> Any:
+        tensors.append(tensor)
+        return _Slot(len(tensors) - 1)
+
+    skeleton = map_tensors(batch, out, lambda obj: obj)
+    layout, offset = [], 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        layout.append((tensor.dtype, tuple(tensor.shape), offset, size))
+        offset += -(-size // _ALIGN) * _ALIGN
+    buffer = torch.empty(offset, dtype=torch.uint8)
+    for tensor, (dtype, shape, begin, size) in zip(tensors, layout, strict=True):
+        buffer[begin : begin + size].view(dtype).view(shape).copy_(tensor)
+    return pickle.dumps((skeleton, layout)), buffer
+
+
+def unpack(structure: tuple[Any, list[Any]], buffer: torch.Tensor) -> Any:
+    """The inverse of `pack`; the tensors are views of ``buffer``."""
+    skeleton, layout = structure
+    views = [buffer[begin : begin + size].view(dtype).view(shape) for dtype, shape, begin, size in layout]
+    return map_tensors(skeleton, lambda tensor: tensor, lambda obj: views[obj.index] if type(obj) is _Slot else obj)
+
+
+class DispatchFeed:
+    """Rank 0's feed shared out; see `Feed`. On the other ranks ``feed`` is None or only counts.
+
+    ``feed`` on rank 0 yields every row's batches for all ranks, one after the other.
+    """
+
+    def __init__(
+        self,
+        feed: Feed | None,
+        loader: DataLoader,
+        label: str,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.group = dist.new_group(ranks, backend="gloo")
+        self.peers = ranks  # global rank of each data rank
+        self.feed = feed
+        self.inner = feed.inner if feed is not None else loader
+        self.label = label
+        self.rank = rank
+        self.world_size = world_size
+        self.ranks_read = world_size
+        facts: list[Any] = [(feed.row_samples, feed.batches_per_rank(), feed.describe())] if rank == 0 else [None]
+        dist.broadcast_object_list(facts, src=ranks[0], group=self.group)
+        self.row_samples, self._counts, self._facts = facts[0]
+
+    def start(self, epoch: int, cycle: int, position: Any, new_epoch: bool) -> Pairs:
+        """See `Feed`."""
+        if self.rank == 0:
+            assert self.feed is not None
+            return self._send(self.feed.start(epoch, cycle, position, new_epoch))
+        if not isinstance(self.feed, MapFeed):
+            return self._receive(lambda count: count)
+        self.feed.sampler.begin(epoch, cycle, 0 if new_epoch else position or 0)
+        return self._receive(self.feed.sampler.plan().handed_over)
+
+    def _send(self, pairs: Pairs) -> Pairs:
+        sent: dict[int, bytes] = {}
+        in_flight: list[Any] = []
+        try:
+            for row in self._rows(pairs):
+                # The row before is on its way while this one is read; its buffers are done with now.
+                _wait(in_flight)
+                in_flight = []
+                for rank in range(1, self.world_size):
+                    kind, batch = (_BATCH, row[rank][0]) if rank < len(row) else (_END, None)
+                    in_flight += self._post(rank, kind, batch, sent)
+                yield row[0][0], row[-1][1]
+        except Exception as error:
+            for rank in range(1, self.world_size):
+                _wait(self._post(rank, _ERROR, [f"{type(error).__name__}: {error}"], sent))
+            raise
+        _wait(in_flight)
+        for rank in range(1, self.world_size):
+            _wait(self._post(rank, _END, None, sent))
+
+    def _rows(self, pairs: Pairs) -> Iterator[list[tuple[Any, Any]]]:
+        """Group the batches of one row; the last row may lack those of the last ranks."""
+        row: list[tuple[Any, Any]] = []
+        for pair in pairs:
+            row.append(pair)
+            if len(row) == self.world_size:
+                yield row
+                row = []
+        if row:
+            yield row
+
+    def _post(self, rank: int, kind: int, batch: Any, sent: dict[int, bytes]) -> list[Any]:
+        structure, buffer = pack(batch)
+        is_new = sent.get(rank) != structure
+        sent[rank] = structure
+        header = torch.tensor([kind, len(structure) if is_new else 0, buffer.numel()], dtype=torch.int64)
+        parts = [header]
+        if is_new:
+            parts.append(torch.frombuffer(bytearray(structure), dtype=torch.uint8))
+        if buffer.numel():
+            parts.append(buffer)
+        # The tensors stay in the list until their message has left.
+        return [(dist.isend(part, self.peers[rank], self.group), part) for part in parts]
+
+    def _receive(self, position_after: Callable[[int], Any]) -> Pairs:
+        structure: Any = None
+        header = torch.empty(3, dtype=torch.int64)
+        count = 0
+        while True:
+            dist.recv(header, self.peers[0], self.group)
+            kind, structure_bytes, buffer_bytes = header.tolist()
+            if structure_bytes:
+                raw = torch.empty(structure_bytes, dtype=torch.uint8)
+                dist.recv(raw, self.peers[0], self.group)
+                structure = pickle.loads(raw.numpy().tobytes())
+            buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
+            if buffer_bytes:
+                dist.recv(buffer, self.peers[0], self.group)
+            if kind == _END:
+                return
+            if kind == _ERROR:
+                raise RuntimeError(f"{self.label}: rank 0, which reads for all ranks, failed: {structure[0][0]}")
+            count += 1
+            yield unpack(structure, buffer), position_after(count)
+
+    def batches_per_rank(self) -> list[int] | None:
+        """See `Feed`."""
+        return self.feed.batches_per_rank() if isinstance(self.feed, MapFeed) else self._counts
+
+    def length(self) -> int | None:
+        """See `Feed`."""
+        counts = self.batches_per_rank()
+        return None if counts is None else counts[self.rank]
+
+    def done_before(self, position: Any) -> int | None:
+        """See `Feed`."""
+        return self.feed.done_before(position) if isinstance(self.feed, MapFeed) else None
+
+    def finished(self, position: Any) -> bool:
+        """See `Feed`. A receiver of a stream learns it when the stream ends."""
+        return self.feed.finished(position) if self.feed is not None else False
+
+    def describe(self) -> dict[str, Any]:
+        """See `Feed`."""
+        return self._facts
+
+    def save(self, position: Any) -> Any:
+        """See `Feed`. Only rank 0, which writes the checkpoint, knows a stream's position."""
+        return self.feed.save(position) if self.feed is not None else None
+
+    def load(self, state: Any, saved: dict[str, Any]) -> Any:
+        """See `Feed`."""
+        return self.feed.load(state, saved) if self.feed is not None else None
+
+    def after_rows(self, rows: int) -> Any:
+        """See `Feed`."""
+        return self.feed.after_rows(rows) if isinstance(self.feed, MapFeed) else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Feed`."""
+        if self.feed is not None:
+            self.feed.set_epoch(epoch)
+
+    def reseed(self, seed: int) -> None:
+        """See `Feed`."""
+        if self.feed is not None:
+            self.feed.reseed(seed)
+
+    def rewind(self) -> None:
+        """See `Feed`."""
+        if self.feed is not None:
+            self.feed.rewind()
+
+    def close(self) -> None:
+        """See `Feed`."""
+        if self.feed is not None:
+            self.feed.close()
+
+
+def _wait(messages: list[Any]) -> None:
+    for work, _ in messages:
+        work.wait()

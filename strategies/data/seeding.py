@@ -1,0 +1,55 @@
+"""One seed per sample, so that augmentation depends on (seed, epoch, index) and on nothing else."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+
+from ..rng import derive_seed, scoped, seed_cpu
+
+
+class SampleKey(NamedTuple):
+    """An index as the sampler hands it to the dataset: the epoch goes along.
+
+    Persistent workers keep their copy of the dataset for the whole run, so the epoch cannot be an
+    attribute of it.
+    """
+
+    epoch: int
+    index: Any
+
+
+def sample_seed(seed: int, key: SampleKey) -> int:
+    """The seed of one sample; indices that are not integers count by their ``repr``."""
+    index = key.index
+    number = index if isinstance(index, int) else zlib.crc32(repr(index).encode())
+    return derive_seed(seed, key.epoch, number)
+
+
+class SeededDataset(Dataset):
+    """The user's map-style dataset, with all CPU generators seeded before each sample is made."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, key: SampleKey) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[SampleKey]) -> list[Any]:
+        """One batch. A worker's generators may stay seeded; the main process needs its own back."""
+        if get_worker_info() is not None:
+            return [self._make(key) for key in keys]
+        with scoped():
+            return [self._make(key) for key in keys]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _make(self, key: SampleKey) -> Any:
+        seed_cpu(sample_seed(self.seed, key))
+        if hasattr(self.dataset, "__getitem__"):
+            return self.dataset[key.index]
+        return self.dataset.__getitems__([key.index])[0]

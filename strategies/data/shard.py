@@ -1,0 +1,149 @@
+"""Turns a user's loader into this rank's share of it. Called by the strategy for every loader."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from .dispatch import DispatchFeed
+from .feed import Feed, MapFeed, StreamFeed
+from .loader import ShardedLoader
+from .options import DataOptions, Stage
+
+
+def shard_dataloader(
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    stage: Stage,
+    options: DataOptions,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """This rank's share of a loader. A collective: every rank calls it, in the same order.
+
+    Anything but a `DataLoader` is returned as it is: nobody knows how to share it out.
+
+    Args:
+        loader: the user's `DataLoader`; a `ShardedLoader` is made anew from its own source.
+        rank: of this process among those that read different data.
+        world_size: number of those.
+        stage: decides the layout of the last step, see `DataOptions`.
+        options: the user's choices.
+        device: where batches are copied to; None or CPU: they are left where they are.
+        group: the processes that read different data; None is all.
+
+    Raises:
+        ValueError: the same on every rank, naming the ranks, if they do not agree about the data.
+    """
+    if isinstance(loader, ShardedLoader):
+        loader.close()
+        loader = loader.source
+    if not isinstance(loader, DataLoader):
+        return loader
+    size = f", {len(loader.dataset)} samples" if hasattr(loader.dataset, "__len__") else ""  # type: ignore[arg-type]
+    data = f"{stage} dataloader ({type(loader.dataset).__name__}{size})"
+    label = f"rank {rank}, {data}"
+    seed = _choose_seed(options)
+    streams = isinstance(loader.dataset, IterableDataset)
+    make = StreamFeed if streams else MapFeed
+    feed: Feed | None = None
+    problem: str | None = None
+    if not (options.sharding == "dispatch" and rank > 0 and streams):
+        try:
+            feed = make(loader, options, stage, rank, world_size, seed, label)
+            facts = _facts(feed, loader, seed)
+        except (ValueError, IndexError) as error:
+            problem = str(error)
+    if problem is not None:
+        facts = {"problem": problem}
+    elif feed is None:
+        facts = {"kind": "receiver"}
+    seed = _agree(facts, seed, data, rank, world_size, group)
+    if feed is not None:
+        feed.reseed(seed)
+    if options.sharding == "dispatch" and world_size > 1:
+        feed = DispatchFeed(feed, loader, label, rank, world_size, group)
+    assert feed is not None
+    _check_lengths(feed, stage, data, world_size)
+    if streams and options.streams == "cut" and options.sharding != "dispatch" and world_size > 1 and rank == 0:
+        warnings.warn(
+            f'{data}: every rank reads the whole stream and keeps one of {world_size} batches (streams="cut"). If the'
+            ' dataset shards itself by rank already, choose streams="own", or samples are lost.',
+            stacklevel=2,
+        )
+    device = device or torch.device("cpu")
+    sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device, group)
+    if sharded.place_on_device and device.type == "cuda":
+        feed.inner.pin_memory = True
+    return sharded
+
+
+def _choose_seed(options: DataOptions) -> int:
+    if options.seed is not None:
+        return options.seed
+    if (seed := os.environ.get("PL_GLOBAL_SEED")) is not None:
+        return int(seed)
+    return torch.initial_seed() & 0x7FFFFFFF
+
+
+def _facts(feed: Feed, loader: DataLoader, seed: int) -> dict[str, Any]:
+    """What all ranks must have in common, by the name that an error gives it."""
+    facts = {"kind": feed.describe()["kind"], "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if isinstance(feed, MapFeed):
+        source = feed.source
+        if source.sharded_by_user:
+            return {"kind": "sharded by the user"}
+        facts["number of samples"] = source.size
+        facts["sampler"] = type(source.sampler).__name__
+        if source.kind in ("custom", "batches"):
+            # Checked with one seed on all ranks: the sampler may draw from the global generators.
+            facts["checksum of the sampler's order"] = source.fingerprint(0)
+        if source.kind == "drawn":
+            facts["seed of the sampler's generator"] = source.generator_state.sum().item()  # type: ignore[union-attr]
+    return facts
+
+
+def _agree(facts: dict[str, Any], seed: int, data: str, rank: int, world_size: int, group: dist.ProcessGroup | None) -> int:
+    """Compare all ranks' facts; returns rank 0's seed."""
+    entries: list[Any] = [(facts, seed)]
+    if world_size > 1 and dist.is_initialized():
+        entries = [None] * world_size
+        dist.all_gather_object(entries, (facts, seed), group)
+    for other, (theirs, _) in enumerate(entries):
+        if "problem" in theirs:
+            raise ValueError(theirs["problem"] if other == rank else f"on rank {other}: {theirs['problem']}")
+    sizes = [theirs for theirs, _ in entries if theirs["kind"] != "receiver"]
+    for name in sizes[0]:
+        values = [theirs.get(name) for theirs in sizes]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"rank {rank}, {data}: the ranks do not agree about the {name}: by rank {values}. Each would take its"
+                " part of another sequence, so samples would be lost or repeated, and the run would hang where ranks"
+                " have different numbers of batches. HINT: build dataset and sampler in the same way on every rank,"
+                " or set Trainer(use_distributed_sampler=False) if each rank has data of its own."
+            )
+    return entries[0][1]
+
+
+def _check_lengths(feed: Feed, stage: Stage, data: str, world_size: int) -> None:
+    counts = feed.batches_per_rank()
+    if counts is None or max(counts, default=0) == 0:
+        return
+    if min(counts) == 0:
+        raise ValueError(
+            f"{data}: {world_size} ranks, but there are batches for only {sum(count > 0 for count in counts)}; rank"
+            f" {counts.index(0)} would have none. HINT: use fewer ranks or a smaller batch size."
+        )
+    if stage == "fit" and len(set(counts)) > 1:
+        raise ValueError(
+            f"{data}: the ranks would have different numbers of training batches, {counts}, and those with more would"
+            " wait for the others for ever. HINT: even_batches=True (repeats some samples), drop_last=True, or a"
+            " batch size above 1, with which even_batches=False gives all ranks equally many."
+        )

@@ -1,0 +1,173 @@
+"""States of the random generators: capture, restore, compare, derive, synchronize.
+
+Four generators count: python's ``random``, numpy's global one, torch's CPU generator and the
+current CUDA device's. A state is a dict of tensors and numbers only, so that ``torch.load`` reads
+it with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+State = dict[str, Any]
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*keys: int) -> int:
+    """Mix integers into one seed of 63 bits (splitmix64; equal on every platform and process)."""
+    state = 0
+    for key in keys:
+        state = (state + 0x9E3779B97F4A7C15 + (key & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators, the current CUDA device's only if CUDA is in use already."""
+    seed_cpu(seed)
+    if _cuda_in_use():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed python, numpy and torch's CPU generator."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # Not torch.manual_seed: it asks every accelerator backend too, which costs 100 times as much.
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give each rank a dropout and augmentation stream of its own, reproducible from the seed.
+
+    Call it after the weights were initialised, which needs equal generators on all ranks. Rank 0
+    keeps its generators, so that a run on one rank draws the same numbers with and without us.
+    """
+    if rank > 0:
+        seed_all(derive_seed(seed, rank))
+
+
+def capture() -> State:
+    """The states of all generators of this process."""
+    version, keys, gauss = random.getstate()
+    _, np_keys, pos, has_gauss, cached = np.random.get_state()
+    state: State = {
+        "python": {
+            "version": version,
+            "keys": torch.tensor(keys, dtype=torch.int64),  # [625]
+            "gauss": gauss,
+        },
+        "numpy": {
+            # As int64: torch.load refuses numpy arrays by default.
+            "keys": torch.from_numpy(np.asarray(np_keys).astype(np.int64)),  # [624]
+            "pos": int(pos),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if _cuda_in_use():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: State) -> None:
+    """Put every generator in ``state`` back to where it was."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, numpy["pos"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def differing(a: State, b: State) -> list[str]:
+    """Names of the generators whose states differ (also when only one side has them)."""
+    return [name for name in sorted(a.keys() | b.keys()) if not _equal(a.get(name), b.get(name))]
+
+
+@contextmanager
+def scoped(seed: int | None = None) -> Iterator[None]:
+    """Run a block, seeded or not, that leaves python's, numpy's and torch's CPU state untouched."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        if seed is not None:
+            seed_cpu(seed)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+def gather_states(group: dist.ProcessGroup | None = None) -> list[State]:
+    """The states of every rank, on every rank. A collective."""
+    if not dist.is_initialized():
+        return [capture()]
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, capture(), group)
+    return states
+
+
+def restore_rank(states: Sequence[State], rank: int, world_size: int, seed: int, step: int) -> str | None:
+    """Restore this rank's state, or derive one when the world size changed.
+
+    Returns:
+        None if the state was restored, else a sentence that says what was done instead.
+    """
+    if len(states) == world_size:
+        restore(states[rank])
+        return None
+    seed_all(derive_seed(seed, rank, step, world_size))
+    return (
+        f"the random states in the checkpoint are those of {len(states)} ranks, this run has {world_size}:"
+        f" dropout and main-process augmentation continue from seeds derived from (seed={seed}, rank,"
+        f" step={step}), reproducibly but not as the original run would have. The order of samples and"
+        " per-sample randomness are not affected."
+    )
+
+
+def synchronize(types: Sequence[str], group: dist.ProcessGroup | None = None, generator: torch.Generator | None = None) -> None:
+    """Set generators of all ranks to rank 0's state. A collective.
+
+    "torch", "cuda", "numpy" and "python" are the main generators: with these equal, all ranks draw the
+    *same* dropout masks and the same augmentation in the main process for their different samples,
+    which correlates the ranks' gradients. Seldom wanted; the order of samples does not need it.
+    "generator" is the one that is passed in, e.g. a sampler's, and harms nothing.
+    """
+    known = ("torch", "cuda", "numpy", "python", "generator")
+    if unknown := [name for name in types if name not in known]:
+        raise ValueError(f"rng_types must be among {known}, got {unknown}")
+    if not dist.is_initialized() or not types:
+        return
+    mine = capture() if any(name != "generator" for name in types) else {}
+    if generator is not None:
+        mine["generator"] = generator.get_state()
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, {name: mine[name] for name in types if name in mine}, group)
+    if "generator" in states[0] and generator is not None:
+        generator.set_state(states[0]["generator"])
+    if mine.keys() - {"generator"}:
+        restore({**mine, **states[0]})
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and a == b
