@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -26,11 +27,28 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 class _ShardedClipping(Precision):
-    """Clips by the norm of the whole gradient, of which each rank holds a part."""
+    """Clips by the norm of the whole gradient, of which each rank holds a part.
 
-    def __init__(self, *args: object, sum_over_ranks: SumOverRanks, **kwargs: object) -> None:
+    Args:
+        sum_over_ranks: adds a tensor over all ranks.
+        adopt_gradients: called after the hooks in which users change gradients.
+    """
+
+    def __init__(
+        self, *args: object, sum_over_ranks: SumOverRanks, adopt_gradients: Callable[[], None], **kwargs: object
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._sum_over_ranks = sum_over_ranks
+        self._sum_over_ranks, self._adopt_gradients = sum_over_ranks, adopt_gradients
+
+    @override
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        self._adopt_gradients()
+        super().clip_gradients(*args, **kwargs)
+
+    @override
+    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
+        super()._after_closure(*args, **kwargs)
+        self._adopt_gradients()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -52,6 +70,7 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         """As the base, but fused optimizers may clip: without a scaler there is nothing for them to unscale."""
+        self._adopt_gradients()
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
@@ -65,7 +84,7 @@ def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     return sum_over_ranks(norms.square().sum()).sqrt()
 
 
-def convert(plugin: Precision, sum_over_ranks: SumOverRanks) -> Precision:
+def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Callable[[], None]) -> Precision:
     """The plugin for sharded gradients that stands for Lightning's ``plugin``.
 
     Raises:
@@ -74,9 +93,11 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks) -> Precision:
     if isinstance(plugin, _ShardedClipping):
         return plugin
     if type(plugin) is Precision:
-        return Zero3Precision(sum_over_ranks=sum_over_ranks)
+        return Zero3Precision(sum_over_ranks=sum_over_ranks, adopt_gradients=adopt_gradients)
     if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
-        return Zero3MixedPrecision(plugin.precision, plugin.device, sum_over_ranks=sum_over_ranks)
+        return Zero3MixedPrecision(
+            plugin.precision, plugin.device, sum_over_ranks=sum_over_ranks, adopt_gradients=adopt_gradients
+        )
     raise ValueError(
         f"Zero3Strategy does not support precision {plugin.precision!r} ({type(plugin).__name__}) yet. Use '32-true' or "
         "'bf16-mixed'."

@@ -146,16 +146,20 @@ class Zero3Strategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else convert(Precision(), self._sum)
+        return self._precision_plugin if self._precision_plugin is not None else convert(Precision(), self._sum, self._adopt)
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else convert(precision_plugin, self._sum)
+        self._precision_plugin = None if precision_plugin is None else convert(precision_plugin, self._sum, self._adopt)
 
     def _sum(self, value: Tensor) -> Tensor:
         assert self.engine is not None
         return self.engine.collectives.all_reduce(value.to(self.root_device))
+
+    def _adopt(self) -> None:
+        if self.engine is not None:
+            self.engine.adopt_gradients()
 
     # ------------------------------------------------------------------------------------------------ set-up
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import LocalCollectives
-from .resting import ResidencyError, settle
+from .resting import FullGradient, ResidencyError, settle
 from .unit import Entry, Unit, WholeUnit
 
 
@@ -24,8 +24,17 @@ class Access:
 
     in_step: bool  # all ranks run the same code: a read may gather
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives, weights_changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        collectives: LocalCollectives,
+        weights_changed: Callable[[], None],
+        has_gradient: Callable[[Entry], bool],
+        mark_gradient: Callable[[Entry, bool], None],
+    ) -> None:
         self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
+        self._has_gradient, self._mark_gradient = has_gradient, mark_gradient
+        self._gradients: tuple[Unit, dict[str, Tensor]] | None = None
         self._owner: dict[int, tuple[Unit, Entry]] = {}
         self._substitutes: Mapping[str, Tensor] = {}
         self.in_step = False
@@ -58,13 +67,44 @@ class Access:
         """See :meth:`~.resting.Home.write`."""
         unit, entry = self._owner[id(parameter)]
         flat = entry.flatten(value.detach().broadcast_to(entry.size))
-        for chunk in unit.chunks:
-            for index, other in enumerate(chunk.entries):
-                span = chunk.layout.span(index, self._collectives.rank)
-                if other is entry and span is not None:
-                    group, start = chunk.group_of(span), chunk.flat_start(span)
-                    group.data[start : start + span.stop - span.start].copy_(flat[span.start : span.stop])
+        chunk, index = unit.place_of(entry)
+        span = chunk.layout.span(index, self._collectives.rank)
+        if span is not None:
+            group, start = chunk.group_of(span), chunk.flat_start(span)
+            group.data[start : start + span.stop - span.start].copy_(flat[span.start : span.stop])
         self._weights_changed()
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """See :meth:`~.resting.Home.gradient`."""
+        unit, entry = self._owner[id(parameter)]
+        if not entry.trained or not self._has_gradient(entry):
+            return None
+        if self._gradients is None or self._gradients[0] is not unit:  # usually asked for one after another
+            self._gradients = unit, unit.full(lambda group: group.grad)
+        return self._gradients[1][entry.name].clone().as_subclass(FullGradient)
+
+    def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """See :meth:`~.resting.Home.set_gradient`."""
+        unit, entry = self._owner[id(parameter)]
+        if not entry.trained:
+            return  # no optimizer would read it
+        self._gradients = None
+        chunk, index = unit.place_of(entry)
+        span = chunk.layout.span(index, self._collectives.rank)
+        self._mark_gradient(entry, grad is not None)
+        if span is None:
+            return
+        group, start = chunk.group_of(span), chunk.flat_start(span)
+        stop = start + span.stop - span.start
+        if grad is None:
+            group.bind([(start, stop)])
+        else:
+            group.grad[start:stop].copy_(entry.flatten(grad.detach().as_subclass(Tensor))[span.start : span.stop])
+            group.bind([])
+
+    def forget_gradients(self) -> None:
+        """The flat gradients changed."""
+        self._gradients = None
 
     def describe(self, parameter: nn.Parameter) -> str:
         """See :meth:`~.resting.Home.describe`."""

@@ -119,7 +119,9 @@ class PairwiseCollectives(GroupCollectives):
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
         super().__init__(group, control)
         self._others = [r for r in range(self.world_size) if r != self.rank]
-        self._staging: dict[torch.dtype, Tensor] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staged = 0  # bytes of it taken by sums in flight
+        self._in_flight = 0
 
     def all_gather(self, buffer: Tensor) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
@@ -133,7 +135,7 @@ class PairwiseCollectives(GroupCollectives):
         shards = buffer.view(self.world_size, -1)
         staging = self._stage(shards.shape[1], buffer.dtype)
         works = [self._group.send([shards[r]], r, self._REDUCE) for r in self._others]
-        return _OrderedSum(shards, self.rank, staging, works, self._receive)
+        return _OrderedSum(shards, self.rank, staging, works, self._receive, self._landed)
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
@@ -153,10 +155,18 @@ class PairwiseCollectives(GroupCollectives):
         return self._group.recv([tensor], source, self._REDUCE)
 
     def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
-        held = self._staging.get(dtype)
-        if held is None or held.shape[1] < numel:
-            held = self._staging[dtype] = torch.empty(2, numel, dtype=dtype)
-        return held[:, :numel]
+        """Memory [1 or 2, numel] for arriving shards, which no other sum in flight uses."""
+        rows = min(2, len(self._others))
+        if not self._in_flight:
+            self._staged = 0
+        self._in_flight += 1
+        start, self._staged = self._staged, self._staged + rows * numel * dtype.itemsize
+        if self._staged > self._staging.numel():
+            self._staging = torch.empty(self._staged, dtype=torch.uint8)  # sums in flight keep the smaller one
+        return self._staging[start : self._staged].view(dtype).view(rows, numel)
+
+    def _landed(self) -> None:
+        self._in_flight -= 1
 
 
 class _OrderedSum(Pending):
@@ -166,13 +176,14 @@ class _OrderedSum(Pending):
         self,
         shards: Tensor,  # [world, shard]
         rank: int,
-        staging: Tensor,  # [2, shard]
+        staging: Tensor,  # [1 or 2, shard]
         sends: list[dist.Work],
         receive: Callable[[Tensor, int], dist.Work],
+        landed: Callable[[], None],
     ) -> None:
         super().__init__(shards[rank], sends)
         self._sources = [r for r in range(len(shards)) if r != rank]
-        self._rank, self._staging, self._receive = rank, staging, receive
+        self._rank, self._receive, self._landed = rank, receive, landed
         # The first two can arrive while the caller computes; more would need more memory.
         self._arriving = [(receive(staging[k], r), staging[k]) for k, r in enumerate(self._sources[:2])]
 
@@ -181,18 +192,20 @@ class _OrderedSum(Pending):
         total, k = None, 0
         for source in range(len(self._sources) + 1):
             if source == self._rank:
-                part = self._result
-            else:
-                work, part = self._arriving[k]
-                work.wait()
-                k += 1
+                # From here on the sum lies in the buffer: the staging is free when all have arrived.
+                total = self._result if total is None else torch.add(total, self._result, out=self._result)
+                continue
+            work, part = self._arriving[k]
+            work.wait()
+            k += 1
             total = part if total is None else total.add_(part)
-            if part is not total and source != self._rank and len(self._arriving) < len(self._sources):
+            if part is not total and len(self._arriving) < len(self._sources):
                 # This half of the staging has been read: the next shard may come into it.
                 self._arriving.append((self._receive(part, self._sources[len(self._arriving)]), part))
         for work in self._works:
             work.wait()
-        return total
+        self._landed()
+        return self._result
 
 
 def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> LocalCollectives:

@@ -90,8 +90,10 @@ class Zero3Engine:
         self._current: Unit | None = None  # the unit whose backward runs
         self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
         self._in_backward = False
+        self._muted: list[FlatGroup] = []  # groups whose gradients are not wanted in this backward
         self._explicit = False  # backward() will close the pass; else a callback of autograd does
-        self._used = bytearray(max((g.last for g in self.groups), default=0))
+        self._used = bytearray(max((g.last for g in self.groups), default=0))  # by this rank since they were cleared
+        self._shown = bytearray(len(self._used))  # to the optimizers, by any rank
         self._root = next((u for u in self.units if u.root), None)
         self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
         self._attach(optimizers)
@@ -113,7 +115,7 @@ class Zero3Engine:
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers)
         self._saved = SavedTensors(self.units, self.arena, layout.offsets)
-        self.access = Access(self.units, self.collectives, self.weights_changed)
+        self.access = Access(self.units, self.collectives, self.weights_changed, self._has_gradient, self._mark_gradient)
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
         for i, optimizer in enumerate(optimizers):
@@ -122,6 +124,7 @@ class Zero3Engine:
                 for flat in flats:
                     flat.attach(optimizer, group)
                 group["params"][:] = [p for flat in flats for p in flat.parameters]
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.adopt_gradients()))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.weights_changed()))
 
     def close(self) -> None:
@@ -240,6 +243,8 @@ class Zero3Engine:
 
         Without it autograd's final callback does the same, except where re-entrant checkpoints nest backward passes.
         """
+        self.adopt_gradients()
+        self.reducer.hide()
         self._explicit = True
         try:
             yield
@@ -249,6 +254,11 @@ class Zero3Engine:
             raise
         finally:
             self._explicit = False
+
+    def adopt_gradients(self) -> None:
+        """Take over gradients that the user assigned to parameters (on one rank, where parameters are ordinary)."""
+        for entry, grad in self.reducer.changed():
+            self.access.set_gradient(entry.parameter, grad)
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -262,6 +272,8 @@ class Zero3Engine:
     def weights_changed(self) -> None:
         """The shards were written: nothing gathered before is true any more."""
         self._saved.weights_changed()
+        self.reducer.hide()
+        self.access.forget_gradients()
         for unit in self.units:
             if unit.phase is not Phase.RESTING:
                 unit.refresh()
@@ -308,6 +320,7 @@ class Zero3Engine:
         if self._in_backward:
             return
         self._in_backward = True
+        self._muted = [g for g in self.groups if g.muted and g.grad is not None]
         for group in self.groups:
             if group.grad is not None:
                 window = group.window
@@ -318,6 +331,8 @@ class Zero3Engine:
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _visit(self, unit: Unit) -> None:
+        if unit is self._current:
+            return
         self._leave()
         if self._recomputed and unit not in self._recomputed:
             for held in self._recomputed:
@@ -344,6 +359,8 @@ class Zero3Engine:
         """See :class:`~.hooks.Listener`."""
         if not self._in_backward:
             self._begin_backward()
+        if self._muted and any(g.first <= number < g.last for g in self._muted):
+            return
         self._used[number] = 1
         self.reducer.collect(unit, index, grad)
 
@@ -381,11 +398,24 @@ class Zero3Engine:
         return bytes(used)
 
     def _bind(self, used: bytes) -> None:
+        self._shown = bytearray(used)
+        self.access.forget_gradients()
+        self.reducer.show(used)
         for group in self.groups:
             if group.grad is None:
                 continue
             flags = used[group.first : group.last]
             group.bind([] if all(flags) else self._unused_ranges(group, used))
+
+    def _has_gradient(self, entry: Entry) -> bool:
+        group = self._group_of(entry)
+        return bool(self._shown[entry.number]) and any(s.parameter.grad is not None for s in group.segments)
+
+    def _mark_gradient(self, entry: Entry, present: bool) -> None:
+        self._used[entry.number] = self._shown[entry.number] = present
+
+    def _group_of(self, entry: Entry) -> FlatGroup:
+        return next(g for g in self.groups if g.first <= entry.number < g.last)
 
     def _unused_ranges(self, group: FlatGroup, used: bytes) -> list[tuple[int, int]]:
         """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""

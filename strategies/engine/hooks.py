@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .resting import take_gradient
 from .unit import Unit
 
 
@@ -37,12 +38,19 @@ def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[Re
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_post(unit, listener), always_call=True))
     for index, entry in enumerate(unit.trained):
-        hook = _grad_hook(unit, index, entry.number, listener)
-        handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
+        handles.append(_on_grad(entry.parameter, _grad_hook(unit, index, entry.number, listener)))
     for entry in unit.entries:
         if not entry.trained and entry.parameter.requires_grad:
-            handles.append(entry.parameter.register_post_accumulate_grad_hook(_drop_grad))
+            handles.append(_on_grad(entry.parameter, _drop_grad))
     return handles
+
+
+def _on_grad(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    # torch refuses hooks on what needs no gradient now, but the user may unfreeze it later.
+    needs_grad = parameter.requires_grad
+    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(needs_grad)
+    return handle
 
 
 def _pre(unit: Unit, listener: Listener) -> Callable[..., None]:
@@ -61,9 +69,8 @@ def _post(unit: Unit, listener: Listener) -> Callable[..., None]:
 
 def _grad_hook(unit: Unit, index: int, number: int, listener: Listener) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        grad = parameter.grad
+        grad = take_gradient(parameter)
         if grad is not None:  # a custom Function may return None
-            parameter.grad = None
             listener.collect(unit, index, number, grad)
 
     return hook
@@ -71,7 +78,7 @@ def _grad_hook(unit: Unit, index: int, number: int, listener: Listener) -> Calla
 
 def _drop_grad(parameter: Tensor) -> None:
     # No optimizer has it: on one device the gradient would pile up unread.
-    parameter.grad = None
+    take_gradient(parameter)
 
 
 def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:

@@ -14,7 +14,7 @@ from .collectives import LocalCollectives, Pending
 from .layout import ArenaLayout
 from .shards import FlatGroup
 from .streams import Lane
-from .unit import Chunk, Unit
+from .unit import Chunk, Entry, Unit
 
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -154,6 +154,16 @@ class Reducer:
                     if self._first_in_window(chunk, k, group):
                         group.grad[start : start + piece.stop - piece.start].zero_()
 
+    def show(self, shown: bytes) -> None:
+        """Gradients are complete. A resting parameter's ``grad`` reads them from the shards, see access.py."""
+
+    def hide(self) -> None:
+        """The gradients that were shown are over."""
+
+    def changed(self) -> list[tuple[Entry, Tensor | None]]:
+        """Gradients that the user replaced since they were shown."""
+        return []
+
     def abandon(self) -> None:
         """After an exception: forget gradients that were not sent."""
         for place in self._ranges.values():
@@ -168,6 +178,8 @@ class WholeReducer(Reducer):
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._targets: dict[tuple[int, int], tuple[Tensor, FlatGroup]] = {}
         self._windows: dict[tuple[int, int], int] = {}
+        self._entries: list[tuple[Entry, Tensor]] = []
+        self._shown: list[tuple[Entry, Tensor]] = []
         for unit in units:
             for k, entry in enumerate(unit.trained):
                 chunk = next(c for c in unit.chunks if entry in c.entries)
@@ -175,6 +187,7 @@ class WholeReducer(Reducer):
                 group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
                 view = entry.view(group.grad, start + offset - piece.start)
                 self._targets[unit.index, k] = (view, group)
+                self._entries.append((entry, view))
 
     def collect(self, unit: Unit, index: int, grad: Tensor) -> None:
         """See :meth:`Reducer.collect`."""
@@ -187,6 +200,22 @@ class WholeReducer(Reducer):
             else:
                 view.copy_(grad)
                 self._windows[unit.index, index] = group.window
+
+    def show(self, shown: bytes) -> None:
+        """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
+        self._shown = [(entry, view) for entry, view in self._entries if shown[entry.number]]
+        for entry, view in self._shown:
+            entry.parameter.grad = view
+
+    def hide(self) -> None:
+        """Autograd would add to what it finds."""
+        for entry, _ in self._shown:
+            entry.parameter.grad = None
+        self._shown = []
+
+    def changed(self) -> list[tuple[Entry, Tensor | None]]:
+        """See :meth:`Reducer.changed`."""
+        return [(e, e.parameter.grad) for e, view in self._shown if e.parameter.grad is not view]
 
     def is_open(self, unit: Unit) -> bool:
         """Nothing ever waits."""

@@ -33,6 +33,12 @@ class Home(Protocol):
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Store a full value that all ranks have; local."""
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The whole reduced gradient, if the optimizers see one; collective then."""
+
+    def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Store a full gradient that all ranks have, or clear it; local."""
+
     def class_in_use(self, parameter: nn.Parameter) -> type[nn.Parameter]:
         """The parameter's class while it is in use."""
 
@@ -73,6 +79,36 @@ def is_sharded(parameter: Tensor) -> bool:
     return parameter in _HOMES
 
 
+def take_gradient(parameter: Tensor) -> Tensor | None:
+    """What autograd just accumulated in ``parameter.grad``, which is cleared."""
+    if type(parameter) is not RestingParameter:
+        grad = parameter.grad
+        parameter.grad = None
+        return grad
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = parameter.grad
+        parameter.grad = None
+    return grad
+
+
+class FullGradient(Tensor):
+    """A copy of the whole gradient of a sharded parameter. It can be read; a change of the copy would change nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Read, or raise."""
+        kwargs = kwargs or {}
+        name = _name(func)
+        if _writes(name) and _first(args[0] if args else None, FullGradient) is not None:
+            raise ResidencyError(
+                f"`{name}` would change a copy of a sharded gradient. Clip with `gradient_clip_val` or `self.clip_gradients`; "
+                "otherwise assign: `parameter.grad = parameter.grad * factor`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            return result.as_subclass(Tensor) if type(result) is FullGradient and name != "data.__get__" else result
+
+
 class RestingParameter(nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
 
@@ -86,13 +122,17 @@ class RestingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if name == "dtype.__get__":
             return _HOMES[args[0]].declared_dtype(args[0])
+        if name == "grad.__get__":
+            return _HOMES[args[0]].gradient(args[0])
+        if name == "grad.__set__":
+            return _HOMES[args[0]].set_gradient(args[0], args[1])
         if name == "__repr__":
             return f"RestingParameter({_HOMES[args[0]].describe(args[0])}, shape={tuple(args[0].shape)})"
         target = args[0] if args else None
         if name == "copy_" and isinstance(target, RestingParameter):
             _HOMES[target].write(target, _materialize(args[1]))
             return target
-        written = _resting_in(target) if name in _RAW or _writes(name) else _resting_in(kwargs.get("out"))
+        written = _first(target if name in _RAW or _writes(name) else kwargs.get("out"), RestingParameter)
         if written is not None:
             raise ResidencyError(
                 f"`{name}` would touch the memory of parameter {_HOMES[written].describe(written)} while it is sharded "
@@ -114,13 +154,13 @@ class RestingParameter(nn.Parameter):
 # Questions that do not look at the value.
 _METADATA = frozenset(
     f"{name}.__get__"
-    for name in "shape ndim device layout requires_grad is_leaf grad grad_fn names is_cuda is_cpu is_meta is_sparse "
+    for name in "shape ndim device layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta is_sparse "
     "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr itemsize nbytes _version "
     "_post_accumulate_grad_hooks _backward_hooks retains_grad is_ipu is_vulkan is_maia is_mtia is_xla "
     "volatile".split()
 ) | frozenset(
     "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size register_hook "
-    "register_post_accumulate_grad_hook requires_grad_ requires_grad.__set__ grad.__set__ storage_offset get_device "
+    "register_post_accumulate_grad_hook requires_grad_ requires_grad.__set__ storage_offset get_device "
     "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
     "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
 )
@@ -142,11 +182,12 @@ def _writes(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _resting_in(value: Any) -> RestingParameter | None:
-    if isinstance(value, RestingParameter):
+def _first(value: Any, cls: type[Tensor]) -> Any:
+    """The first instance of ``cls`` in a tensor or (nested) list of tensors."""
+    if isinstance(value, cls):
         return value
     if isinstance(value, tuple | list):
-        return next((found for item in value if (found := _resting_in(item)) is not None), None)
+        return next((found for item in value if (found := _first(item, cls)) is not None), None)
     return None
 
 

@@ -55,10 +55,12 @@ class FlatGroup:
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors, zeroed: padding must never hold NaN."""
+        # A rank may own nothing of a small group; one idle element keeps optimizers and state alike on all ranks.
+        self.numel = max(self.numel, 1)
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         trained = self.key.optimizer is not None
         self.grad = torch.zeros_like(self.data) if trained else None
-        self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=trained))] if self.numel else []
+        self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=trained))]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -68,6 +70,11 @@ class FlatGroup:
     def attach(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Remember whose state is to be cut along with the segments."""
         self._owner = (optimizer, group)
+
+    @property
+    def muted(self) -> bool:
+        """Whether the optimizer's parameters are switched off (``toggle_optimizer`` does that)."""
+        return not any(segment.parameter.requires_grad for segment in self.segments)
 
     def begin_window(self) -> None:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .collectives import LocalCollectives, Pending
 from .layout import ChunkLayout, Piece, Span
-from .resting import RestingParameter
+from .resting import ResidencyError, RestingParameter
 from .shards import FlatGroup
 from .streams import Lane
 
@@ -34,7 +34,7 @@ _MOVES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One parameter of a unit."""
 
@@ -46,6 +46,7 @@ class Entry:
     stride: tuple[int, ...]  # of the dense memory order it is stored in
     trained: bool  # an optimizer has it
     number: int = -1  # among all trained parameters of the engine
+    seen: int = 0  # version when its use began: a change in place shows
 
     def view(self, chunk: Tensor, offset: int) -> Tensor:
         """The parameter inside a flat ``chunk`` [numel]."""
@@ -176,6 +177,10 @@ class Unit:
             )
         self.phase = phase
 
+    def place_of(self, entry: Entry) -> tuple[Chunk, int]:
+        """The chunk that holds ``entry``, and its position there."""
+        return next((chunk, chunk.entries.index(entry)) for chunk in self.chunks if entry in chunk.entries)
+
     def gather(self) -> bool:
         """Start filling the slot unless it is filled; False if a unit in use has the memory."""
         if self.phase is not Phase.RESTING:
@@ -215,14 +220,35 @@ class Unit:
             self.move(Phase.IN_USE)
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls
+                entry.seen = entry.parameter._version
         self.pins += 1
 
     def unuse(self) -> None:
         """End of one use. The values stay in the slot until another unit takes it."""
         self.pins -= 1
         if not self.pins:
+            written = [e for e in self.entries if e.parameter._version != e.seen]
             self.move(Phase.READY)
             self.rest()
+            if written:
+                self._store(written)
+
+    def _store(self, written: list[Entry]) -> None:
+        """Parameters were changed in place during use (all ranks run the same code): the shards get the new values."""
+        for chunk in self.chunks:
+            for index, entry in enumerate(chunk.entries):
+                span = chunk.layout.span(index, self._collectives.rank)
+                if entry not in written or span is None:
+                    continue
+                if chunk.dtype != chunk.master_dtype:
+                    raise ResidencyError(
+                        f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.dtype}, which would "
+                        f"round its {chunk.master_dtype} value. Change it in `with strategy.gathered(module, modify=True):`."
+                    )
+                start = chunk.flat_start(span)
+                part = chunk.shard_of(chunk.slot, self._collectives.rank)[span.shard_start :][: span.stop - span.start]
+                with torch.no_grad():
+                    chunk.group_of(span).data[start : start + part.numel()].copy_(part)
 
     def rest(self) -> None:
         """From now on every operation on the parameters is answered by :class:`RestingParameter`."""
