@@ -95,12 +95,11 @@ class Access:
         if span is None:
             return
         group, start = chunk.group_of(span), chunk.flat_start(span)
-        stop = start + span.stop - span.start
+        target = group.grad[start : start + span.stop - span.start]
         if grad is None:
-            group.bind([(start, stop)])
+            target.zero_()  # the next backward may add to it
         else:
-            group.grad[start:stop].copy_(entry.flatten(grad.detach().as_subclass(Tensor))[span.start : span.stop])
-            group.bind([])
+            target.copy_(entry.flatten(grad.detach().as_subclass(Tensor))[span.start : span.stop])
 
     def forget_gradients(self) -> None:
         """The flat gradients changed."""

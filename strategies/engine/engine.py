@@ -94,6 +94,7 @@ class Zero3Engine:
         self._explicit = False  # backward() will close the pass; else a callback of autograd does
         self._used = bytearray(max((g.last for g in self.groups), default=0))  # by this rank since they were cleared
         self._shown = bytearray(len(self._used))  # to the optimizers, by any rank
+        self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._root = next((u for u in self.units if u.root), None)
         self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
         self._attach(optimizers)
@@ -259,6 +260,10 @@ class Zero3Engine:
         """Take over gradients that the user assigned to parameters (on one rank, where parameters are ordinary)."""
         for entry, grad in self.reducer.changed():
             self.access.set_gradient(entry.parameter, grad)
+        assigned, self._assigned = self._assigned, []
+        for group in dict.fromkeys(assigned):
+            if group.shows_gradients:
+                group.bind(self._unused_ranges(group, bytes(self._shown)))
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -409,10 +414,22 @@ class Zero3Engine:
 
     def _has_gradient(self, entry: Entry) -> bool:
         group = self._group_of(entry)
-        return bool(self._shown[entry.number]) and any(s.parameter.grad is not None for s in group.segments)
+        return bool(self._shown[entry.number]) and group.shows_gradients
 
     def _mark_gradient(self, entry: Entry, present: bool) -> None:
+        group = self._group_of(entry)
+        if not group.shows_gradients:
+            if not present:
+                return
+            group.grad.zero_()
+            self._used[group.first : group.last] = self._shown[group.first : group.last] = bytes(group.last - group.first)
+            group.segments[-1].parameter.grad = group.segments[-1].view(group.grad)
         self._used[entry.number] = self._shown[entry.number] = present
+        if any(self._shown[group.first : group.last]):
+            # Not bound at once: `zero_grad()` of a module clears one parameter after another, and each cut is for good.
+            self._assigned.append(group)
+        else:
+            group.clear()
 
     def _group_of(self, entry: Entry) -> FlatGroup:
         return next(g for g in self.groups if g.first <= entry.number < g.last)

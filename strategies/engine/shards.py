@@ -55,8 +55,9 @@ class FlatGroup:
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors, zeroed: padding must never hold NaN."""
-        # A rank may own nothing of a small group; one idle element keeps optimizers and state alike on all ranks.
-        self.numel = max(self.numel, 1)
+        # A tail that no parameter owns: a rank may have nothing of a group, or only parameters without gradients, and must
+        # still see like all others whether gradients were cleared. Optimizers and their state are alike on all ranks too.
+        self.numel += 16 // self.key.dtype.itemsize
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         trained = self.key.optimizer is not None
         self.grad = torch.zeros_like(self.data) if trained else None
@@ -76,10 +77,20 @@ class FlatGroup:
         """Whether the optimizer's parameters are switched off (``toggle_optimizer`` does that)."""
         return not any(segment.parameter.requires_grad for segment in self.segments)
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether a backward has ended since the gradients were cleared; the same on all ranks."""
+        return self.segments[-1].parameter.grad is not None  # the tail is never unused
+
     def begin_window(self) -> None:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
-        if all(segment.parameter.grad is None for segment in self.segments):
+        if not self.shows_gradients:
             self.window += 1
+
+    def clear(self) -> None:
+        """Take all gradients away from the optimizer."""
+        for segment in self.segments:
+            segment.parameter.grad = None
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
         """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop) ranges."""
