@@ -13,10 +13,9 @@ from .collectives import LocalCollectives
 from .resting import FullGradient, ResidencyError, settle
 from .unit import Entry, Unit, WholeUnit
 
-
-def in_autograd() -> bool:
-    """Whether a backward pass is running in this thread."""
-    return torch._C._current_graph_task_id() != -1
+# Identity of the backward pass that runs in this thread.
+graph_task = torch._C._current_graph_task_id
+NO_GRAPH_TASK = -1
 
 
 class Access:
@@ -48,7 +47,7 @@ class Access:
         _, entry = self._owner[id(parameter)]
         if entry.name in self._substitutes:
             return self._substitutes[entry.name]
-        if not (self.in_step or in_autograd()):
+        if not (self.in_step or graph_task() != NO_GRAPH_TASK):
             raise ResidencyError(
                 f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
                 "`training_step` (or another step), or inside `with strategy.gathered(module):` on all ranks."

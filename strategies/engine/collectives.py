@@ -6,10 +6,26 @@ Tests substitute the object to count, delay or break a collective.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+# The process group's own methods, under their names before and since torch 2.13: the functions of torch.distributed around
+# them add seven Python calls to each collective.
+_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+
+
+def _on_current_stream(options: Any) -> Any:
+    options.asyncOp = False
+    return options
+
+
+_GATHER_OPTIONS = _on_current_stream(AllgatherOptions())
+_REDUCE_OPTIONS = _on_current_stream(ReduceScatterOptions())  # a sum, unless said otherwise
 
 
 class Pending:
@@ -74,14 +90,14 @@ class GroupCollectives(LocalCollectives):
 
     def all_gather(self, buffer: Tensor) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
-        dist.all_gather_into_tensor(buffer, self._shard(buffer), group=self._group)
-        return Pending(buffer)
+        work = _all_gather(self._group, buffer, self._shard(buffer), _GATHER_OPTIONS)
+        return Pending(buffer, [work] if work is not None else None)
 
     def reduce_scatter(self, buffer: Tensor) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
         shard = self._shard(buffer)
-        dist.reduce_scatter_tensor(shard, buffer, group=self._group)
-        return Pending(shard)
+        work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
+        return Pending(shard, [work] if work is not None else None)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """See :meth:`LocalCollectives.all_reduce`."""
@@ -118,6 +134,7 @@ class PairwiseCollectives(GroupCollectives):
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
         super().__init__(group, control)
+        self._held_ballots: dict[int, list[Tensor]] = {}
         self._others = [r for r in range(self.world_size) if r != self.rank]
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._staged = 0  # bytes of it taken by sums in flight
@@ -141,8 +158,8 @@ class PairwiseCollectives(GroupCollectives):
         """See :meth:`LocalCollectives.agree`."""
         if self.world_size > 8:  # pairs grow with the square of ranks
             return super().agree(values)
-        theirs = [torch.empty_like(values) for _ in self._others]
-        sent = values.clone()
+        sent, *theirs = self._ballots(values.numel())
+        sent.copy_(values)
         works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]
         works += [self._control.send([sent], r, self._AGREE) for r in self._others]
         for work in works:
@@ -150,6 +167,11 @@ class PairwiseCollectives(GroupCollectives):
         for other in theirs:
             torch.maximum(values, other, out=values)
         return values
+
+    def _ballots(self, numel: int) -> list[Tensor]:
+        if numel not in self._held_ballots:
+            self._held_ballots[numel] = [torch.empty(numel, dtype=torch.int64) for _ in range(self.world_size)]
+        return self._held_ballots[numel]
 
     def _receive(self, tensor: Tensor, source: int) -> dist.Work:
         return self._group.recv([tensor], source, self._REDUCE)

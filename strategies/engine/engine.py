@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from .access import Access, in_autograd
+from .access import NO_GRAPH_TASK, Access, graph_task
 from .build import (
     SlotDtype,
     build_units,
@@ -27,7 +27,7 @@ from .hooks import install, watch_outputs
 from .layout import ArenaLayout, Span
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
-from .reduce import Reducer, WholeReducer
+from .reduce import BackwardPass, Reducer, WholeReducer
 from .resting import is_sharded
 from .saved import SavedTensors
 from .shards import FlatGroup
@@ -89,12 +89,13 @@ class Zero3Engine:
         self._schedule = BackwardSchedule()
         self._current: Unit | None = None  # the unit whose backward runs
         self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
-        self._in_backward = False
-        self._muted: list[FlatGroup] = []  # groups whose gradients are not wanted in this backward
         self._explicit = False  # backward() will close the pass; else a callback of autograd does
         self._used = bytearray(max((g.last for g in self.groups), default=0))  # by this rank since they were cleared
+        self._pass = BackwardPass(self._begin_backward, self._used)
         self._shown = bytearray(len(self._used))  # to the optimizers, by any rank
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
+        self._flags = torch.frombuffer(self._used, dtype=torch.uint8) if self._used else torch.empty(0, dtype=torch.uint8)
+        self._vote = torch.empty(1 + len(self._used), dtype=torch.int64)
         self._root = next((u for u in self.units if u.root), None)
         self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
         self._attach(optimizers)
@@ -272,7 +273,7 @@ class Zero3Engine:
         self.reducer.abandon()
         self._schedule.clear()
         self._saved.forget()
-        self._current, self._recomputed, self._in_backward = None, [], False
+        self._current, self._recomputed, self._pass.active = None, [], False
 
     def weights_changed(self) -> None:
         """The shards were written: nothing gathered before is true any more."""
@@ -287,7 +288,7 @@ class Zero3Engine:
 
     def enter_forward(self, unit: Unit) -> None:
         """See :class:`~.hooks.Listener`."""
-        if in_autograd():
+        if graph_task() != NO_GRAPH_TASK:
             # A checkpoint recomputes. What it saves must stay until the backward that reads it is over.
             if unit.gather():
                 unit.use()
@@ -302,7 +303,7 @@ class Zero3Engine:
 
     def leave_forward(self, unit: Unit, outputs: Any) -> None:
         """See :class:`~.hooks.Listener`."""
-        if in_autograd():
+        if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self)
             return
         if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self):
@@ -322,10 +323,12 @@ class Zero3Engine:
         self._visit(unit)
 
     def _begin_backward(self) -> None:
-        if self._in_backward:
+        if self._pass.active:
             return
-        self._in_backward = True
-        self._muted = [g for g in self.groups if g.muted and g.grad is not None]
+        self._pass.active = True
+        self._pass.muted = frozenset(
+            number for g in self.groups if g.grad is not None and g.muted for number in range(g.first, g.last)
+        )
         for group in self.groups:
             if group.grad is not None:
                 window = group.window
@@ -360,14 +363,9 @@ class Zero3Engine:
         if unit.trained and not unit.nested and not self._schedule.pending(unit.index):
             self.reducer.reduce(unit)
 
-    def collect(self, unit: Unit, index: int, number: int, grad: Tensor) -> None:
+    def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         """See :class:`~.hooks.Listener`."""
-        if not self._in_backward:
-            self._begin_backward()
-        if self._muted and any(g.first <= number < g.last for g in self._muted):
-            return
-        self._used[number] = 1
-        self.reducer.collect(unit, index, grad)
+        return self.reducer.collector(unit, index, self._pass)
 
     def _end_backward(self) -> None:
         self._begin_backward_if_silent()
@@ -383,11 +381,11 @@ class Zero3Engine:
         self.reducer.zero_untouched()
         self._bind(used)
         self._saved.forget()
-        self._in_backward = False
+        self._pass.active = False
 
     def _begin_backward_if_silent(self) -> None:
         # The loss of this rank may depend on no unit at all; others still need this rank's part in their reductions.
-        if not self._in_backward:
+        if not self._pass.active:
             explicit, self._explicit = self._explicit, True
             self._begin_backward()
             self._explicit = explicit
@@ -396,8 +394,9 @@ class Zero3Engine:
         """How far the farthest rank went through the schedule, and which parameters any rank used."""
         if self.collectives.world_size == 1:
             return bytes(self._used)
-        mine = torch.tensor([self._schedule.position, *self._used], dtype=torch.int64)
-        farthest, *used = self.collectives.agree(mine).tolist()
+        self._vote[0] = self._schedule.position
+        self._vote[1:].copy_(self._flags)
+        farthest, *used = self.collectives.agree(self._vote).tolist()
         while self._schedule.position < farthest:
             self._visit(self.units[self._schedule.advance()])
         return bytes(used)

@@ -25,8 +25,8 @@ class Listener(Protocol):
     def enter_backward(self, unit: Unit) -> None:
         """A gradient of an output of ``unit`` is there."""
 
-    def collect(self, unit: Unit, index: int, number: int, grad: Tensor) -> None:
-        """Autograd has accumulated the gradient of trained parameter ``index`` of ``unit``."""
+    def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        """Post-accumulate-grad hook of trained parameter ``index`` of ``unit``."""
 
 
 def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[RemovableHandle]:
@@ -38,7 +38,7 @@ def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[Re
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_post(unit, listener), always_call=True))
     for index, entry in enumerate(unit.trained):
-        handles.append(_on_grad(entry.parameter, _grad_hook(unit, index, entry.number, listener)))
+        handles.append(_on_grad(entry.parameter, listener.collector(unit, index)))
     for entry in unit.entries:
         if not entry.trained and entry.parameter.requires_grad:
             handles.append(_on_grad(entry.parameter, _drop_grad))
@@ -67,15 +67,6 @@ def _post(unit: Unit, listener: Listener) -> Callable[..., None]:
     return hook
 
 
-def _grad_hook(unit: Unit, index: int, number: int, listener: Listener) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        grad = take_gradient(parameter)
-        if grad is not None:  # a custom Function may return None
-            listener.collect(unit, index, number, grad)
-
-    return hook
-
-
 def _drop_grad(parameter: Tensor) -> None:
     # No optimizer has it: on one device the gradient would pile up unread.
     take_gradient(parameter)
@@ -92,7 +83,7 @@ def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:
         listener.enter_backward(unit)
 
     found = False
-    for tensor in _tensors(outputs):
+    for tensor in (outputs,) if isinstance(outputs, Tensor) else _tensors(outputs):
         if tensor.requires_grad:
             tensor.register_hook(hook)
             found = True

@@ -7,11 +7,15 @@ gradients. The range has the same size on every rank: what a rank did not use is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .collectives import LocalCollectives, Pending
 from .layout import ArenaLayout
+from .resting import RestingParameter, take_gradient
 from .shards import FlatGroup
 from .streams import Lane
 from .unit import Chunk, Entry, Unit
@@ -20,6 +24,22 @@ from .unit import Chunk, Entry, Unit
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
     """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
     return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+
+
+@dataclass
+class BackwardPass:
+    """What gradients find when they arrive.
+
+    Attributes:
+        begin: called with the first one, unless ``active``.
+        used: 1 for each trained parameter (by number) that this rank has a gradient of, since they were cleared.
+        muted: numbers whose gradients are not wanted in this pass.
+    """
+
+    begin: Callable[[], None]
+    used: bytearray
+    active: bool = False
+    muted: frozenset[int] = frozenset()
 
 
 class _Range:
@@ -67,20 +87,36 @@ class Reducer:
         self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> window it was last written in
         self._mark: torch.cuda.Event | None = None
 
-    def collect(self, unit: Unit, index: int, grad: Tensor) -> None:
-        """Take the gradient of trained parameter ``index`` of ``unit`` (full shape)."""
-        place = self._ranges[unit.index]
-        if not place.open:
-            self._claim(place)
-        view = place.views[index]
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        with torch.no_grad():
-            if place.written[index]:
-                view.add_(grad)
+    def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
+        """The hook that takes the gradient of trained parameter ``index`` of ``unit`` and drops it.
+
+        One function, because it runs for each parameter in each backward.
+        """
+        place, number = self._ranges[unit.index], unit.trained[index].number
+        view, written, used = place.views[index], place.written, now.used
+
+        def collect(parameter: Tensor) -> None:
+            if type(parameter) is RestingParameter:
+                grad = take_gradient(parameter)
             else:
-                view.copy_(grad)
-                place.written[index] = True
+                grad = parameter.grad
+                parameter.grad = None
+            if not now.active:
+                now.begin()
+            if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
+                return
+            used[number] = 1
+            if not place.open:
+                self._claim(place)
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if written[index]:
+                view.add_(grad.detach())  # with create_graph a gradient has a graph of its own
+            else:
+                view.copy_(grad.detach())
+                written[index] = True
+
+        return collect
 
     def _claim(self, place: _Range) -> None:
         for rival in place.rivals:
@@ -103,26 +139,24 @@ class Reducer:
         if not place.open:
             self._claim(place)
         self.finish()
-        with torch.no_grad():
-            for view, written in zip(place.views, place.written, strict=True):
-                if not written:
-                    view.zero_()
-            for gap in place.gaps:
-                gap.zero_()
-            place.written = [False] * len(place.views)
-            with self._lane.fork():
-                place.pending = [self._collectives.reduce_scatter(part) for _, part in place.chunks]
-                if self._lane.on_device:
-                    self._accumulate(place)
-                self._mark = self._lane.mark()
+        for view, written in zip(place.views, place.written, strict=True):
+            if not written:
+                view.zero_()
+        for gap in place.gaps:
+            gap.zero_()
+        place.written[:] = [False] * len(place.views)
+        with self._lane.fork():
+            place.pending = [self._collectives.reduce_scatter(part) for _, part in place.chunks]
+            if self._lane.on_device:
+                self._accumulate(place)
+            self._mark = self._lane.mark()
         place.open, self._flying = False, place
 
     def finish(self) -> None:
         """Wait for what is in flight and add it to the flat gradients."""
         place, self._flying = self._flying, None
         if place is not None:
-            with torch.no_grad():
-                self._accumulate(place)
+            self._accumulate(place)
             self._lane.join(self._mark)  # hazard: the buffer's next gradients, or the optimizer, before the sum is there
 
     def _accumulate(self, place: _Range) -> None:
@@ -168,7 +202,7 @@ class Reducer:
         """After an exception: forget gradients that were not sent."""
         for place in self._ranges.values():
             place.open = False
-            place.written = [False] * len(place.views)
+            place.written[:] = [False] * len(place.views)
 
 
 class WholeReducer(Reducer):
@@ -189,17 +223,27 @@ class WholeReducer(Reducer):
                 self._targets[unit.index, k] = (view, group)
                 self._entries.append((entry, view))
 
-    def collect(self, unit: Unit, index: int, grad: Tensor) -> None:
-        """See :meth:`Reducer.collect`."""
-        view, group = self._targets[unit.index, index]
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        with torch.no_grad():
-            if self._windows.get((unit.index, index)) == group.window:
-                view.add_(grad)
+    def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
+        """See :meth:`Reducer.collector`."""
+        key, number = (unit.index, index), unit.trained[index].number
+        view, group = self._targets[key]
+
+        def collect(parameter: Tensor) -> None:
+            grad, parameter.grad = parameter.grad, None
+            if not now.active:
+                now.begin()
+            if grad is None or (now.muted and number in now.muted):
+                return
+            now.used[number] = 1
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if self._windows.get(key) == group.window:
+                view.add_(grad.detach())
             else:
-                view.copy_(grad)
-                self._windows[unit.index, index] = group.window
+                view.copy_(grad.detach())
+                self._windows[key] = group.window
+
+        return collect
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""

@@ -9,7 +9,6 @@ was changed in place); the hooks on outputs only make it fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,32 +16,29 @@ from torch import Tensor
 from .resting import ResidencyError
 from .unit import Phase, Unit
 
+# unit, version of the weights when it was saved, bytes from the start of the unit's slot, dtype, size, stride.
+# A bare tuple: one is made for every saved weight in every step.
+SavedSlot = tuple[Unit, int, int, torch.dtype, torch.Size, tuple[int, ...]]
 
-@dataclass(frozen=True, slots=True)
-class SavedSlot:
-    """What to view when backward asks for a tensor that lay in a slot."""
 
-    unit: Unit
-    version: int  # of the weights when it was saved
-    offset: int  # bytes from the start of the unit's slot
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def view(self, slot: Tensor) -> Tensor:
-        """The saved tensor inside ``slot`` [bytes of the unit's slot]."""
-        typed = slot[self.offset :]
-        typed = typed[: typed.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
-        return torch.as_strided(typed, self.size, self.stride, typed.storage_offset())
+def _view(slot: Tensor, saved: SavedSlot) -> Tensor:
+    """The saved tensor inside ``slot`` [bytes of the unit's slot]."""
+    _, _, offset, dtype, size, stride = saved
+    typed = slot[offset:]
+    typed = typed[: typed.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return torch.as_strided(typed, size, stride, typed.storage_offset())
 
 
 class SavedTensors:
     """Pack and unpack hooks for ``torch.autograd.graph.saved_tensors_hooks``."""
 
     def __init__(self, units: list[Unit], arena: Tensor, offsets: Sequence[int]) -> None:
-        self._units, self._arena, self._offsets = units, arena, offsets
+        self._arena, self._offsets = arena, offsets
         self._start = arena.data_ptr()
+        self._ranges = [(u, self._start + o, self._start + o + u.nbytes) for u, o in zip(units, offsets, strict=True)]
         self._stop = self._start + arena.numel()
+        dtypes = {chunk.dtype for unit in units for chunk in unit.chunks}
+        self._typed = {dtype: arena.view(dtype) for dtype in dtypes}
         self._version = 0  # of the weights
         self._spilled: tuple[Unit, Tensor] | None = None
 
@@ -63,28 +59,28 @@ class SavedTensors:
             return tensor
         if not self._start <= address < self._stop:
             return tensor
-        for unit in self._units:
-            offset = address - self._start - self._offsets[unit.index]
-            if unit.phase is Phase.IN_USE and 0 <= offset < unit.nbytes:
-                return SavedSlot(unit, self._version, offset, tensor.dtype, tensor.size(), tensor.stride())
+        for unit, start, stop in self._ranges:
+            if start <= address < stop and unit.phase is Phase.IN_USE:
+                return unit, self._version, address - start, tensor.dtype, tensor.shape, tensor.stride()
         return tensor
 
     def unpack(self, saved: Tensor | SavedSlot) -> Tensor:
         """Backward reads what :meth:`pack` returned."""
-        if type(saved) is not SavedSlot:
+        if type(saved) is not tuple:
             return saved
-        unit = saved.unit
-        if saved.version != self._version:
+        unit = saved[0]
+        if saved[1] != self._version:
             raise ResidencyError(
                 f"Backward needs the weights of unit {unit.name} as they were in forward, but an optimizer step or a load "
                 "changed them in between. Run backward before the step."
             )
         if unit.phase is Phase.RESTING:
             # Not into the slot: another operand of the same operation may be a view of what is there.
-            return saved.view(self._spill(unit))
-        unit.arrive()
-        start = self._offsets[unit.index]
-        return saved.view(self._arena[start : start + unit.nbytes])
+            return _view(self._spill(unit), saved)
+        if unit.phase is Phase.GATHERING:
+            unit.arrive()
+        _, _, offset, dtype, size, stride = saved
+        return torch.as_strided(self._typed[dtype], size, stride, (self._offsets[unit.index] + offset) // dtype.itemsize)
 
     def _spill(self, unit: Unit) -> Tensor:
         """The unit's slot contents in memory of its own [bytes]; collective."""

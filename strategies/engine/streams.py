@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+_NOTHING = nullcontext()
+
 
 class Lane:
     """A stream beside the compute stream. This class is the CPU stand-in."""
@@ -25,7 +27,7 @@ class Lane:
 
     def fork(self) -> AbstractContextManager[object]:
         """Work inside runs beside the current stream, after all that was issued on it so far."""
-        return nullcontext()
+        return _NOTHING
 
     def mark(self) -> torch.cuda.Event | None:
         """A point in the lane for :meth:`join`, taken inside :meth:`fork`."""

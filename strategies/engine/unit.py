@@ -24,14 +24,13 @@ class Phase(enum.Enum):
     READY = "ready"  # in the slot, which another unit may take
     IN_USE = "in use"  # in the slot, which nobody may take
 
+    moves: tuple[Phase, ...]  # legal next phases
 
-_MOVES = {
-    (Phase.RESTING, Phase.GATHERING),
-    (Phase.GATHERING, Phase.READY),
-    (Phase.READY, Phase.IN_USE),
-    (Phase.IN_USE, Phase.READY),
-    (Phase.READY, Phase.RESTING),
-}
+
+Phase.RESTING.moves = (Phase.GATHERING,)
+Phase.GATHERING.moves = (Phase.READY,)
+Phase.READY.moves = (Phase.IN_USE, Phase.RESTING)
+Phase.IN_USE.moves = (Phase.READY,)
 
 
 @dataclass(eq=False)
@@ -71,6 +70,7 @@ class Chunk:
     """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
 
     slot: Tensor  # [numel], dtype of computation; part of the arena
+    bytes: Tensor  # [nbytes], the slot as what is sent
     owned: list[tuple[FlatGroup, Piece, int]]  # group, piece of the shard, start in the group's flat tensor
 
     def __init__(self, entries: list[Entry], layout: ChunkLayout, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
@@ -143,13 +143,9 @@ class Unit:
         self.root, self.nested = root, nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
+        self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
         self._pending: list[Pending] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slot."""
-        return sum(chunk.nbytes for chunk in self.chunks)
 
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
         """Take the slot at byte ``offset`` of ``arena`` [bytes] and point the parameters into it for good.
@@ -159,7 +155,8 @@ class Unit:
         self._collectives, self._lane = collectives, lane
         self._fills: list[tuple[Tensor, Tensor]] = []
         for chunk in self.chunks:
-            chunk.slot = arena[offset : offset + chunk.nbytes].view(chunk.dtype)
+            chunk.bytes = arena[offset : offset + chunk.nbytes]
+            chunk.slot = chunk.bytes.view(chunk.dtype)
             offset += chunk.nbytes
             shard = chunk.shard_of(chunk.slot, collectives.rank)
             for group, piece, start in chunk.owned:
@@ -171,7 +168,7 @@ class Unit:
 
     def move(self, phase: Phase) -> None:
         """Change phase, if that is legal."""
-        if (self.phase, phase) not in _MOVES:
+        if phase not in self.phase.moves:
             raise RuntimeError(
                 f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
             )
@@ -189,8 +186,9 @@ class Unit:
             if rival.phase is Phase.IN_USE:
                 return False
         for rival in self.rivals:
-            rival.release()
-        self.move(Phase.GATHERING)
+            if rival.phase is not Phase.RESTING:
+                rival.release()
+        self.phase = Phase.GATHERING
         self._start()
         return True
 
@@ -198,24 +196,33 @@ class Unit:
         if self.announce is not None:
             self.announce(self, Exchange.SLOT)
         # This overwrites memory that autograd may have saved views of; see saved.py.
-        with torch.no_grad(), self._lane.fork():
-            for target, source in self._fills:
-                target.copy_(source)
-            self._pending = [self._collectives.all_gather(c.slot.view(torch.uint8)) for c in self.chunks]
-            self._mark = self._lane.mark()
+        if self._lane.on_device:
+            with self._lane.fork():
+                self._send()
+                self._mark = self._lane.mark()
+        else:
+            self._send()
+
+    def _send(self) -> None:
+        for target, source in self._fills:
+            target.copy_(source)
+        for chunk in self.chunks:
+            self._pending.append(self._collectives.all_gather(chunk.bytes))
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""
         if self.phase is Phase.GATHERING:
             for pending in self._pending:
                 pending.wait()
-            self._lane.join(self._mark)  # hazard: computing with weights that are still arriving
+            if self._lane.on_device:
+                self._lane.join(self._mark)  # hazard: computing with weights that are still arriving
             self._pending = []
-            self.move(Phase.READY)
+            self.phase = Phase.READY
 
     def use(self) -> None:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
-        self.arrive()
+        if self.phase is Phase.GATHERING:
+            self.arrive()
         if not self.pins:
             self.move(Phase.IN_USE)
             for entry in self.entries:
@@ -227,9 +234,12 @@ class Unit:
         """End of one use. The values stay in the slot until another unit takes it."""
         self.pins -= 1
         if not self.pins:
-            written = [e for e in self.entries if e.parameter._version != e.seen]
             self.move(Phase.READY)
-            self.rest()
+            written = None
+            for entry in self.entries:
+                if entry.parameter._version != entry.seen:
+                    written = [*(written or []), entry]
+                entry.parameter.__class__ = RestingParameter
             if written:
                 self._store(written)
 
@@ -265,10 +275,9 @@ class Unit:
         """The shards changed: what is in the slot is no longer true."""
         if self.phase is Phase.IN_USE:
             self._start()
-            for pending in self._pending:
-                pending.wait()
-            self._lane.join(self._mark)
-            self._pending = []
+            self.phase = Phase.GATHERING
+            self.arrive()
+            self.move(Phase.IN_USE)
         else:
             self.release()
 
