@@ -1,0 +1,125 @@
+"""Training with zero3 on 1 to 4 ranks against plain Lightning on one device with the joined batch.
+
+Every rank has different data, and different initial weights except rank 0, whose weights count.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from helpers.models import Recipe
+from helpers.parity import Run, assert_same_run, assert_same_tensors, fit_all_on, fit_here, fit_on, relative
+
+WORLD_SIZES = [1, 2, 3, 4]
+IN_BFLOAT16 = ["sgd", "tied", "all_exact"]
+
+# name -> recipe, options of the Trainer
+FEATURES: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    "sgd": (Recipe(), {}),
+    "adamw": (Recipe(optimizer="adamw"), {}),
+    "accumulate": (Recipe(steps=7), {"accumulate_grad_batches": 3}),  # the last window is a partial one
+    "clip_norm": (Recipe(), {"gradient_clip_val": 0.3}),
+    "clip_value": (Recipe(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "schedule_step": (Recipe(schedule="step"), {}),
+    "schedule_one_cycle": (Recipe(schedule="one_cycle"), {}),
+    "schedule_epoch": (Recipe(schedule="epoch", steps=2), {"max_epochs": 3}),
+    "groups": (Recipe(optimizer="adamw", decay_matrices=True), {}),
+    "frozen": (Recipe(frozen=("embed", "blocks.1"), pass_frozen=False), {}),
+    "frozen_in_optimizer": (Recipe(frozen=("embed", "blocks.1.up.weight", "position"), decay_matrices=True), {}),
+    "tied": (Recipe(tied=True), {}),
+    "validation": (Recipe(), {"limit_val_batches": 1.0, "val_check_interval": 2}),
+    "all": (
+        Recipe(tied=True, optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.0",), steps=6),
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2, "limit_val_batches": 2},
+    ),
+    # Nothing in it adds up elements in another order, or divides: runs that differ in the last bit would drift apart by the
+    # rounding of activations to bfloat16.
+    "all_exact": (
+        Recipe(tied=True, decay_matrices=True, schedule="step", frozen=("blocks.0",), steps=6),
+        {
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.01,
+            "gradient_clip_algorithm": "value",
+            "max_epochs": 2,
+            "limit_val_batches": 2,
+        },
+    ),
+}
+
+
+@cache
+def one_process(feature: str) -> Run:
+    recipe, options = FEATURES[feature]
+    return fit_here(recipe, "auto", 1, options)
+
+
+@cache
+def sharded(world_size: int) -> dict[str, Run]:
+    return fit_all_on(world_size, {name: (recipe, "zero3", options) for name, (recipe, options) in FEATURES.items()})
+
+
+@cache
+def in_bfloat16(world_size: int, kind: str) -> dict[str, Run]:
+    chosen = {name: FEATURES[name] for name in IN_BFLOAT16}
+    return fit_all_on(world_size, {n: (r, kind, {**o, "precision": "bf16-mixed"}) for n, (r, o) in chosen.items()})
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature, world_size):
+    assert_same_run(sharded(world_size)[feature], one_process(feature))
+
+
+@pytest.mark.parametrize(
+    "feature, other",
+    [("accumulate", "sgd"), ("clip_norm", "sgd"), ("clip_value", "sgd"), ("groups", "adamw"), ("frozen", "sgd")],
+)
+def test_features_change_the_reference(feature, other):
+    """Otherwise parity would show nothing about them."""
+    mine, plain = one_process(feature), one_process(other)
+    assert any((mine.state[name] - plain.state[name]).abs().max() > 1e-3 for name in plain.state)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("feature", IN_BFLOAT16)
+def test_bf16_mixed_against_ddp(feature, world_size):
+    """Each rank rounds its own activations, so the reference is ddp, which does the same."""
+    mine, ddp = in_bfloat16(world_size, "zero3")[feature], in_bfloat16(world_size, "ddp")[feature]
+    assert_same_run(mine, ddp)
+    full = one_process(feature)
+    assert relative(mine.losses, full.losses) > 1e-5, "nothing was computed in bfloat16"
+    assert relative(mine.losses, full.losses) < 2e-2
+    assert all(value.dtype == full.state[name].dtype for name, value in mine.state.items())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_batch_norm_is_as_in_ddp(world_size):
+    recipe = Recipe(net="norm", steps=4)
+    mine, ddp = fit_on(world_size, recipe), fit_on(world_size, recipe, "ddp")
+    assert_same_run(mine, ddp)
+    assert mine.state["input_norm.num_batches_tracked"] == 4
+    assert mine.state["input_norm.running_mean"].abs().max() > 0.1
+
+
+def test_fifty_steps_against_ddp_and_one_process():
+    recipe = Recipe(steps=50)
+    alone, ddp, mine = fit_here(recipe, "auto", 1, {}), fit_on(2, recipe, "ddp"), fit_on(2, recipe)
+    figures = {
+        "zero3 - one process": relative(mine.losses, alone.losses),
+        "ddp - one process": relative(ddp.losses, alone.losses),
+        "zero3 - ddp": relative(mine.losses, ddp.losses),
+    }
+    print({name: f"{value:.3g}" for name, value in figures.items()}, f"loss {mine.losses[0]:.4f} -> {mine.losses[-1]:.4f}")
+    assert mine.losses[-1] < mine.losses[0] - 0.1
+    assert figures["zero3 - one process"] <= 1e-6
+    # Two summands have one order, and halving is exact.
+    assert mine.losses == ddp.losses
+    assert_same_tensors(mine.state, ddp.state)
+
+
+def test_adam_against_ddp_with_its_usual_eps():
+    """Where sums have one order, not even eps=1e-8 lets the runs drift apart (vectorised and scalar kernels round apart)."""
+    recipe = Recipe(optimizer="adam", steps=20)
+    mine, ddp = fit_on(2, recipe), fit_on(2, recipe, "ddp")
+    assert_same_run(mine, ddp)
