@@ -1,0 +1,149 @@
+"""Where elements lie: every rule of the layouts, for all world sizes from 1 to 16."""
+
+import random
+from itertools import product
+
+import pytest
+
+from lightning_zero3.strategies.engine.layout import ALIGN_BYTES, REGION_BYTES, ArenaLayout, ChunkLayout, Piece, Span, round_up
+
+WORLD_SIZES = range(1, 17)
+
+
+def chunks():
+    """Sizes around every border, and random ones; groups are runs of neighbours, and may be any numbers."""
+    cases = [([n], [0]) for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65)]
+    cases += [([a, b], [g, h]) for a, b in product((1, 3, 4, 16, 17), repeat=2) for g, h in ((0, 0), (0, 1), (5, 2))]
+    generator = random.Random(0)
+    for _ in range(60):
+        numels = [generator.randint(1, 100) for _ in range(generator.randint(1, 8))]
+        borders = [generator.random() < 0.4 for _ in numels]
+        cases.append((numels, [sum(borders[: i + 1]) for i in range(len(numels))]))
+    return cases
+
+
+def test_round_up():
+    for value, multiple in product(range(40), range(1, 9)):
+        assert round_up(value, multiple) == min(x for x in range(value, value + multiple) if x % multiple == 0)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_chunk(world_size, itemsize):
+    align = max(ALIGN_BYTES // itemsize, 1)
+    for numels, groups in chunks():
+        layout = ChunkLayout.build(numels, groups, world_size, itemsize)
+        # Who has each element of the chunk, said three times: by the offsets, the gaps and the spans.
+        owner = [None] * layout.numel
+        for index, (offset, numel) in enumerate(zip(layout.offsets, numels, strict=True)):
+            assert offset % align == 0
+            for k in range(offset, offset + numel):
+                assert owner[k] is None, "parameters overlap"
+                owner[k] = index
+        assert list(layout.offsets) == sorted(layout.offsets)
+        free = [k for k in range(layout.numel) if owner[k] is None]
+        assert [k for start, stop in layout.gaps() for k in range(start, stop)] == free
+        assert layout.numel == layout.shard_numel * world_size and layout.shard_numel % align == 0
+        assert layout.shard_numel >= align, "a rank has nothing"
+        # The padding: less than an aligned element behind each parameter, and one more for each rank.
+        assert len(free) < align * (len(numels) + world_size)
+        for rank in range(world_size):
+            check_rank(layout, numels, groups, rank, owner)
+
+
+def check_rank(layout, numels, groups, rank, owner):
+    low = rank * layout.shard_numel
+    held = [None] * layout.shard_numel  # (parameter, element) as the spans say
+    for index in range(len(numels)):
+        span = layout.span(index, rank)
+        expected = [k for k in range(layout.shard_numel) if owner[low + k] == index]
+        if span is None:
+            assert not expected
+            continue
+        assert expected == list(range(span.shard_start, span.shard_start + span.stop - span.start))
+        for k in expected:
+            held[k] = (index, span.start + k - span.shard_start)
+            assert layout.offsets[index] + held[k][1] == low + k
+    # Pieces cover the shard without holes, in order; every element is in the piece of its parameter's group.
+    pieces = layout.pieces(rank)
+    assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])]
+    assert pieces[-1].stop == layout.shard_numel
+    for piece in pieces:
+        assert piece.start < piece.stop
+        assert all(held[k] is None or groups[held[k][0]] == piece.group for k in range(piece.start, piece.stop))
+    assert len({p.group for p in pieces}) == len(pieces)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_real_sizes_waste_below_a_thousandth(world_size):
+    w = 512
+    numels = [
+        width,
+        width,
+        3 * width * width,
+        3 * width,
+        width * width,
+        width,
+        4 * width * width,
+        4 * width,
+        4 * width * width,
+        width,
+    ]
+    layout = ChunkLayout.build(numels, [0] * len(numels), world_size, 2)
+    assert sum(numels) <= layout.numel <= sum(numels) * 1.001
+
+
+def test_chunk_by_hand():
+    # fp32: four elements are 16 bytes. Parameters of 5, 2 and 6 elements; the last two are of another group.
+    layout = ChunkLayout.build([5, 2, 6], [0, 3, 3], 2, 4)
+    assert layout.offsets == (0, 8, 12)
+    assert (layout.shard_numel, layout.numel) == (12, 24)  # 18 elements in use, 9 a rank, rounded up
+    assert layout.gaps() == [(5, 8), (10, 12), (18, 24)]
+    assert layout.pieces(0) == [Piece(0, 0, 8), Piece(3, 8, 12)]
+    assert layout.pieces(1) == [Piece(3, 0, 12)]
+    assert [layout.span(i, 0) for i in range(3)] == [Span(0, 5, 0), Span(0, 2, 8), None]
+    assert [layout.span(i, 1) for i in range(3)] == [None, None, Span(0, 6, 0)]
+
+
+def arenas():
+    generator = random.Random(1)
+    cases = [([], []), ([0, 0], [False, False]), ([1], [True]), ([1], [False]), ([300, 1, 5000], [False] * 3)]
+    for _ in range(200):
+        count = generator.randint(1, 9)
+        sizes = [generator.choice([0, 1, 255, 256, 257, 1000, 4096, 100_000]) for _ in range(count)]
+        cases.append((sizes, [generator.random() < 0.2 for _ in range(count)]))
+    return cases
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+def test_arena(ends):
+    for sizes, apart in arenas():
+        layout = ArenaLayout.build(sizes, apart, ends)
+        ranges = [(o, o + s) for o, s in zip(layout.offsets, layout.sizes, strict=True)]
+        for (start, stop), size in zip(ranges, sizes, strict=True):
+            assert start % REGION_BYTES == 0 and stop - start >= size and stop <= layout.nbytes
+        for i, (a, b) in enumerate(ranges):
+            clash = [j for j, (c, d) in enumerate(ranges) if j != i and max(a, c) < min(b, d)]
+            assert layout.overlapping(i) == clash
+            if apart[i]:
+                assert clash == []
+        shared = [i for i, own in enumerate(apart) if not own]
+        rounded = [round_up(s, REGION_BYTES) for s in sizes]
+        own = sum(rounded[i] for i, alone in enumerate(apart) if alone)
+        if ends == 2:
+            for i, j in zip(shared, shared[1:], strict=False):
+                assert j not in layout.overlapping(i), "neighbours must be alive together"
+            pairs = [rounded[i] + rounded[j] for i, j in zip(shared, shared[1:], strict=False)]
+            area = max(pairs, default=max((rounded[i] for i in shared), default=0))
+        else:
+            area = max((rounded[i] for i in shared), default=0)
+        assert layout.nbytes == area + own
+
+
+def test_arena_by_hand():
+    layout = ArenaLayout.build([256, 700, 512, 10], [False, True, False, False])
+    # Shared: 256, 512, 10 -> 256; the largest neighbours are 256 + 512 and 512 + 256. Unit 1 stands behind them.
+    assert layout.sizes == (256, 768, 512, 256)
+    assert layout.offsets == (0, 768, 256, 0)
+    assert layout.nbytes == 1536
+    assert layout.overlapping(0) == [3] and layout.overlapping(1) == [] and layout.overlapping(2) == []

@@ -1,0 +1,66 @@
+"""What runs next, and how ranks that skip different units walk the same way through backward."""
+
+from itertools import product
+
+from lightning_zero3.strategies.engine.order import BackwardSchedule, ForwardOrder
+
+
+def test_forward_learns_the_order_and_follows_changes():
+    order = ForwardOrder()
+    order.begin()
+    assert [order.enter(u) for u in (0, 1, 2)] == [None, None, None]
+    order.begin()
+    assert [order.enter(u) for u in (0, 1, 2)] == [1, 2, None]
+    order.begin()
+    assert [order.enter(u) for u in (0, 2, 1)] == [1, None, 2]  # wrong once
+    order.begin()
+    assert [order.enter(u) for u in (0, 2, 1)] == [2, 1, 2]
+    order.begin()
+    assert order.enter(1) == 2, "the end of a pass does not lead to the start of the next"
+
+
+def test_forward_of_a_unit_twice_in_a_row():
+    order = ForwardOrder()
+    order.begin()
+    assert [order.enter(u) for u in (0, 0, 1)] == [None, None, None]
+    assert order.enter(0) == 1
+    order.begin()
+    assert order.enter(0) == 1
+
+
+def test_backward_is_the_reverse():
+    schedule = BackwardSchedule()
+    for unit in (0, 1, 2, 1):
+        schedule.record(unit)
+    assert len(schedule) == 4
+    for expected, following in ((1, 2), (2, 1), (1, 0), (0, None)):
+        assert schedule.visit(expected) == []
+        assert schedule.upcoming() == following
+        assert schedule.pending(1) == (expected in (1, 2) and schedule.position < 3)
+    assert schedule.visit(0) == []  # no visit left: outside the schedule
+    assert schedule.position == 4
+    schedule.clear()
+    assert (len(schedule), schedule.position, schedule.upcoming(), schedule.pending(1)) == (0, 0, None, False)
+
+
+def test_every_rank_takes_every_visit_whatever_it_skips():
+    """All tapes of 3 units and length 5, all subsets that a rank may use: each rank's visits are the tape reversed."""
+    for tape in product(range(3), repeat=5):
+        for used in product([False, True], repeat=5):
+            schedule = BackwardSchedule()
+            for unit in tape:
+                schedule.record(unit)
+            visits = []
+            for unit in (u for u, mine in zip(reversed(tape), used, strict=True) if mine):
+                before = schedule.position
+                passed = schedule.visit(unit)
+                if schedule.position == before:
+                    assert passed == [] and not schedule.pending(unit)
+                    continue
+                visits += [*passed, unit]
+            assert visits == [*reversed(tape)][: len(visits)]
+            assert schedule.position == len(visits)
+            while schedule.position < len(tape):
+                visits.append(schedule.advance())
+            assert visits == [*reversed(tape)]
+            assert not any(schedule.pending(u) for u in range(3))
