@@ -1,6 +1,6 @@
 """Rank 0 reads for everybody: batches travel from rank to rank, not through the file system.
 
-Per rank and batch, rank 0 sends a header of four integers and one buffer with all tensors of the
+Per rank and batch, rank 0 sends a header of three integers and one buffer with all tensors of the
 batch. The structure around the tensors (containers, shapes, other objects) is pickled, and sent only
 when it differs from the last one. Each rank is sent its own batch and nothing else. The group is one
 of its own, on CPU, so that its messages cannot meet the collectives of the training step.
@@ -20,6 +20,9 @@ from .device import map_tensors
 from .feed import Feed, MapFeed, Pairs
 
 _BATCH, _END, _ERROR = 0, 1, 2
+# A message that is freed before it has left never arrives, so the lists of messages on their way outlive
+# a loop that is given up and a loader that is dropped: at most one row each.
+_KEPT: list[list[Any]] = []
 _ALIGN = 16  # bytes; views of every dtype start aligned
 
 
@@ -84,12 +87,15 @@ class DispatchFeed:
         self.rank = rank
         self.world_size = world_size
         self.ranks_read = world_size
+        self._in_flight: list[Any] = []  # (work, tensor) of the row on its way
+        _KEPT.append(self._in_flight)
         facts: list[Any] = [(feed.row_samples, feed.batches_per_rank(), feed.describe())] if rank == 0 else [None]
         dist.broadcast_object_list(facts, src=ranks[0], group=self.group)
         self.row_samples, self._counts, self._facts = facts[0]
 
     def start(self, epoch: int, cycle: int, position: Any, new_epoch: bool) -> Pairs:
         """See `Feed`."""
+        self._finish_sending()
         if self.rank == 0:
             assert self.feed is not None
             return self._send(self.feed.start(epoch, cycle, position, new_epoch))
@@ -100,23 +106,27 @@ class DispatchFeed:
 
     def _send(self, pairs: Pairs) -> Pairs:
         sent: dict[int, bytes] = {}
-        in_flight: list[Any] = []
         try:
             for row in self._rows(pairs):
                 # The row before is on its way while this one is read; its buffers are done with now.
-                _wait(in_flight)
-                in_flight = []
+                self._finish_sending()
                 for rank in range(1, self.world_size):
                     kind, batch = (_BATCH, row[rank][0]) if rank < len(row) else (_END, None)
-                    in_flight += self._post(rank, kind, batch, sent)
+                    self._post(rank, kind, batch, sent)
                 yield row[0][0], row[-1][1]
         except Exception as error:
             for rank in range(1, self.world_size):
-                _wait(self._post(rank, _ERROR, [f"{type(error).__name__}: {error}"], sent))
+                self._post(rank, _ERROR, [f"{type(error).__name__}: {error}"], sent)
+            self._finish_sending()
             raise
-        _wait(in_flight)
         for rank in range(1, self.world_size):
-            _wait(self._post(rank, _END, None, sent))
+            self._post(rank, _END, None, sent)
+        self._finish_sending()
+
+    def _finish_sending(self) -> None:
+        for work, _ in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
 
     def _rows(self, pairs: Pairs) -> Iterator[list[tuple[Any, Any]]]:
         """Group the batches of one row; the last row may lack those of the last ranks."""
@@ -129,7 +139,7 @@ class DispatchFeed:
         if row:
             yield row
 
-    def _post(self, rank: int, kind: int, batch: Any, sent: dict[int, bytes]) -> list[Any]:
+    def _post(self, rank: int, kind: int, batch: Any, sent: dict[int, bytes]) -> None:
         structure, buffer = pack(batch)
         is_new = sent.get(rank) != structure
         sent[rank] = structure
@@ -139,8 +149,7 @@ class DispatchFeed:
             parts.append(torch.frombuffer(bytearray(structure), dtype=torch.uint8))
         if buffer.numel():
             parts.append(buffer)
-        # The tensors stay in the list until their message has left.
-        return [(dist.isend(part, self.peers[rank], self.group), part) for part in parts]
+        self._in_flight += [(dist.isend(part, self.peers[rank], self.group), part) for part in parts]
 
     def _receive(self, position_after: Callable[[int], Any]) -> Pairs:
         structure: Any = None
@@ -215,8 +224,3 @@ class DispatchFeed:
         """See `Feed`."""
         if self.feed is not None:
             self.feed.close()
-
-
-def _wait(messages: list[Any]) -> None:
-    for work, _ in messages:
-        work.wait()

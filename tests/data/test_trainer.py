@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from data import trainers
 from data.datasets import Indices, make_loader, row_major
 from data.trainers import SEED, Killed, Recorder, StopAfter, make_trainer
+
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,9 +50,7 @@ def resume_everywhere(rank, world, folder, n, batch, options, trainer_kwargs, wo
     whole = fit_and_stop(rank, world, folder, *args, workers=workers)
     resumed = {}
     for step in range(1, whole["step"]):
-        resumed[step] = fit_and_stop(
-            rank, world, f"{folder}/again", *args, ckpt=f"{folder}/step={step}.ckpt", workers=workers
-        )
+        resumed[step] = fit_and_stop(rank, world, f"{folder}/again", *args, ckpt=f"{folder}/step={step}.ckpt", workers=workers)
     return whole, resumed
 
 
@@ -201,5 +199,3 @@ def test_other_ways_to_fit(tmp_path):
         for epoch in (0, 1):
             expected = list(range(16)) if name == "overfit" else order_of(epoch, 16)
             assert flat([r[name] for r in results], epoch) == expected[:count], name
-
-

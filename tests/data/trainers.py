@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+
 from lightning_zero3.strategies.data import DataHooks, DataOptions
 
 SEED = 5
