@@ -77,18 +77,7 @@ def check_rank(layout, numels, groups, rank, owner):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_real_sizes_waste_below_a_thousandth(world_size):
     w = 512
-    numels = [
-        width,
-        width,
-        3 * width * width,
-        3 * width,
-        width * width,
-        width,
-        4 * width * width,
-        4 * width,
-        4 * width * width,
-        width,
-    ]
+    numels = [w, w, 3 * w * w, 3 * w, w * w, w, 4 * w * w, 4 * w, 4 * w * w, w]
     layout = ChunkLayout.build(numels, [0] * len(numels), world_size, 2)
     assert sum(numels) <= layout.numel <= sum(numels) * 1.001
 
