@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from .allocator import AllocatorConfig
     from .allocator_pluggable import PluggableAllocator
     from .cuda_backend import CUDABackendConfig
+    from .memory_tracker import CUDAMemoryTracker
+    from .step_timer import StepTimer
 
 _HOMES = {
     "AllocatorConfig": "allocator",
     "CUDABackendConfig": "cuda_backend",
+    "CUDAMemoryTracker": "memory_tracker",
     "PluggableAllocator": "allocator_pluggable",
+    "StepTimer": "step_timer",
 }
-__all__ = ["AllocatorConfig", "CUDABackendConfig", "PluggableAllocator"]
+__all__ = ["AllocatorConfig", "CUDABackendConfig", "CUDAMemoryTracker", "PluggableAllocator", "StepTimer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,504 @@
+"""The parts of the tracker by themselves: sources, phases, ledger, ranks, leaks, out of memory, report."""
+
+import gc
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+
+from lightning_zero3.callbacks import memory_leak, memory_oom
+from lightning_zero3.callbacks.memory_allocations import Allocation, at_peak
+from lightning_zero3.callbacks.memory_figures import GIB, History, StepRecord, render_table
+from lightning_zero3.callbacks.memory_leak import LeakDetector, LeakWatch, find_grown, take_census
+from lightning_zero3.callbacks.memory_ledger import unit_of
+from lightning_zero3.callbacks.memory_oom import OutOfMemory, find_unit, is_out_of_memory, largest_free_block, parse_wanted
+from lightning_zero3.callbacks.memory_phases import PhaseMeter
+from lightning_zero3.callbacks.memory_ranks import spread, to_metrics
+from lightning_zero3.callbacks.memory_report import ReportData, render, write_png
+from lightning_zero3.callbacks.memory_source import CUDASource, ProcessSource, Sample, Surroundings, sample_from_stats
+
+MIB = 2**20
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+
+# ---- sources --------------------------------------------------------------------------------------
+
+# torch.cuda.memory_stats_as_nested_dict() of torch 2.13, shortened to the pools that are read and one more.
+STATS = {
+    "active_bytes": {"all": {"allocated": 9126805504, "current": 1652555776, "freed": 7474249728, "peak": 3489660928}},
+    "allocated_bytes": {
+        "all": {"allocated": 9126805504, "current": 1652555776, "freed": 7474249728, "peak": 3489660928},
+        "large_pool": {"allocated": 9114222592, "current": 1648361472, "freed": 7465861120, "peak": 3485466624},
+        "small_pool": {"allocated": 12582912, "current": 4194304, "freed": 8388608, "peak": 5242880},
+    },
+    "reserved_bytes": {"all": {"allocated": 4194304000, "current": 4194304000, "freed": 0, "peak": 4194304000}},
+    "inactive_split_bytes": {"all": {"allocated": 733151232, "current": 222298112, "freed": 510853120, "peak": 440401920}},
+    "reserved_bytes_by_private_pools": {
+        "(0, 1)": {"all": {"allocated": 209715200, "current": 209715200, "freed": 0, "peak": 209715200}},
+        "(0, 2)": {"all": {"allocated": 104857600, "current": 104857600, "freed": 0, "peak": 104857600}},
+    },
+    "max_split_size": -1,
+    "num_alloc_retries": 2,
+    "num_device_alloc": 57,
+    "num_device_free": 3,
+    "num_ooms": 1,
+    "num_sync_all_streams": 3,
+}
+
+
+def test_a_sample_from_recorded_cuda_figures():
+    sample = sample_from_stats(STATS)
+    assert sample == Sample(
+        allocated=1652555776,
+        reserved=4194304000,
+        peak_allocated=3489660928,
+        peak_reserved=4194304000,
+        inactive=222298112,
+        live=1652555776,
+        graph_pool=314572800,
+        retries=2,
+        ooms=1,
+    )
+    assert sample.waste == 4194304000 - 314572800 - 1652555776
+    assert sample.fragmentation == pytest.approx(sample.waste / 4194304000)
+
+
+def test_a_torch_without_pools_or_a_backend_without_figures_reads_as_zero():
+    older = {name: value for name, value in STATS.items() if name != "reserved_bytes_by_private_pools"}
+    assert sample_from_stats(older).graph_pool == 0
+    assert sample_from_stats({}) == Sample(0, 0, 0, 0, 0, 0)
+    assert sample_from_stats({}).fragmentation == 0.0
+
+
+def proc_status(name):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", text).group(1)) * 1024
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
+def test_the_process_source_agrees_with_the_kernel():
+    source = ProcessSource()
+    kept = torch.ones(16 * MIB // 4)
+    assert source.read().live is not None and abs(source.read().allocated - proc_status("VmRSS")) < 2 * MIB
+    before = source.read()
+    source._next_heap_s = 0.0  # ask malloc again at once
+    lively = source.read().live
+    spike = torch.ones(64 * MIB // 4)
+    source._next_heap_s = 0.0
+    during = source.read()
+    del spike
+    after = source.read()
+    assert 60 * MIB < during.live - lively < 68 * MIB
+    assert after.peak_allocated - before.allocated > 60 * MIB
+    assert after.allocated - before.allocated < 8 * MIB
+    source.reset_peaks()
+    assert source.read().peak_allocated - before.allocated < 8 * MIB
+    around = source.read_surroundings()
+    assert around.capacity > around.free > 0 and around.outside >= 0
+    source.close()
+    del kept
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_the_cuda_source_agrees_with_torch():
+    device = torch.device("cuda", 0)
+    kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
+    source = CUDASource(device)
+    source.reset_peaks()
+    sample = source.read()
+    assert sample.allocated == torch.cuda.memory_allocated(device) == sample.peak_allocated
+    assert sample.reserved == torch.cuda.memory_reserved(device)
+    spike = torch.ones(128 * MIB, dtype=torch.uint8, device=device)
+    del spike
+    assert source.read().peak_allocated - sample.allocated == 128 * MIB
+    free, total = torch.cuda.mem_get_info(device)
+    around = source.read_surroundings()
+    assert around.capacity == total and abs(around.free - free) < 64 * MIB
+    pinned = torch.empty(32 * MIB, dtype=torch.uint8, pin_memory=True)
+    assert source.read_surroundings().pinned_allocated >= 32 * MIB
+    del kept, pinned
+
+
+# ---- phases ---------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A source that follows a list of levels and keeps a true high-water mark between resets."""
+
+    name, device_type = "cuda", "cpu"
+
+    def __init__(self):
+        self.level = self.peak = 100
+        self.busy = False
+        self.reads = 0
+
+    def go(self, *levels):
+        for level in levels:
+            self.level = level
+            self.peak = max(self.peak, level)
+
+    def read(self):
+        self.reads += 1
+        return Sample(self.level, 1000, self.peak, 1000, inactive=0, live=self.level)
+
+    def read_surroundings(self):
+        return Surroundings(capacity=80 * GIB, free=20 * GIB, outside=3 * GIB, pinned_reserved=2 * GIB)
+
+    def reset_peaks(self):
+        self.peak = self.level
+
+    def is_busy(self):
+        return self.busy
+
+
+def run_a_step(meter, source):
+    meter.enter("forward")
+    meter.start_step()
+    source.go(300, 250)
+    meter.enter("backward")
+    source.go(400, 150)
+    meter.enter("optimizer")
+    source.go(180, 120)
+    meter.enter("other")
+
+
+def test_exact_peaks_by_phase():
+    source = Scripted()
+    meter = PhaseMeter(source)
+    run_a_step(meter, source)
+    assert meter.step_peaks == {"forward": 300, "backward": 400, "optimizer": 180}
+    assert meter.step_peak == 400
+    run_a_step(meter, source)
+    assert meter.step_peaks == {"forward": 300, "backward": 400, "optimizer": 180}
+    assert meter.run_peaks["other"] == 120 and meter.run_peak == 400
+
+
+@pytest.mark.parametrize("reset", ["step", "never"])
+def test_without_resets_quiet_phases_are_a_lower_bound_and_the_peak_is_exact(reset):
+    source = Scripted()
+    meter = PhaseMeter(source, reset)
+    for _ in range(2):
+        run_a_step(meter, source)
+        assert meter.step_peaks["optimizer"] == 150  # its first sample; the 180 in it went unseen
+    assert meter.run_peaks["backward"] == 400 and meter.run_peak == 400
+    assert source.peak == 400 if reset == "never" else source.peak <= 400
+
+
+def test_nothing_is_read_during_a_capture():
+    source = Scripted()
+    meter = PhaseMeter(source)
+    source.busy = True
+    reads = source.reads
+    meter.enter("forward")
+    meter.enter("backward")
+    assert source.reads == reads and meter.skipped == 2 and meter.phase == "backward"
+
+
+# ---- figures over ranks ---------------------------------------------------------------------------
+
+
+def test_spread_by_hand():
+    nan = float("nan")
+    figures = spread(["a", "b", "c"], torch.tensor([[1.0, nan, nan], [4.0, 7.0, nan]], dtype=torch.float64))
+    assert (figures["a"].low, figures["a"].mean, figures["a"].high, figures["a"].rank) == (1.0, 2.5, 4.0, 1)
+    assert (figures["b"].low, figures["b"].high, figures["b"].rank) == (7.0, 7.0, 1)
+    assert "c" not in figures
+    assert to_metrics(figures, 2, ["a"]) == {"a": 4.0, "a/min": 1.0, "a/mean": 2.5, "a/max_rank": 1.0, "b": 7.0}
+    assert to_metrics(figures, 1, ["a"]) == {"a": 4.0, "b": 7.0}
+    assert "rank of highest" in render_table("title", figures, 2)
+
+
+def test_history_is_bounded_and_loses_no_peak():
+    history = History(limit=64)
+    for step in range(1, 1001):
+        history.add(StepRecord(step, {"forward": 5000 if step == 777 else step}, step, step, 0, {}))
+    assert len(history.records) < 64 and history.stride > 1
+    assert max(record.peaks["forward"] for record in history.records) == 5000
+    assert history.records[-1].allocated >= 1000 - history.stride
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("model.layers.3.mlp.weight", "model.layers.3"), ("head.weight", "head"), ("scale", "scale"), ("0.weight", "0")],
+)
+def test_unit_of(name, unit):
+    assert unit_of(name) == unit
+
+
+# ---- leaks ----------------------------------------------------------------------------------------
+
+
+def test_a_growing_floor_is_found_and_noise_is_not():
+    detector = LeakDetector(window=5, windows=3, least_growth=8 * MIB, warm_up=5)
+    noisy = [detector.add(GIB + (step * 7919 % 13) * 10 * MIB, step) for step in range(200)]
+    assert noisy == [None] * 200
+    detector = LeakDetector(window=5, windows=3, least_growth=8 * MIB, warm_up=5)
+    rates = [detector.add(GIB + step * MIB + (step % 3) * 50 * MIB, step) for step in range(60)]
+    found = [rate for rate in rates if rate is not None]
+    assert rates.index(found[0]) == 5 + 4 * 5 - 1  # the first four floors after the warm-up
+    assert found[0] == pytest.approx(MIB, rel=0.1)
+
+
+def test_one_step_up_is_not_a_leak():
+    detector = LeakDetector(window=5, windows=3, least_growth=8 * MIB, warm_up=0)
+    assert all(detector.add(GIB if step < 50 else 2 * GIB, step) is None for step in range(100))
+
+
+class Keeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.cache = []
+        self.table = {"losses": []}
+
+
+GLOBAL_CACHE = []
+
+
+def test_the_grown_tensors_are_named_with_their_holder():
+    module = Keeper()
+    gc.collect()
+    before = take_census("cpu")
+    module.inner.cache.extend(torch.ones(1000, 7) for _ in range(3))
+    module.table["losses"].extend(module.inner(torch.ones(2)).sum() for _ in range(4))
+    GLOBAL_CACHE.append(torch.ones(999))
+    lines = [str(grown) for grown in find_grown(before, "cpu", module)]
+    GLOBAL_CACHE.clear()
+    assert "4 more float32[] (0.0 MiB), held by Keeper.table['losses'][...]; each keeps an autograd graph" in lines[0]
+    assert "3 more float32[1000, 7] (0.1 MiB), held by inner.cache[...]" in lines
+    assert any("1 more float32[999]" in line and "GLOBAL_CACHE" in line for line in lines)
+
+
+def test_a_watch_reports_a_leak_with_what_grew():
+    module, watch = Keeper(), LeakWatch(LeakDetector(window=4, windows=2, least_growth=MIB, warm_up=2))
+    messages = []
+    for step in range(30):
+        module.inner.cache.append(torch.ones(MIB // 4))
+        messages.append(watch.add(step * MIB, step, "cpu", module))
+    first = next(message for message in messages if message is not None)
+    assert "1.00 MiB per step" in first and "inner.cache[...]" in first
+
+
+# ---- out of memory --------------------------------------------------------------------------------
+
+# As torch 2.13 words it.
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.12 GiB is"
+    " free. Including non-PyTorch memory, this process has 78.02 GiB memory in use. Of the allocated memory 70.00 GiB"
+    " is allocated by PyTorch, and 6.50 GiB is reserved by PyTorch but unallocated."
+)
+
+
+def cpu_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**58, dtype=torch.uint8)
+    return caught.value
+
+
+def test_out_of_memory_errors_are_recognised():
+    assert is_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE))
+    assert parse_wanted(torch.OutOfMemoryError(CUDA_MESSAGE)) == int(2.5 * GIB)
+    error = cpu_out_of_memory()
+    assert is_out_of_memory(error) and parse_wanted(error) == 2**58
+    assert is_out_of_memory(MemoryError()) and parse_wanted(MemoryError()) is None
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), Bursting()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+
+
+class Bursting(nn.Module):
+    def forward(self, x):
+        return torch.empty(2**58, dtype=torch.uint8)
+
+
+def test_the_unit_comes_from_the_traceback():
+    module = Deep()
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.ones(2))
+    assert find_unit(caught.value, module) == "blocks.1"
+    assert find_unit(RuntimeError(), module) is None
+
+
+SNAPSHOT = {
+    "segments": [
+        {
+            "device": 0,
+            "blocks": [
+                {"size": 3 * MIB, "state": "inactive"},
+                {"size": 90 * MIB, "state": "active_allocated"},
+                {"size": 40 * MIB, "state": "active_pending_free"},
+                {"size": 7 * MIB, "state": "inactive"},
+            ],
+        },
+        {"device": 1, "blocks": [{"size": 500 * MIB, "state": "inactive"}]},
+    ]
+}
+
+
+def test_largest_free_block():
+    assert largest_free_block(SNAPSHOT, 0) == 7 * MIB
+    assert largest_free_block({"segments": []}, 0) == 0
+
+
+def make_report(**changes):
+    sample = Sample(70 * GIB, 76 * GIB, 76 * GIB, 76 * GIB, 2 * GIB, 70 * GIB, retries=3)
+    figures = dict(
+        rank=3,
+        step=120,
+        phase="forward",
+        unit="layers.7",
+        source="cuda",
+        wanted=int(2.5 * GIB),
+        sample=sample,
+        surroundings=Surroundings(capacity=79 * GIB, free=1 * GIB, outside=2 * GIB),
+        largest_free=GIB // 2,
+        categories={"parameters": 10 * GIB, "gradients": 5 * GIB, "optimizer_state": 20 * GIB, "activations": 35 * GIB},
+    )
+    return OutOfMemory(**{**figures, **changes})
+
+
+def test_the_message_has_every_number_and_a_remedy():
+    text = make_report().describe()
+    for part in (
+        *("rank 3, step 120, forward, in layers.7", "wanted                    2.50 GiB", "1.00 GiB"),
+        *("reserved but unused       6.00 GiB", "largest free block        512.00 MiB", "capacity"),
+        "activations 35.00 GiB, optimizer_state 20.00 GiB, parameters 10.00 GiB",
+        *("AllocatorConfig(expandable_segments=True)", "activation checkpointing"),
+    ):
+        assert part in text, text
+    assert "roundup_power2_divisions" in make_report(expandable=True).describe()
+    full = make_report(wanted=20 * GIB)
+    assert not full.is_fragmented and "really in use" in full.describe()
+    foreign = make_report(surroundings=Surroundings(capacity=79 * GIB, free=0, outside=30 * GIB))
+    assert "other processes" in foreign.describe()
+    assert "unknown" in make_report(wanted=None, largest_free=None).describe()
+
+
+def test_one_observer_per_process_that_does_not_keep_the_tracker_alive(monkeypatch):
+    attached, seen = [], []
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
+    monkeypatch.setattr(memory_oom, "_listeners", [])
+
+    class Listener:
+        def hear(self, *figures):
+            seen.append((self.name, figures))
+
+    for name in ("first", "second"):
+        listener = Listener()
+        listener.name = name
+        memory_oom.attach_observer(listener.hear)
+    assert len(attached) == 1
+    attached[0](0, 10, 20, 30)
+    assert seen == [("second", (0, 10, 20, 30))]
+    del listener
+    attached[0](0, 10, 20, 30)
+    assert len(seen) == 1
+
+
+# ---- report ---------------------------------------------------------------------------------------
+
+
+def frame(name, line, filename="train.py"):
+    return {"name": name, "filename": filename, "line": line}
+
+
+def event(action, address, size, *frames):
+    return {"action": action, "addr": address, "size": size, "frames": list(frames)}
+
+
+def test_what_was_alive_at_the_peak():
+    attention = (frame("linear", 9, "/site/torch/nn/functional.py"), frame("attend", 12), frame("training_step", 40))
+    trace = [
+        event("free_completed", 1, 500),  # from before the trace
+        event("alloc", 2, 100, *attention),
+        event("alloc", 3, 300, frame("embed", 5)),
+        event("alloc", 4, 100, *attention),
+        event("free_requested", 3, 300),
+        event("free_completed", 3, 300),
+        event("alloc", 5, 200),
+    ]
+    size, places = at_peak(trace)
+    assert size == 500
+    assert [(place.size, place.count, place.what) for place in places] == [
+        (300, 1, "embed (train.py:5)"),
+        (200, 2, "attend (train.py:12)"),
+    ]
+    assert places[1].stack[0].startswith("linear")
+    assert at_peak([]) == (0, [])
+
+
+def report_data(source="cuda"):
+    ledger = {"parameters": GIB, "gradients": GIB, "optimizer_state": 2 * GIB, "slots": GIB // 4, "buffers": 0}
+    records = [
+        StepRecord(step, {"forward": 5 * GIB, "backward": 6 * GIB + step * MIB}, 5 * GIB, 7 * GIB, GIB, ledger)
+        for step in range(1, 50)
+    ]
+    ranks = [
+        {"memory/peak_gib": 6 + rank, "memory/fragmentation": 0.1, "memory/retries": 0.0, "run/peak_reserved": 8.0 * GIB}
+        for rank in range(4)
+    ]
+    allocations = [Allocation(GIB, 3, "attend <script>", ("attend (train.py:12)",)), Allocation(MIB, 1, "embed", ("x",))]
+    composition = {**ledger, "graph_pool": 0, "process": 0, "activations": 2 * GIB}
+    phases = {"forward": 5 * GIB, "backward": 6 * GIB}
+    return ReportData("CUDA memory", source, records, composition, phases, ranks, allocations, ["a <leak>"])
+
+
+def test_the_page_is_self_contained_and_complete():
+    page = render(report_data())
+    assert not re.search(r"https?:|//|@import|url\(|<script|<link|<img", page)
+    sections = ("by category", "by phase", "peak is made of", "Peak of each phase", "Ranks", "Largest allocations")
+    for text in (*sections, "rank 3", "attend (train.py:12)"):
+        assert text in page
+    assert "a &lt;leak&gt;" in page and "attend &lt;script&gt;" in page  # nothing of the run becomes markup
+    from xml.etree import ElementTree
+
+    for drawing in re.findall(r"<svg.*?</svg>", page, re.S):
+        ElementTree.fromstring(drawing)
+    assert page.count("<svg") == 5
+
+
+def test_an_empty_run_still_renders():
+    data = report_data()
+    empty = ReportData("t", "process", [], {"parameters": 0, "activations": 0}, {}, data.ranks[:1], [])
+    assert "No steps were recorded" in render(empty)
+
+
+def test_png(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    write_png(tmp_path / "memory.png", report_data())
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="report_png needs matplotlib"):
+        write_png(tmp_path / "again.png", report_data())
+
+
+def test_malloc_is_not_asked_too_often():
+    source = ProcessSource()
+    begun = time.perf_counter()
+    asked = 0
+    while time.perf_counter() - begun < 0.2:
+        read = time.perf_counter()
+        asked += (source.read().live is not None) * (time.perf_counter() - read)
+    source.close()
+    assert asked < 0.02 * 0.2 + 0.005
+
+
+def test_leak_census_ignores_parameters():
+    model = BoringModel()
+    before = take_census("cpu")
+    model.extra = nn.Linear(300, 300)
+    assert not any(shape == (300, 300) for _, shape, _ in (take_census("cpu") - before))
+    assert memory_leak.MIB == MIB

@@ -1,0 +1,559 @@
+"""`CUDAMemoryTracker` in the Trainer: one device, DDP and FSDP2, recorded CUDA figures, errors, overhead."""
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.ranks import run_ranks
+from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker
+from lightning_zero3.callbacks.memory_figures import GIB, KEYS
+from lightning_zero3.callbacks.memory_ledger import CATEGORIES
+from lightning_zero3.callbacks.memory_source import Sample, Surroundings
+
+MIB = 2**20
+WIDTH = 512
+LAYERS = 12  # so that the data set is far below 1% of them
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+
+
+class Model(LightningModule):
+    def __init__(self, layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        self.register_buffer("table", torch.ones(WIDTH, WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        for layer in self.layers:
+            batch = layer(batch).relu()
+        return batch.pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Sharded(Model):
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        if not getattr(self, "done", False):
+            for layer in [*self.layers, self]:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            self.done = True
+
+
+class Collecting(Logger):
+    """A logger of one's own: what it gets is what every logger gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    name = version = "collecting"
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def memory(self):
+        return [(step, metrics) for step, metrics in self.rows if any(name.startswith("memory/") for name in metrics)]
+
+
+def fit(*callbacks, tmp_path, model=None, **options):
+    logger = Collecting()
+    options = {"max_steps": 6, "accelerator": "cpu", "enable_progress_bar": False, "limit_val_batches": 0, **options}
+    trainer = Trainer(
+        callbacks=list(callbacks),
+        logger=logger,
+        log_every_n_steps=2,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **{"enable_checkpointing": False, **options},
+    )
+    loader = DataLoader(RandomDataset(WIDTH, 64), batch_size=4)
+    trainer.fit(model or Model(), loader, loader)
+    return trainer, logger
+
+
+def count_live_tensors():
+    """An independent ledger: every storage that Python can reach, once."""
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and not hasattr(item, "_local_tensor") and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class CountLive(Callback):
+    """Counts before the step, between the callbacks of which the tracker is one."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.before = 0
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        gc.collect()
+        self.live = count_live_tensors()
+
+
+# ---- ledger ---------------------------------------------------------------------------------------
+
+
+def ledger_case(rank, world_size, kind, folder):
+    strategy = {
+        "ddp": lambda: DDPStrategy(),
+        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
+    }[kind]()
+    gc.collect()
+    foreign = count_live_tensors()
+    tracker, live = CUDAMemoryTracker(table=False, per_unit=True), CountLive()
+    model = Sharded(LAYERS) if kind == "fsdp2" else Model(LAYERS)
+    seen = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen["calls"] = tracker.gatherer.calls
+            if kind == "ddp":
+                seen["buckets"] = trainer.strategy.model._get_ddp_logging_data()["bucket_sizes"]
+
+    _, logger = fit(tracker, live, Look(), tmp_path=folder, model=model, strategy=strategy, devices=world_size)
+    return {
+        "ledger": {category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES},
+        "live": live.live - foreign,
+        "rows": logger.memory(),
+        "calls": seen["calls"],
+        "buckets": seen.get("buckets"),
+        "groups": dist.distributed_c10d._world.pg_map and len(dist.distributed_c10d._world.pg_map),
+        "world": tracker.run_spreads["memory/peak_gib"].rank,
+    }
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ledger_against_live_storages_over_two_ranks(kind, tmp_path):
+    results = run_ranks(ledger_case, 2, kind, tmp_path)
+    state = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    share = 2 if kind == "fsdp2" else 1
+    for rank, result in enumerate(results):
+        ledger = result["ledger"]
+        assert ledger["parameters"] == pytest.approx(state / share)
+        assert ledger["gradients"] == pytest.approx(state / share)
+        assert ledger["optimizer_state"] == pytest.approx(2 * state / share, rel=1e-3)
+        assert ledger["buffers"] == WIDTH * WIDTH * 4
+        # Python cannot reach DDP's buckets; DDP itself knows their sizes.
+        if kind == "ddp":
+            assert ledger["slots"] == sum(int(size) for size in result["buckets"].split(","))
+        reachable = sum(ledger.values()) - ledger["slots"]
+        assert abs(result["live"] - reachable) < 0.01 * reachable
+        # Steps 2, 4 and 6: one collective each; the keys are the documented ones.
+        assert result["calls"] == 3
+        if rank == 0:
+            assert [step for step, _ in result["rows"]] == [2, 4, 6]
+            metrics = result["rows"][-1][1]
+            plain = {name for name in metrics if name.count("/") == 1}
+            assert plain <= set(KEYS)
+            assert {f"memory/peak_gib/{part}" for part in ("min", "mean", "max_rank")} <= set(metrics)
+            units = {name: size for name, size in metrics.items() if name.startswith("memory/unit/")}
+            assert set(units) == {f"memory/unit/layers.{i}_gib" for i in range(LAYERS)}
+            assert sum(units.values()) * GIB == pytest.approx(4 * state / share, rel=1e-3)
+
+
+def test_ledger_on_a_single_device(tmp_path):
+    gc.collect()
+    foreign = count_live_tensors()
+    tracker, live = CUDAMemoryTracker(table=False), CountLive()
+    _, logger = fit(tracker, live, tmp_path=tmp_path)
+    ledger = {category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES}
+    assert ledger["slots"] == 0
+    assert abs(live.live - foreign - sum(ledger.values())) < 0.01 * sum(ledger.values())
+    metrics = logger.memory()[-1][1]
+    assert set(metrics) == set(KEYS) - {"memory/peak_validation_gib", "memory/peak_checkpoint_gib"}
+
+
+class Told(SingleDeviceStrategy):
+    """A strategy that keeps its own ledger."""
+
+    def memory_ledger(self, per_unit=False):
+        ledger = dict(zip(CATEGORIES, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True))
+        return {**ledger, "units": {"layers.0": 7 * MIB, "head": 3 * MIB}} if per_unit else ledger
+
+
+def test_a_strategy_that_knows_its_ledger_is_asked(tmp_path):
+    _, logger = fit(CUDAMemoryTracker(table=False, per_unit=True), tmp_path=tmp_path, strategy=Told("cpu"))
+    metrics = logger.memory()[-1][1]
+    assert [metrics[f"memory/{category}_gib"] * 1024 for category in CATEGORIES] == [10, 20, 30, 40, 50]
+    assert metrics["memory/unit/layers.0_gib"] * 1024 == 7 and metrics["memory/unit/head_gib"] * 1024 == 3
+    strategy = Told("cpu")
+    strategy.memory_ledger = lambda: {"parameters": 1}
+    with pytest.raises(KeyError, match="memory_ledger.*lacks.*gradients"):
+        fit(CUDAMemoryTracker(), tmp_path=tmp_path, strategy=strategy)
+
+
+# ---- phases through the Trainer -------------------------------------------------------------------
+
+
+class Scripted:
+    """CUDA figures driven by the program: `use(bytes)` is what an allocation and its release would do."""
+
+    name, device_type = "cuda", "cpu"
+    level = peak = GIB
+
+    def use(self, size):
+        self.peak = max(self.peak, self.level + size)
+
+    def read(self):
+        return Sample(self.level, 8 * GIB, self.peak, 8 * GIB, GIB // 2, self.level, graph_pool=GIB, retries=2, ooms=1)
+
+    def read_surroundings(self):
+        return Surroundings(80 * GIB, 60 * GIB, 3 * GIB, pinned_allocated=GIB, pinned_reserved=2 * GIB)
+
+    def reset_peaks(self):
+        self.peak = self.level
+
+    def is_busy(self):
+        return False
+
+
+class Spending(Model):
+    """Uses a known amount in every phase."""
+
+    def __init__(self, source):
+        super().__init__(layers=1)
+        self.source = source
+
+    def training_step(self, batch, batch_idx):
+        self.source.use(2 * GIB)
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        self.source.use(3 * GIB)
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.source.use(1 * GIB)
+
+    def validation_step(self, batch, batch_idx):
+        self.source.use(5 * GIB)
+
+    def on_save_checkpoint(self, checkpoint):
+        self.source.use(4 * GIB)
+
+
+class WithSource(CUDAMemoryTracker):
+    scripted = None
+
+    def make_source(self, device):
+        return self.scripted
+
+    def _watch_cuda(self, device):
+        pass
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_phase_gets_its_own_peak(accumulate, tmp_path, capsys):
+    tracker = WithSource(report=str(tmp_path / "memory.html"))
+    tracker.scripted = source = Scripted()
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2)
+    _, logger = fit(
+        tracker,
+        saving,
+        tmp_path=tmp_path,
+        model=Spending(source),
+        limit_val_batches=1,
+        val_check_interval=4,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        accumulate_grad_batches=accumulate,
+    )
+    run = {name: figure.high for name, figure in tracker.run_spreads.items()}
+    assert [run[f"memory/peak_{phase}_gib"] for phase in ("forward", "backward", "optimizer")] == [3, 4, 2]
+    assert [run[f"memory/peak_{phase}_gib"] for phase in ("validation", "checkpoint")] == [6, 5]
+    assert run["memory/peak_gib"] == 6
+    metrics = logger.memory()[0][1]
+    expected = {"reserved": 8, "inactive": 0.5, "pinned": 2, "outside": 3, "graph_pool": 1, "allocated": 1}
+    assert {name: metrics[f"memory/{name}_gib"] for name in expected} == expected
+    assert metrics["memory/fragmentation"] == 6 / 8 and metrics["memory/retries"] == 2 and metrics["memory/ooms"] == 1
+    printed = capsys.readouterr().out
+    assert "peak validation" in printed and "6.00 GiB" in printed and "fragmentation" in printed
+    page = (tmp_path / "memory.html").read_text()
+    assert "6.00 GiB" in page and "checkpoint" in page
+    assert tracker.run_figures().worst_waste == 6 * GIB
+    assert AllocatorConfig().suggest(tracker.run_figures())[0].option == "expandable_segments"
+
+
+def test_no_figures_before_the_end():
+    with pytest.raises(RuntimeError, match="before Trainer.fit has ended"):
+        CUDAMemoryTracker().run_figures()
+
+
+def test_what_was_wrapped_is_put_back(tmp_path):
+    bar = TQDMProgressBar()
+    shown = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            shown.append(bar.get_metrics(trainer, pl_module)["mem"])
+
+    trainer, _ = fit(CUDAMemoryTracker(table=False), bar, Look(), tmp_path=tmp_path, enable_progress_bar=True)
+    assert len(shown) == 6 and all(text.endswith("G") and float(text[:-1]) > 0 for text in shown)
+    assert "get_metrics" not in bar.__dict__ and "save_checkpoint" not in trainer.__dict__
+
+
+def test_the_source_is_named_without_cuda(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        fit(CUDAMemoryTracker(table=False), tmp_path=tmp_path)
+    assert "tracking this process's resident memory" in caplog.text
+
+
+def test_validate_and_predict_alone(tmp_path):
+    tracker = CUDAMemoryTracker()
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[tracker], enable_progress_bar=False)
+    trainer.validate(BoringModel(), verbose=False)
+    trainer.predict(BoringModel())
+    assert tracker.meter is None
+
+
+def test_no_number_changes_and_no_extra_hook_for_the_optimizer(tmp_path):
+    def weights(*callbacks):
+        torch.manual_seed(0)
+        trainer, _ = fit(*callbacks, tmp_path=tmp_path)
+        return [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()]
+
+    tracked = weights(CUDAMemoryTracker(table=False, per_unit=True))
+    assert all(torch.equal(a, b) for a, b in zip(tracked, weights(), strict=True))
+
+
+# ---- leaks and errors -----------------------------------------------------------------------------
+
+
+class Leaking(Model):
+    def __init__(self):
+        super().__init__(layers=1)
+        self.kept = []
+
+    def training_step(self, batch, batch_idx):
+        self.kept.append(torch.ones(MIB // 4))  # 1 MiB
+        return super().training_step(batch, batch_idx)
+
+
+def leak_case(rank, world_size, folder):
+    """A young process, whose malloc may be asked at every step."""
+    tracker = CUDAMemoryTracker(table=False, leak_window=3, leak_windows=2, leak_growth_mib=4)
+    fit(tracker, tmp_path=folder, model=Leaking(), max_steps=120)
+    sound = CUDAMemoryTracker(table=False, leak_window=3, leak_windows=2, leak_growth_mib=4)
+    fit(sound, tmp_path=folder, max_steps=120)
+    return tracker.leaks, sound.leaks
+
+
+def test_a_leak_is_named_and_an_ordinary_run_has_none(tmp_path):
+    ((leaks, none),) = run_ranks(leak_case, 1, tmp_path)
+    assert none == []
+    assert "kept[...]" in leaks[0] and "float32[262144]" in leaks[0]
+    rate = float(leaks[0].split("grows by ")[1].split(" MiB")[0])
+    assert 0.9 < rate < 1.2
+
+
+class Exploding(Model):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.layers[2].forward = lambda x: torch.empty(2**58, dtype=torch.uint8)
+            self.layers[2].register_forward_hook(lambda *_: None)
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_out_of_memory_error_arrives_with_the_report(tmp_path, caplog):
+    tracker = CUDAMemoryTracker(table=False)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        fit(tracker, tmp_path=tmp_path, model=Exploding())
+    text = "\n".join(getattr(caught.value, "__notes__", [caplog.text]))
+    for part in ("Out of host memory on rank 0, step 3, forward, in layers.2", "268435456.00 GiB", "What to try"):
+        assert part in text, text
+    assert text in caplog.text or "What to try" in caplog.text
+    assert tracker.oom_reports[0].phase == "forward"
+
+
+def test_other_errors_pass_unchanged(tmp_path):
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("mine")
+
+    tracker = CUDAMemoryTracker()
+    with pytest.raises(ValueError, match="mine") as caught:
+        fit(tracker, tmp_path=tmp_path, model=Failing())
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_a_failing_report_hides_nothing(tmp_path, caplog, monkeypatch):
+    def fail(*args):
+        raise OSError("disk full")
+
+    tracker = CUDAMemoryTracker()
+    monkeypatch.setattr(tracker, "_collect_oom", fail)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        fit(tracker, tmp_path=tmp_path, model=Exploding())
+    assert "disk full" in caplog.text and "report on an out-of-memory error failed" in caplog.text
+
+
+def test_the_report_asks_no_other_rank(tmp_path, monkeypatch):
+    """They wait in their collectives; any call would hang."""
+    from lightning_zero3.callbacks.memory_ranks import RankGatherer
+
+    tracker, called = CUDAMemoryTracker(table=False, every_n_steps=100), []
+    for name in ("all_gather_object", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: called.append(args))
+    monkeypatch.setattr(RankGatherer, "gather", lambda *args: called.append(args))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        fit(tracker, tmp_path=tmp_path, model=Exploding())
+    assert tracker.oom_reports and called == []
+
+
+# ---- arguments, YAML, overhead --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reset": "always"}, "reset.*phase, step, never"),
+        ({"every_n_steps": 0}, "every_n_steps.*at least 1"),
+        ({"report_png": True}, "report_png.*report="),
+        ({"leak_window": -1}, "leak_window"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CUDAMemoryTracker(**arguments)
+
+
+def test_from_yaml(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        """
+trainer:
+  callbacks:
+    - class_path: lightning_zero3.callbacks.CUDAMemoryTracker
+      init_args: {every_n_steps: 5, reset: step, report: memory.html, per_unit: true, leak_growth_mib: 2}
+    - class_path: lightning_zero3.callbacks.StepTimer
+      init_args: {every_n_steps: 5}
+"""
+    )
+    trainer = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
+    tracker = next(callback for callback in trainer.callbacks if isinstance(callback, CUDAMemoryTracker))
+    assert (tracker.every_n_steps, tracker.reset, tracker.report) == (5, "step", "memory.html")
+
+
+def timed(name):
+    def hook(self, *args, **kwargs):
+        begun = time.thread_time()
+        result = getattr(CUDAMemoryTracker, name)(self, *args, **kwargs)
+        self.spent += time.thread_time() - begun
+        return result
+
+    return hook
+
+
+HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+Timed = type("Timed", (CUDAMemoryTracker,), {"spent": 0.0, **{name: timed(name) for name in HOOKS}})
+
+
+def overhead_case(rank, world_size, folder):
+    """All hooks of a step together, logging every 50 steps, in the thread's own time."""
+    steps, spent = 300, []
+    for _ in range(3):  # the best of three: other processes cost caches
+        tracker = Timed(table=False, every_n_steps=50)
+        fit(tracker, tmp_path=folder, model=Slow(), max_steps=steps)
+        spent.append(tracker.spent / steps)
+    return min(spent)
+
+
+class Slow(Model):
+    """A step of about 10 ms."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.006)
+        return super().training_step(batch, batch_idx)
+
+
+def test_overhead_is_below_one_percent_of_a_10_ms_step(tmp_path):
+    (per_step,) = run_ranks(overhead_case, 1, tmp_path)
+    print(f"tracker: {per_step * 1e6:.0f} µs per step")
+    assert per_step < 0.01 * 0.010
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_ledger_against_the_cuda_allocator(tmp_path):
+    tracker = CUDAMemoryTracker(table=False, report=str(tmp_path / "memory.html"), report_png=False)
+    seen = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen["allocated"] = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+
+    before = torch.cuda.memory_allocated()
+    fit(tracker, Look(), tmp_path=tmp_path, model=Model(layers=64), accelerator="gpu", devices=1)
+    ledger = sum(tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES)
+    assert abs(seen["allocated"] - before - ledger) < 0.01 * ledger
+    assert "train" in (tmp_path / "memory.html").read_text()
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_out_of_memory_on_the_gpu(tmp_path):
+    class Bursting(Model):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                torch.empty(2**42, dtype=torch.uint8, device=self.device)
+            return super().training_step(batch, batch_idx)
+
+    tracker = CUDAMemoryTracker(table=False, history_entries=1000)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tracker, tmp_path=tmp_path, model=Bursting(), accelerator="gpu", devices=1)
+    (report,) = tracker.oom_reports
+    assert report.wanted >= 2**42 and report.phase == "forward" and report.largest_free is not None
+    assert Path(report.snapshot_path).stat().st_size > 0
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_overhead_on_the_gpu(tmp_path):
+    tracker = Timed(table=False, every_n_steps=50)
+    fit(tracker, tmp_path=tmp_path, max_steps=400, accelerator="gpu", devices=1)
+    assert tracker.spent / 400 < 0.01 * 0.010
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu(tmp_path):
+    class Forbid(Callback):
+        def on_train_batch_start(self, *args):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def on_train_batch_end(self, *args):
+            torch.cuda.set_sync_debug_mode("default")
+
+    source = CUDAMemoryTracker().make_source(torch.device("cuda", 0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        source.read()
+        source.read_surroundings()
+        source.reset_peaks()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
