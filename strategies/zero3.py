@@ -249,7 +249,7 @@ class Zero3Strategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.engine is not None and self.lightning_module is not None
-        self.engine.require_complete(self.lightning_module)
+        self.engine.structure.check()
 
     @override
     def on_validation_start(self) -> None:
@@ -268,7 +268,7 @@ class Zero3Strategy(ParallelStrategy):
     def _plan_turns(self, batches: Sequence[int | float]) -> None:
         """Agree on who has how many batches, so that nobody waits for a rank that has none left; collective."""
         assert self.engine is not None and self.lightning_module is not None
-        self.engine.require_complete(self.lightning_module)
+        self.engine.structure.check()
         everyone = self.engine.collectives.all_gather_object(list(batches))
         self._turns = iter(())
         if all(float(n).is_integer() for counts in everyone for n in counts):  # infinite: a stream without a length

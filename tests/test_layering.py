@@ -46,6 +46,7 @@ LAYERS = [
             "strategies/engine/hooks",
             "strategies/engine/reduce",
             "strategies/engine/saved",
+            "strategies/engine/structure",
         ],
         TORCH,
     ),

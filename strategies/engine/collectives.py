@@ -6,6 +6,7 @@ Tests substitute the object to count, delay or break a collective.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _REDUCE_OPTIONS = _on_current_stream(ReduceScatterOptions())  # a sum, unless sa
 class Pending:
     """A collective in flight. ``wait()`` returns its result and is called once."""
 
-    def __init__(self, result: Tensor, works: list[dist.Work] | None = None) -> None:
+    def __init__(self, result: Tensor, works: list[Any] | None = None) -> None:
         self._result = result
         self._works = works or []
 
@@ -42,17 +43,30 @@ class Pending:
         return self._result
 
 
+class DivergenceError(RuntimeError):
+    """Ranks exchange different things: one took another branch, or ran another number of steps."""
+
+
 class LocalCollectives:
-    """One rank: everything is already where it belongs."""
+    """One rank: everything is already where it belongs.
+
+    Attributes:
+        trace: labels of the exchanges since the last :meth:`agree`.
+        describe: what a label stands for, for errors.
+    """
 
     rank = 0
     world_size = 1
 
-    def all_gather(self, buffer: Tensor) -> Pending:
+    def __init__(self) -> None:
+        self.trace: list[int] = []
+        self.describe: Callable[[int], str] = str
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at ``[r * shard, (r + 1) * shard)``."""
         return Pending(buffer)
 
-    def reduce_scatter(self, buffer: Tensor) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """Sum ``buffer`` [world_size * shard] over ranks; the result is this rank's shard [shard] of the sum.
 
         The result may be part of ``buffer``, which is overwritten.
@@ -80,6 +94,7 @@ class GroupCollectives(LocalCollectives):
     """Collectives of a process group (NCCL, or gloo with CUDA tensors)."""
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
         self._group = group
         self._control = control or group
         self.rank = dist.get_rank(group)
@@ -88,13 +103,15 @@ class GroupCollectives(LocalCollectives):
     def _shard(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.world_size, -1)[self.rank]
 
-    def all_gather(self, buffer: Tensor) -> Pending:
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
+        self.trace.append(label)
         work = _all_gather(self._group, buffer, self._shard(buffer), _GATHER_OPTIONS)
         return Pending(buffer, [work] if work is not None else None)
 
-    def reduce_scatter(self, buffer: Tensor) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
+        self.trace.append(label)
         shard = self._shard(buffer)
         work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
         return Pending(shard, [work] if work is not None else None)
@@ -128,36 +145,68 @@ class PairwiseCollectives(GroupCollectives):
     gloo's reduce-scatter sends twice the necessary bytes and its all-gather copies through a scratch buffer as big as
     the result; an exchange straight between the places the data lives in does neither. Sums are taken in rank order,
     whatever arrives first, so results do not depend on timing.
+
+    Every exchange begins with its label. Ranks that exchange different things find out at once, instead of mixing them or
+    waiting for each other for ever.
     """
 
-    _GATHER, _REDUCE, _AGREE = 1, 2, 3  # message tags: kinds never mix, even if two ranks disagree on the order
+    # Message tags. A payload's tag includes its label, so that payloads of different exchanges never meet.
+    _LABEL, _AGREE, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3, 4
+    AGREEMENT = -1  # label of agree()
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
         super().__init__(group, control)
+        self._labels: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []  # for labels to arrive in
         self._held_ballots: dict[int, list[Tensor]] = {}
         self._others = [r for r in range(self.world_size) if r != self.rank]
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._staged = 0  # bytes of it taken by sums in flight
         self._in_flight = 0
 
-    def all_gather(self, buffer: Tensor) -> Pending:
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
+        tag = self._GATHER + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
-        works = [self._group.recv([shards[r]], r, self._GATHER) for r in self._others]
-        works += [self._group.send([shards[self.rank]], r, self._GATHER) for r in self._others]
+        works += [self._group.recv([shards[r]], r, tag) for r in self._others]
+        works += [self._group.send([shards[self.rank]], r, tag) for r in self._others]
         return Pending(buffer, works)
 
-    def reduce_scatter(self, buffer: Tensor) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
+        tag = self._REDUCE + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
         staging = self._stage(shards.shape[1], buffer.dtype)
-        works = [self._group.send([shards[r]], r, self._REDUCE) for r in self._others]
-        return _OrderedSum(shards, self.rank, staging, works, self._receive, self._landed)
+        works += [self._group.send([shards[r]], r, tag) for r in self._others]
+        return _OrderedSum(shards, self.rank, staging, works, partial(self._receive, tag), self._landed)
+
+    def _exchange_label(self, label: int) -> _SameLabel:
+        mine = self._labels.get(label)
+        if mine is None:
+            mine = self._labels[label] = torch.tensor([label])
+        theirs = [self._spare.pop() if self._spare else torch.empty(1, dtype=torch.int64) for _ in self._others]
+        works = [self._control.recv([t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
+        works += [self._control.send([mine], r, self._LABEL) for r in self._others]
+        return _SameLabel(self, label, theirs, works)
+
+    def check_labels(self, label: int, theirs: list[Tensor]) -> None:
+        """Raise if another rank exchanges something else than ``label``."""
+        for rank, tensor in zip(self._others, theirs, strict=True):
+            if (other := int(tensor)) != label:
+                raise DivergenceError(
+                    f"The ranks run different things: rank {self.rank} is about to {self.describe(label)}, rank {rank} to "
+                    f"{self.describe(other)}. All ranks must run the same modules in the same order and take the same number "
+                    "of steps; look for a branch or a loop that depends on a rank's own data."
+                )
+        self._spare += theirs
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         if self.world_size > 8:  # pairs grow with the square of ranks
             return super().agree(values)
+        self._exchange_label(self.AGREEMENT).wait()
         sent, *theirs = self._ballots(values.numel())
         sent.copy_(values)
         works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]
@@ -173,8 +222,8 @@ class PairwiseCollectives(GroupCollectives):
             self._held_ballots[numel] = [torch.empty(numel, dtype=torch.int64) for _ in range(self.world_size)]
         return self._held_ballots[numel]
 
-    def _receive(self, tensor: Tensor, source: int) -> dist.Work:
-        return self._group.recv([tensor], source, self._REDUCE)
+    def _receive(self, tag: int, tensor: Tensor, source: int) -> dist.Work:
+        return self._group.recv([tensor], source, tag)
 
     def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory [1 or 2, numel] for arriving shards, which no other sum in flight uses."""
@@ -191,6 +240,19 @@ class PairwiseCollectives(GroupCollectives):
         self._in_flight -= 1
 
 
+class _SameLabel:
+    """The label of an exchange on its way to and from the other ranks."""
+
+    def __init__(self, door: PairwiseCollectives, label: int, theirs: list[Tensor], works: list[dist.Work]) -> None:
+        self._door, self._label, self._theirs, self._works = door, label, theirs, works
+
+    def wait(self) -> None:
+        """Until all labels are there; raises if they differ."""
+        for work in self._works:
+            work.wait()
+        self._door.check_labels(self._label, self._theirs)
+
+
 class _OrderedSum(Pending):
     """Receives shards of the other ranks one after another and adds them in rank order."""
 
@@ -199,11 +261,11 @@ class _OrderedSum(Pending):
         shards: Tensor,  # [world, shard]
         rank: int,
         staging: Tensor,  # [1 or 2, shard]
-        sends: list[dist.Work],
+        works: list[Any],  # the label, then what is sent
         receive: Callable[[Tensor, int], dist.Work],
         landed: Callable[[], None],
     ) -> None:
-        super().__init__(shards[rank], sends)
+        super().__init__(shards[rank], works)
         self._sources = [r for r in range(len(shards)) if r != rank]
         self._rank, self._receive, self._landed = rank, receive, landed
         # The first two can arrive while the caller computes; more would need more memory.
@@ -211,6 +273,7 @@ class _OrderedSum(Pending):
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
+        self._works[0].wait()
         total, k = None, 0
         for source in range(len(self._sources) + 1):
             if source == self._rank:
@@ -224,7 +287,7 @@ class _OrderedSum(Pending):
             if part is not total and len(self._arriving) < len(self._sources):
                 # This half of the staging has been read: the next shard may come into it.
                 self._arriving.append((self._receive(part, self._sources[len(self._arriving)]), part))
-        for work in self._works:
+        for work in self._works[1:]:
             work.wait()
         self._landed()
         return self._result

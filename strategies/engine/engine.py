@@ -22,16 +22,16 @@ from .build import (
     optimizer_names,
     place_buffers,
 )
-from .collectives import LocalCollectives
+from .collectives import DivergenceError, LocalCollectives
 from .hooks import install, watch_outputs
 from .layout import ArenaLayout, Span
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import BackwardPass, Reducer, WholeReducer
-from .resting import is_sharded
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
+from .structure import Structure, check_optimizer
 from .unit import Entry, Exchange, Phase, Unit
 
 
@@ -95,10 +95,12 @@ class Zero3Engine:
         self._shown = bytearray(len(self._used))  # to the optimizers, by any rank
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._flags = torch.frombuffer(self._used, dtype=torch.uint8) if self._used else torch.empty(0, dtype=torch.uint8)
-        self._vote = torch.empty(1 + len(self._used), dtype=torch.int64)
+        self._vote = torch.empty(2 + len(self.units) + len(self._used), dtype=torch.int64)
+        collectives.describe = self._describe_label
         self._root = next((u for u in self.units if u.root), None)
         self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
         self._attach(optimizers)
+        self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
 
@@ -126,7 +128,7 @@ class Zero3Engine:
                 for flat in flats:
                     flat.attach(optimizer, group)
                 group["params"][:] = [p for flat in flats for p in flat.parameters]
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.adopt_gradients()))
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.weights_changed()))
 
     def close(self) -> None:
@@ -150,19 +152,6 @@ class Zero3Engine:
             "units": {unit.name: unit.nbytes for unit in self.units},
         }
 
-    def require_complete(self, model: nn.Module) -> None:
-        """Refuse parameters that ``model`` got after set-up: they would be neither sharded nor trained.
-
-        Raises:
-            ValueError: naming the parameter.
-        """
-        for name, p in model.named_parameters():
-            if not is_sharded(p) and p.numel():
-                raise ValueError(
-                    f"Parameter {name!r} was added after the model was sharded, so no rank would train it. Create it in "
-                    "`__init__`, `configure_model` or `setup`."
-                )
-
     def owned_spans(self, group: FlatGroup) -> list[tuple[Entry, int, Span]]:
         """Parameters this rank owns a part of: entry, where its part starts in ``group``'s flat tensor, and which part."""
         found = []
@@ -182,8 +171,11 @@ class Zero3Engine:
         if self.access.in_step:
             yield
             return
+        self.structure.check()
         self._forward.begin()
         self._schedule.clear()
+        if not torch.is_grad_enabled():
+            self.collectives.trace.clear()  # no backward will come to compare and clear it
         self.access.in_step = True
         if self._root is not None:
             self._root.gather()
@@ -257,6 +249,10 @@ class Zero3Engine:
         finally:
             self._explicit = False
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        check_optimizer(optimizer)
+        self.adopt_gradients()
+
     def adopt_gradients(self) -> None:
         """Take over gradients that the user assigned to parameters (on one rank, where parameters are ordinary)."""
         for entry, grad in self.reducer.changed():
@@ -271,6 +267,7 @@ class Zero3Engine:
         for unit in self.units:
             unit.abandon()
         self.reducer.abandon()
+        self.collectives.trace.clear()
         self._schedule.clear()
         self._saved.forget()
         self._current, self._recomputed, self._pass.active = None, [], False
@@ -369,13 +366,16 @@ class Zero3Engine:
 
     def _end_backward(self) -> None:
         self._begin_backward_if_silent()
-        used = self._agree()
+        # Other ranks may need units that the loss of this one does not depend on: take part in what they exchange.
+        while self._schedule.upcoming() is not None:
+            self._visit(self.units[self._schedule.advance()])
         self._leave()
         for held in self._recomputed:
             held.unuse()
         self._recomputed = []
+        used, late = self._agree()
         for unit in reversed(self.units):
-            if unit.trained and (unit.nested or self.reducer.is_open(unit)):
+            if unit.trained and (unit.nested or late[unit.index]):
                 self.reducer.reduce(unit)
         self.reducer.finish()
         self.reducer.zero_untouched()
@@ -390,16 +390,42 @@ class Zero3Engine:
             self._begin_backward()
             self._explicit = explicit
 
-    def _agree(self) -> bytes:
-        """How far the farthest rank went through the schedule, and which parameters any rank used."""
+    def _agree(self) -> tuple[bytes, bytes]:
+        """Which trained parameters any rank used, and which units hold gradients that came after their reduction.
+
+        Raises:
+            DivergenceError: the ranks did not exchange the same things in the same order since the last time.
+        """
+        late = bytes(self.reducer.is_open(unit) for unit in self.units)
         if self.collectives.world_size == 1:
-            return bytes(self._used)
-        self._vote[0] = self._schedule.position
-        self._vote[1:].copy_(self._flags)
-        farthest, *used = self.collectives.agree(self._vote).tolist()
-        while self._schedule.position < farthest:
-            self._visit(self.units[self._schedule.advance()])
-        return bytes(used)
+            return bytes(self._used), late
+        trace = hash(tuple(self.collectives.trace)) >> 2  # of integers: the same in every process
+        self._vote[0], self._vote[1] = trace, -trace
+        self._vote[2 : 2 + len(late)] = torch.tensor(list(late))
+        self._vote[2 + len(late) :].copy_(self._flags)
+        high, low, *rest = self.collectives.agree(self._vote).tolist()
+        if high != -low:
+            self._explain_divergence()
+        self.collectives.trace.clear()
+        return bytes(rest[len(late) :]), bytes(rest[: len(late)])
+
+    def _explain_divergence(self) -> None:
+        everyone = self.collectives.all_gather_object(self.collectives.trace)
+        for rank, theirs in enumerate(everyone):
+            for step, (a, b) in enumerate(zip([*everyone[0], -1], [*theirs, -1], strict=False)):
+                if a != b:
+                    raise DivergenceError(
+                        f"The ranks ran different things. At exchange {step} of this step rank 0 came to "
+                        f"{self._describe_label(a)}, rank {rank} to {self._describe_label(b)}. All ranks must run the same "
+                        "modules in the same order; look for a branch or a loop that depends on a rank's own data."
+                    )
+
+    def _describe_label(self, label: int) -> str:
+        if label < 0:
+            return "end its backward pass"
+        index, exchange = divmod(label, len(Exchange))
+        verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
+        return f"{verb} unit {self.units[index].name}"
 
     def _bind(self, used: bytes) -> None:
         self._shown = bytearray(used)

@@ -29,8 +29,8 @@ class BackwardSchedule:
     """Visits of a backward pass in the order that all ranks expect: the reverse of their forward.
 
     Collectives must be issued in the same order by every rank, but a rank may skip a unit that others visit (its loss
-    does not depend on it there). Walking this list, a rank that jumps ahead is told which visits it passed, and at the
-    end how far the others went, so that it can take part in their collectives.
+    does not depend on it there). Walking this list to its end, a rank takes part in the collectives of all visits, its own
+    or not.
     """
 
     def __init__(self) -> None:

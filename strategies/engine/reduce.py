@@ -18,7 +18,7 @@ from .layout import ArenaLayout
 from .resting import RestingParameter, take_gradient
 from .shards import FlatGroup
 from .streams import Lane
-from .unit import Chunk, Entry, Unit
+from .unit import Chunk, Entry, Exchange, Unit
 
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -146,7 +146,7 @@ class Reducer:
             gap.zero_()
         place.written[:] = [False] * len(place.views)
         with self._lane.fork():
-            place.pending = [self._collectives.reduce_scatter(part) for _, part in place.chunks]
+            place.pending = [self._collectives.reduce_scatter(part, unit.label(Exchange.REDUCE)) for _, part in place.chunks]
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()

@@ -63,7 +63,8 @@ class Exchange(enum.IntEnum):
 
     SLOT = 0  # into its slot
     COPY = 1  # slot contents, into memory of their own
-    VALUES = 2  # the master values, into memory of their own
+    VALUES = 2  # the master values (or gradients, or optimizer state), into memory of their own
+    REDUCE = 3  # not gathered: its gradients are reduced
 
 
 class Chunk:
@@ -144,6 +145,7 @@ class Unit:
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
+        self._slot_label = self.label(Exchange.SLOT)
         self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
         self._pending: list[Pending] = []
 
@@ -207,7 +209,7 @@ class Unit:
         for target, source in self._fills:
             target.copy_(source)
         for chunk in self.chunks:
-            self._pending.append(self._collectives.all_gather(chunk.bytes))
+            self._pending.append(self._collectives.all_gather(chunk.bytes, self._slot_label))
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""
@@ -299,7 +301,7 @@ class Unit:
         """
         result = {}
         for chunk in self.chunks:
-            buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype)
+            buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype, Exchange.VALUES)
             result.update({e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)})
         return result
 
@@ -313,14 +315,20 @@ class Unit:
         """What the slot would hold [bytes], in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.COPY)
-        parts = [self._gather_apart(chunk, lambda group: group.data, chunk.dtype) for chunk in self.chunks]
+        parts = [self._gather_apart(chunk, lambda group: group.data, chunk.dtype, Exchange.COPY) for chunk in self.chunks]
         return torch.cat([part.view(torch.uint8) for part in parts])
 
-    def _gather_apart(self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype) -> Tensor:
+    def label(self, exchange: Exchange) -> int:
+        """Names an exchange of this unit to the other ranks."""
+        return self.index * len(Exchange) + exchange
+
+    def _gather_apart(
+        self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange
+    ) -> Tensor:
         buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
         with torch.no_grad():
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
-            self._collectives.all_gather(buffer.view(torch.uint8)).wait()
+            self._collectives.all_gather(buffer.view(torch.uint8), self.label(exchange)).wait()
         return buffer
 
 

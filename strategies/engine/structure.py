@@ -1,0 +1,59 @@
+"""The module tree as it was sharded: parameters that come, go or are replaced later are refused by name."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .resting import is_sharded
+
+_REMEDY = (
+    "Parameters must exist, for good, when the strategy shards the model: create or replace them in `__init__`, "
+    "`configure_model` or `setup`."
+)
+
+
+class Structure:
+    """Remembers which objects a model consists of. A check compares identities only, and costs microseconds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # Of each module: its parameters and children, and who they were.
+        self._seen = [
+            (table, list(map(id, table.values())))
+            for module in model.modules()
+            for table in (module._parameters, module._modules)
+        ]
+        self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def check(self) -> None:
+        """Compare with the model now.
+
+        Raises:
+            ValueError: a parameter was added, replaced or removed.
+        """
+        if all(list(map(id, table.values())) == before for table, before in self._seen):
+            return
+        now = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
+        for key, name in now.items():
+            if key not in self._names:
+                raise ValueError(f"Parameter {name!r} was added or replaced after the model was sharded. {_REMEDY}")
+        for key, name in self._names.items():
+            if key not in now:
+                raise ValueError(f"Parameter {name!r} was removed after the model was sharded. {_REMEDY}")
+        # Only modules without parameters changed, or names: nothing that is sharded.
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse param groups that hold parameters of the model: since set-up an optimizer steps on flat shards.
+
+    Raises:
+        ValueError: such a group was added.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        if any(is_sharded(p) for p in group["params"]):
+            raise ValueError(
+                f"Param group {index} of {type(optimizer).__name__} was added after the model was sharded; its parameters "
+                "would not be trained. Give all parameters to the optimizer in `configure_optimizers`, and switch them on and "
+                "off with `requires_grad`."
+            )
