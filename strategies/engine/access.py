@@ -149,15 +149,16 @@ class Access:
         for unit in dict.fromkeys(unit for unit, _ in wanted):
             full = unit.values()
             values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
-        slots = [entry.parameter.data if not unit.pins else None for unit, entry in _awake(wanted)]
-        for _, entry in wanted:
-            entry.parameter.data = values[entry.name]
+        _require_unused(wanted)
+        slots = [_lend(unit, entry, values[entry.name]) for unit, entry in wanted]
         try:
             yield
         finally:
-            for (unit, entry), slot in zip(wanted, slots, strict=True):
+            for (_, entry), slot in zip(wanted, slots, strict=True):
                 values[entry.name] = entry.parameter.data
                 entry.parameter.data = slot
+            for unit, _ in wanted:
+                unit.lent = False
                 unit.rest()
         if modify:
             for _, entry in wanted:
@@ -165,12 +166,20 @@ class Access:
                 self.write(entry.parameter, self._collectives.broadcast(value))
 
 
-def _awake(wanted: list[tuple[Unit, Entry]]) -> Iterator[tuple[Unit, Entry]]:
+def _require_unused(wanted: list[tuple[Unit, Entry]]) -> None:
     for unit, entry in wanted:
-        if unit.pins:
-            raise ResidencyError(f"Parameter {entry.name!r} is in use: `gathered` does not work inside its unit's forward.")
-        entry.parameter.__class__ = entry.cls
-        yield unit, entry
+        if unit.pins or unit.lent:
+            where = "its unit's forward" if unit.pins else "another `gathered`"
+            raise ResidencyError(f"Parameter {entry.name!r} is in use: `gathered` does not work inside {where}.")
+
+
+def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:
+    """Make the parameter an ordinary one that holds ``value``; returns its place in the slot."""
+    unit.lent = True
+    entry.parameter.__class__ = entry.cls
+    slot = entry.parameter.data
+    entry.parameter.data = value
+    return slot
 
 
 class _Read(torch.autograd.Function):

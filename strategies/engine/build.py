@@ -100,10 +100,6 @@ def _number(units: list[Unit], groups: list[FlatGroup]) -> None:
 
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
-    if isinstance(p, nn.parameter.UninitializedTensorMixin):
-        raise ValueError(
-            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
-        )
     if not isinstance(p, nn.Parameter) or p.layout != torch.strided:
         raise ValueError(
             f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense parameters can be sharded."

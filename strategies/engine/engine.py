@@ -23,7 +23,7 @@ from .build import (
     place_buffers,
 )
 from .collectives import DivergenceError, LocalCollectives
-from .hooks import install, watch_outputs
+from .hooks import copy_views, install, watch_outputs
 from .layout import ArenaLayout, Span
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
@@ -177,8 +177,7 @@ class Zero3Engine:
         if not torch.is_grad_enabled():
             self.collectives.trace.clear()  # no backward will come to compare and clear it
         self.access.in_step = True
-        if self._root is not None:
-            self._root.gather()
+        if self._root is not None and self._root.gather():
             self._root.use()
         try:
             with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
@@ -189,7 +188,7 @@ class Zero3Engine:
         finally:
             self.access.in_step = False
             self._saved.forget()
-        if self._root is not None:
+        if self._root is not None and self._root.pins:
             self._root.unuse()
 
     @contextmanager
@@ -298,15 +297,19 @@ class Zero3Engine:
         if following is not None:
             self.units[following].gather()
 
-    def leave_forward(self, unit: Unit, outputs: Any) -> None:
+    def leave_forward(self, unit: Unit, outputs: Any) -> Any:
         """See :class:`~.hooks.Listener`."""
+        copied = copy_views(outputs, self._saved.in_slot)
+        if copied is not None:
+            outputs = copied
         if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self)
-            return
+            return copied
         if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self):
             self._schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
+        return copied
 
     # ------------------------------------------------------------------------------------------------ backward
 

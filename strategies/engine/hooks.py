@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -19,8 +21,8 @@ class Listener(Protocol):
     def enter_forward(self, unit: Unit) -> None:
         """A member of ``unit`` is about to run."""
 
-    def leave_forward(self, unit: Unit, outputs: Any) -> None:
-        """A member of ``unit`` has run, or raised (then ``outputs`` is None)."""
+    def leave_forward(self, unit: Unit, outputs: Any) -> Any:
+        """A member of ``unit`` has run, or raised (then ``outputs`` is None); returns what replaces them, if not None."""
 
     def enter_backward(self, unit: Unit) -> None:
         """A gradient of an output of ``unit`` is there."""
@@ -47,6 +49,7 @@ def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[Re
 
 def _on_grad(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     # torch refuses hooks on what needs no gradient now, but the user may unfreeze it later.
+    hook.takes_gradient = True  # see RestingParameter: hooks that come later run before it
     needs_grad = parameter.requires_grad
     handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(needs_grad)
@@ -57,14 +60,32 @@ def _pre(unit: Unit, listener: Listener) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         listener.enter_forward(unit)
 
-    return hook
+    return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
 
 
-def _post(unit: Unit, listener: Listener) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-        listener.leave_forward(unit, outputs)
+def _post(unit: Unit, listener: Listener) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
+        return listener.leave_forward(unit, outputs)
 
-    return hook
+    return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
+
+
+class _ModuleHook(partial):
+    """A function that stays behind when its module is copied or pickled: the copy is nobody's unit."""
+
+    def __deepcopy__(self, memo: dict) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    """In place of a hook."""
 
 
 def _drop_grad(parameter: Tensor) -> None:
@@ -88,6 +109,30 @@ def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:
             tensor.register_hook(hook)
             found = True
     return found
+
+
+def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
+    """``outputs`` with copies of the views of weights in it, whose memory another unit may take; None if there are none."""
+    if not any(in_slot(tensor) for tensor in _tensors(outputs)):
+        return None
+    return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
+
+
+def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _replace(item, change)
+    elif isinstance(value, list):
+        value[:] = [_replace(item, change) for item in value]
+    elif isinstance(value, tuple):
+        items = [_replace(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            object.__setattr__(value, f.name, _replace(getattr(value, f.name, None), change))
+    return value
 
 
 def _tensors(value: Any) -> list[Tensor]:

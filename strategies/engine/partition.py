@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 SMALL_NUMEL = 1 << 18  # below 1 MiB of fp32 an exchange costs its latency, not its bytes: neighbours share a unit
@@ -51,6 +52,11 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             f"{type(model).__name__} has no parameters: there is nothing to shard. Create its layers in `__init__` or "
             "`configure_model`, or train it with another strategy."
         )
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
+            )
     names = {module: name for name, module in model.named_modules()}
     if policy is not None and callable(policy):
         units = [_unit(_as_list(found), names) for found in policy(model)]
@@ -81,8 +87,13 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(iter(module.parameters()), None) is not None
 
 
+def _can_own(module: nn.Module) -> bool:
+    # A module around a scripted one takes its parameters; torch refuses forward hooks on scripted ones.
+    return _has_parameters(module) and not isinstance(module, torch.jit.ScriptModule)
+
+
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    children = [child for child in module.children() if _has_parameters(child)]
+    children = [child for child in module.children() if _can_own(child)]
     classes = {type(child) for child in children}
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(children) > 1:
         composite = all(any(True for _ in child.children()) for child in children)
@@ -108,13 +119,13 @@ def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]
             known = ", ".join(sorted({c.__name__ for c in present}))
             label = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(f"unit_policy names {label!r}, but the model has no module of that class. It has: {known}.")
-        blocks.update(m for m in model.modules() if type(m) in matches and _has_parameters(m) and m is not model)
+        blocks.update(m for m in model.modules() if type(m) in matches and m is not model and _can_own(m))
     return blocks
 
 
 def _candidates(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
-        if not _has_parameters(child):
+        if not _can_own(child):
             continue
         if child in blocks:
             yield child

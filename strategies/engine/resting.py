@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -128,6 +129,14 @@ class RestingParameter(nn.Parameter):
             return _HOMES[args[0]].set_gradient(args[0], args[1])
         if name == "__repr__":
             return f"RestingParameter({_HOMES[args[0]].describe(args[0])}, shape={tuple(args[0].shape)})"
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiate(func, *args, **kwargs)
+        if name in _LIKE and isinstance(args[0], RestingParameter):
+            kwargs.setdefault("dtype", _HOMES[args[0]].declared_dtype(args[0]))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "register_post_accumulate_grad_hook":
+            return _before_the_engine(*args)
         target = args[0] if args else None
         if name == "copy_" and isinstance(target, RestingParameter):
             _HOMES[target].write(target, _materialize(args[1]))
@@ -160,15 +169,48 @@ _METADATA = frozenset(
     "volatile".split()
 ) | frozenset(
     "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size register_hook "
-    "register_post_accumulate_grad_hook requires_grad_ requires_grad.__set__ storage_offset get_device "
+    "requires_grad_ requires_grad.__set__ storage_offset get_device "
     "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
     "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
+)
+# New tensors that take after a parameter, but not its value.
+_LIKE = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_tensor new_empty_strided".split()
 )
 # Ways around this class to the memory itself.
 _RAW = frozenset(
     "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_ swap_tensors "
     "__dlpack__ __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
 )
+
+
+def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
+    wanted = () if inputs is None else tuple(inputs)
+    edges = tuple(_edge(p) if isinstance(p, RestingParameter) else p for p in wanted)
+    if func is torch.autograd.backward:
+        return func(_materialize(outputs), *args, inputs=None if inputs is None else edges, **kwargs)
+    zeros = kwargs.pop("materialize_grads", False)
+    if zeros:
+        kwargs["allow_unused"] = True
+    grads = func(_materialize(outputs), edges, *args, **kwargs)
+    return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
+
+
+def _edge(parameter: RestingParameter) -> GradientEdge:
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter)
+
+
+def _before_the_engine(parameter: RestingParameter, hook: Any) -> Any:
+    """Register a post-accumulate hook of the user's: the engine's own takes the gradient away, so it must come last."""
+    with torch._C.DisableTorchFunctionSubclass():
+        handle = parameter.register_post_accumulate_grad_hook(hook)
+        hooks = parameter._post_accumulate_grad_hooks
+    for key in [key for key, other in hooks.items() if hasattr(other, "takes_gradient")]:
+        hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
+    return handle
 
 
 def _name(func: Any) -> str:

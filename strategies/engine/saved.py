@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .resting import ResidencyError
 from .unit import Phase, Unit
@@ -62,7 +62,21 @@ class SavedTensors:
         for unit, start, stop in self._ranges:
             if start <= address < stop and unit.phase is Phase.IN_USE:
                 return unit, self._version, address - start, tensor.dtype, tensor.shape, tensor.stride()
-        return tensor
+        raise ResidencyError(
+            f"A view (shape {tuple(tensor.shape)}) of a sharded parameter was kept from an earlier forward and is used where "
+            f"its unit is not: its memory belongs to others now. It was made in one of the units "
+            f"{', '.join(self._around(address))}. Keep a copy (`.clone()`), or use the parameter itself."
+        )
+
+    def in_slot(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""
+        try:
+            return self._start <= tensor.data_ptr() < self._stop and not isinstance(tensor, nn.Parameter)
+        except RuntimeError:
+            return False
+
+    def _around(self, address: int) -> list[str]:
+        return [unit.name for unit, start, stop in self._ranges if start <= address < stop]
 
     def unpack(self, saved: Tensor | SavedSlot) -> Tensor:
         """Backward reads what :meth:`pack` returned."""

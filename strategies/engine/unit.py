@@ -137,6 +137,7 @@ class Unit:
     phase: Phase
     rivals: list[Unit]  # units whose slots share memory with this one
     pins: int  # uses that have not ended
+    lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
     def __init__(self, index: int, name: str, chunks: list[Chunk], root: bool, nested: bool) -> None:
@@ -147,6 +148,7 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self._slot_label = self.label(Exchange.SLOT)
         self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
+        self.lent = False
         self._pending: list[Pending] = []
 
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
@@ -181,7 +183,9 @@ class Unit:
         return next((chunk, chunk.entries.index(entry)) for chunk in self.chunks if entry in chunk.entries)
 
     def gather(self) -> bool:
-        """Start filling the slot unless it is filled; False if a unit in use has the memory."""
+        """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there."""
+        if self.lent:
+            return False
         if self.phase is not Phase.RESTING:
             return True
         for rival in self.rivals:
