@@ -271,7 +271,7 @@ class StreamFeed:
         if new_epoch and not keeps_objects:
             position = StreamPosition()  # fresh workers copy the dataset as the main process has it
         self._rewind_to = None
-        self._begin_state = copy.deepcopy(self.user_dataset.state_dict()) if self._is_in_this_process() else None
+        self._begin_state = self._state_at_begin(position, new_epoch)
         if position.marks:
             self.close()  # persistent workers do not see a new position
         self.shard.begin(epoch, position, new_epoch)
@@ -284,8 +284,14 @@ class StreamFeed:
             after = after.after(piece, self.workers)
             yield piece.batch, after
 
-    def _is_in_this_process(self) -> bool:
-        return self.workers == 0 and is_stateful(self.user_dataset)
+    def _state_at_begin(self, position: StreamPosition, new_epoch: bool) -> Any:
+        """Of the user's own object where the pass began; None if workers read copies of it."""
+        if self.workers > 0 or not is_stateful(self.user_dataset):
+            return None
+        mark, _, _ = position.marks.get(0, (None, 0, False))
+        if mark is not None:
+            return mark["state"] if new_epoch else mark["begin"]
+        return copy.deepcopy(self.user_dataset.state_dict())
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`. With several workers: if each reads every n-th item, the usual way."""

@@ -111,12 +111,27 @@ class DataHooks:
         if pending and loaders:
             combined._load_state_dicts(pending)
             fit_loop._combined_loader_states_to_load = []
-            iter(fit_loop._data_fetcher)  # it may have fetched a batch of the fresh loader
+        if any(loader.resumed for loader in loaders):
+            self._resume(fit_loop, combined, loaders)
         self._continue_cycles(combined, loaders)
         self._continue_on_this_world(trainer, loaders)
         for loader in loaders:
             loader.accumulate = trainer.accumulate_grad_batches
         self._restore_rng(trainer)
+
+    def _resume(self, fit_loop: Any, combined: Any, loaders: list[ShardedLoader]) -> None:
+        """Only now is it known whether an epoch goes on or a new one begins."""
+        for loader in loaders:
+            loader.reload()
+            loader.set_epoch(fit_loop.epoch_progress.current.processed)
+        iter(fit_loop._data_fetcher)  # without lengths it has fetched a batch already
+        epoch_loop = fit_loop.epoch_loop
+        progress = epoch_loop.batch_progress
+        ended = epoch_loop.restarted_on_train_batch_end and progress.is_last_batch
+        if ended and fit_loop.max_batches == float("inf"):
+            # Lightning recognises the end of an epoch by its length only, and would go on counting.
+            _set_batches_done(progress, 0)
+            progress.is_last_batch = False
 
     def on_train_batch_start(self, trainer: Any) -> None:
         """Synchronise the generators that the user asked for, once an epoch."""
@@ -133,7 +148,7 @@ class DataHooks:
             return
         for index, loader in enumerate(combined.flattened):
             if isinstance(loader, ShardedLoader) and loader.resumed is not None:
-                consumed[index] = loader.place.cycle > 0
+                consumed[index] = consumed[index] or loader.place.cycle > 0
 
     def _continue_on_this_world(self, trainer: Any, loaders: list[ShardedLoader]) -> None:
         resumed = [(loader, loader.resumed) for loader in loaders if loader.resumed is not None]

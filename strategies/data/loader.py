@@ -102,6 +102,7 @@ class ShardedLoader:
         self._resume: Place | None = None
         self._begun: Place | None = None  # where the newest pass began
         self._history: deque[Place] = deque(maxlen=3)  # one batch in the loop, one held, one more
+        self._loaded: dict[str, Any] | None = None
         self._skip_next = 0
 
     # ---- iteration -------------------------------------------------------------------------
@@ -111,6 +112,8 @@ class ShardedLoader:
 
     def _iterate(self) -> Iterator[Any]:
         begin = self._begin()
+        if begin.finished:
+            return
         length = self.feed.length()
         place = begin
         batches = begin.batches
@@ -121,29 +124,37 @@ class ShardedLoader:
             if self._begun is begin:  # a newer pass may have begun meanwhile
                 self._history.append(place)
             yield batch
-        if self._begun is begin and not place.finished:
+        if self._begun is begin:
+            # Once more even if the last batch said so: what the consumer holds now is a step of a
+            # combined loader to which this loader gave nothing.
             self._history.append(Place(begin.epoch, begin.cycle, batches, place.position, False, True))
 
     def _begin(self) -> Place:
         """Decide where this pass begins."""
-        resume, self._resume = self._resume, None
-        last = self._history[-1] if self._history else None
-        if resume is not None and resume.epoch == self.epoch:
-            begin = resume
-        elif self._begun is None or self._begun.epoch != self.epoch or last is None:
-            begin = Place(self.epoch)
-        elif last.batches - self._begun.batches <= 1 and not last.finished:
-            # Only the look-ahead of an iterator that was replaced has read anything.
-            self.feed.rewind()
-            begin = self._begun
-        else:
-            again = last.cycle + 1 if last.finished and self.stage == "fit" else 0
-            begin = Place(self.epoch, again)
+        begin = self._place_to_begin()
         if self._skip_next:
             begin = self._skipped(begin)
         self._begun = begin
         self._history.clear()
+        if begin.finished:
+            self._history.append(begin)
         return begin
+
+    def _place_to_begin(self) -> Place:
+        resume, self._resume = self._resume, None
+        last = self._history[-1] if self._history else None
+        if self._begun is not None and not (last is not None and last.finished):
+            self.feed.rewind()
+        if resume is not None and resume.epoch == self.epoch:
+            return resume  # if finished: an empty pass, which tells a combined loader to go on
+        if resume is not None and resume.finished and resume.epoch + 1 == self.epoch:
+            return Place(self.epoch, 0, 0, resume.position, True)
+        if self._begun is None or self._begun.epoch != self.epoch or last is None:
+            return Place(self.epoch)
+        if last.finished:
+            return Place(self.epoch, last.cycle + 1 if self.stage == "fit" else 0)
+        # Only the look-ahead of an iterator that was replaced has read anything: the same pass again.
+        return self._begun if last.batches - self._begun.batches <= 1 else Place(self.epoch)
 
     def _pairs(self, begin: Place) -> Iterator[tuple[Any, Any]]:
         pairs = self.feed.start(begin.epoch, begin.cycle, begin.position, begin.new_epoch)
@@ -202,8 +213,8 @@ class ShardedLoader:
         if epoch == self.epoch:
             return
         self.epoch = epoch
-        if self._resume is None or self._resume.epoch != epoch:
-            self.feed.set_epoch(epoch)
+        self.feed.set_epoch(epoch)
+        if self._resume is None:
             self.resumed = None
 
     @property
@@ -249,18 +260,25 @@ class ShardedLoader:
         position = self.feed.load(saved, state["feed"])
         self._begun = None
         self._history.clear()
-        if state["finished"]:
-            place = Place(state["epoch"] + 1, 0, 0, position, True)
-            self.feed.set_epoch(place.epoch)
-        else:
-            done = self.feed.done_before(position)
-            if done is None:
-                done = state["batches"] * state["row_samples"] // self.row_samples
-            place = Place(state["epoch"], state["cycle"], done, position, state["new_epoch"])
-            self._warn_of_skipping(place)
+        done = self.feed.done_before(position)
+        if done is None:
+            done = state["batches"] * state["row_samples"] // self.row_samples
+        place = Place(state["epoch"], state["cycle"], done, position, state["new_epoch"], state["finished"])
+        self._warn_of_skipping(place)
         self._resume = place
-        self.epoch = place.epoch
-        self.resumed = Resumed(state["world_size"], state["row_samples"], state["accumulate"], place.batches)
+        # Whoever does not say the epoch continues with the next one.
+        self.epoch = place.epoch + place.finished
+        self.feed.set_epoch(self.epoch)
+        done = 0 if self.epoch > place.epoch else place.batches
+        self.resumed = Resumed(state["world_size"], state["row_samples"], state["accumulate"], done)
+        self._loaded = state
+
+    def reload(self) -> None:
+        """Go back to the state that was loaded last."""
+        if self._loaded is not None:
+            if self._begun is not None:
+                self.feed.rewind()
+            self.load_state_dict(self._loaded)
 
     def _check(self, state: dict[str, Any]) -> None:
         if state.get("version") != VERSION:
@@ -283,7 +301,8 @@ class ShardedLoader:
         return bool(facts.get("own") or facts.get("sharded_by_user"))
 
     def _warn_of_skipping(self, place: Place) -> None:
-        if self.feed.describe()["kind"] == "stream" and place.position is not None and place.batches:
+        skips = place.position is not None and place.batches and not place.finished and self._loaded is None
+        if self.feed.describe()["kind"] == "stream" and skips:
             if self.rank == 0 and not is_stateful(self.dataset):
                 warnings.warn(
                     f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so it is read from its"

@@ -28,7 +28,8 @@ class DataOptions:
         exact_evaluation: validation, test and prediction see every sample exactly once. False: they end
             like training.
         streams: "cut": every rank reads the whole `IterableDataset` and keeps its part. "own": the dataset
-            shards itself by rank, all that it yields belongs to this rank.
+            shards itself by rank, all that it yields belongs to this rank. An epoch that was cut short is
+            not continued by the next one: that begins where the one before began.
         seed: seed of the order of samples; None: ``PL_GLOBAL_SEED`` if set, else rank 0's torch seed.
         per_sample_seed: seed python, numpy and torch for every sample from (seed, epoch, index), which
             makes augmentation independent of world size, workers and restarts. About 10 us a sample.
