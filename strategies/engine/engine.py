@@ -318,8 +318,13 @@ class Zero3Engine:
         if unit is self._current:
             return
         self._begin_backward()
-        for passed in self._schedule.visit(unit.index):
-            self._visit(self.units[passed])  # other ranks may be using it: take part in what they exchange
+        # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
+        # gathers the one after it ahead.
+        while self._schedule.pending(unit.index):
+            passed = self._schedule.advance()
+            self._visit(self.units[passed])
+            if passed == unit.index:
+                return
         self._visit(unit)
 
     def _begin_backward(self) -> None:
