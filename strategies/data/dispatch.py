@@ -49,7 +49,9 @@ def pack(batch: Any) -> tuple[bytes, torch.Tensor]:
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         layout.append((tensor.dtype, tuple(tensor.shape), offset, size))
-        offset += -(-size // _ALIGN) * _ALIGN
+        offset += size if len(tensors) == 1 else -(-size // _ALIGN) * _ALIGN
+    if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].numel():
+        return pickle.dumps((skeleton, layout)), tensors[0].reshape(-1).view(torch.uint8)  # no copy
     buffer = torch.empty(offset, dtype=torch.uint8)
     for tensor, (dtype, shape, begin, size) in zip(tensors, layout, strict=True):
         buffer[begin : begin + size].view(dtype).view(shape).copy_(tensor)

@@ -146,8 +146,11 @@ class MapFeed:
         seed = derive_seed(self.sampler.seed, epoch, cycle, self.rank, start)
         self.inner.generator.manual_seed(seed)
         ranks = self.ranks_read
+        # The usual row by multiplication: this runs for every batch, and batches can be tiny.
+        row_items, usual = plan.row_items, (plan.items - start) // plan.row_items - 1
         for number, batch in enumerate(iter(self.inner)):
-            yield batch, plan.handed_over(number // ranks + 1)
+            row = number // ranks + 1
+            yield batch, start + row * row_items if row < usual else plan.handed_over(row)
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`."""

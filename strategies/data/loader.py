@@ -101,7 +101,9 @@ class ShardedLoader:
         self.resumed = None
         self._resume: Place | None = None
         self._begun: Place | None = None  # where the newest pass began
-        self._history: deque[Place] = deque(maxlen=3)  # one batch in the loop, one held, one more
+        # (batches, position, finished) after the newest batches: one in the loop, one held, one more.
+        # Plain tuples: a `Place` for every batch would cost more than the rest of the bookkeeping.
+        self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded: dict[str, Any] | None = None
         self._skip_next = 0
 
@@ -115,19 +117,18 @@ class ShardedLoader:
         if begin.finished:
             return
         length = self.feed.length()
-        place = begin
+        position = begin.position
         batches = begin.batches
         for batch, position in self._pairs(begin):
             batches += 1
             finished = batches >= length if length is not None else self.feed.finished(position)
-            place = Place(begin.epoch, begin.cycle, batches, position, False, finished)
             if self._begun is begin:  # a newer pass may have begun meanwhile
-                self._history.append(place)
+                self._history.append((batches, position, finished))
             yield batch
         if self._begun is begin:
             # Once more even if the last batch said so: what the consumer holds now is a step of a
             # combined loader to which this loader gave nothing.
-            self._history.append(Place(begin.epoch, begin.cycle, batches, place.position, False, True))
+            self._history.append((batches, position, True))
 
     def _begin(self) -> Place:
         """Decide where this pass begins."""
@@ -137,12 +138,12 @@ class ShardedLoader:
         self._begun = begin
         self._history.clear()
         if begin.finished:
-            self._history.append(begin)
+            self._history.append((begin.batches, begin.position, True))
         return begin
 
     def _place_to_begin(self) -> Place:
         resume, self._resume = self._resume, None
-        last = self._history[-1] if self._history else None
+        last = self._place_at(-1) if self._history else None
         if self._begun is not None and not (last is not None and last.finished):
             self.feed.rewind()
         if resume is not None and resume.epoch == self.epoch:
@@ -225,7 +226,12 @@ class ShardedLoader:
         if self._resume is not None:
             return self._resume
         index = len(self._history) - 1 - self.held_by_consumer()
-        return self._history[index] if index >= 0 else self._begun
+        return self._place_at(index) if index >= 0 else self._begun
+
+    def _place_at(self, index: int) -> Place:
+        assert self._begun is not None
+        batches, position, finished = self._history[index]
+        return Place(self._begun.epoch, self._begun.cycle, batches, position, False, finished)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch handed over. A collective only for ``streams="own"``."""

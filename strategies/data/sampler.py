@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from .options import DataOptions, Stage
 from .order import RowPlan, batches_before, take
 from .seeding import SampleKey
@@ -90,7 +92,15 @@ class ShardSampler:
 
     def __iter__(self) -> Iterator[Any]:
         plan, order, epoch = self.plan(), self.order, self.epoch
-        for row in range(plan.rows):
+        usual = 0
+        if len(self.ranks) == 1 and isinstance(order, np.ndarray) and not self.options.per_sample_seed:
+            # The usual rows by slices of an array: this runs for every batch, and batches can be tiny.
+            usual = max(0, (plan.items - plan.start) // plan.row_items - 1)
+            first = plan.start + self.ranks[0] * plan.batch
+            for lo in range(first, first + usual * plan.row_items, plan.row_items):
+                cell = order[lo : lo + plan.batch].tolist()
+                yield cell if self.source.collated else cell[0]
+        for row in range(usual, plan.rows):
             for rank in self.ranks:
                 cell = take(order, plan, row, rank)
                 if not cell:
