@@ -32,10 +32,9 @@ SPREAD_KEYS = ("memory/peak_gib", "memory/reserved_gib", "memory/fragmentation")
 
 
 def collect(
-    peaks: Mapping[str, int], sample: Sample, around: Surroundings, ledger: Mapping[str, int], process: int
+    peak: int, peaks: Mapping[str, int], sample: Sample, around: Surroundings, ledger: Mapping[str, int], process: int
 ) -> list[float]:
     """The figures in the order of `KEYS`; NaN for a phase that did not happen."""
-    peak = max(peaks.values(), default=sample.allocated)
     sizes: list[float] = [peak, *(peaks.get(phase, NAN) for phase in PHASES)]
     sizes += [sample.allocated, sample.reserved, sample.inactive]
     rest = [around.pinned_reserved, around.outside, sample.graph_pool]
@@ -60,7 +59,8 @@ class StepRecord:
     """One step in the report."""
 
     step: int
-    peaks: Mapping[str, int]  # bytes by phase
+    peak: int
+    peaks: Mapping[str, int]  # bytes by phase; empty for a step that was not read closely
     allocated: int
     reserved: int
     waste: int
@@ -94,6 +94,7 @@ def _larger(first: StepRecord, second: StepRecord) -> StepRecord:
     peaks = {phase: max(first.peaks.get(phase, 0), second.peaks.get(phase, 0)) for phase in {*first.peaks, *second.peaks}}
     return StepRecord(
         first.step,
+        max(first.peak, second.peak),
         peaks,
         max(first.allocated, second.allocated),
         max(first.reserved, second.reserved),

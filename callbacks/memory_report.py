@@ -124,7 +124,7 @@ def _categories(data: ReportData) -> tuple[dict[str, list[float]], dict[str, lis
     areas: dict[str, list[float]] = {"process": [float(data.composition.get("process", 0))] * len(data.records)}
     areas.update({name: [float(record.ledger.get(name, 0)) for record in data.records] for name in names})
     areas = {name: values for name, values in areas.items() if any(values)}
-    peaks = [float(max(record.peaks.values(), default=record.allocated)) for record in data.records]
+    peaks = [float(record.peak) for record in data.records]
     known = [sum(values[i] for values in areas.values()) for i in range(len(peaks))]
     areas["activations"] = [max(0.0, peak - below) for peak, below in zip(peaks, known, strict=True)]
     lines = {"reserved": [float(record.reserved) for record in data.records]} if data.source == "cuda" else {}
@@ -132,12 +132,19 @@ def _categories(data: ReportData) -> tuple[dict[str, list[float]], dict[str, lis
 
 
 def _phases(data: ReportData) -> str:
+    steps, lines = _phase_lines(data)
+    return time_chart(steps, {}, lines)
+
+
+def _phase_lines(data: ReportData) -> tuple[list[int], dict[str, list[float]]]:
+    """Of the steps that were read between their phases; a phase that one of them lacks counts as its end."""
+    records = [record for record in data.records if record.peaks]
     lines = {
-        phase: [float(record.peaks.get(phase, record.allocated)) for record in data.records]
+        phase: [float(record.peaks.get(phase, record.allocated)) for record in records]
         for phase in PHASES
-        if any(phase in record.peaks for record in data.records)
+        if any(phase in record.peaks for record in records)
     }
-    return time_chart([record.step for record in data.records], {}, lines)
+    return [record.step for record in records], lines
 
 
 def _phase_rows(data: ReportData) -> list[tuple[str, dict[str, float]]]:
@@ -188,10 +195,9 @@ def write_png(path: Path, data: ReportData) -> None:
         over_time.plot(steps, [value / GIB for value in values], color=colors[name], label=name)
     over_time.set(title="Memory over time, by category", ylabel="GiB", xlabel="step")
     over_time.legend(loc="lower right", fontsize="small")
-    for phase in PHASES:
-        if any(phase in record.peaks for record in data.records):
-            values = [record.peaks.get(phase, record.allocated) / GIB for record in data.records]
-            phases.plot(steps, values, label=phase, color=colors[phase])
+    detailed, by_phase = _phase_lines(data)
+    for phase, values in by_phase.items():
+        phases.plot(detailed, [value / GIB for value in values], label=phase, color=colors[phase])
     phases.set(title="Memory over time, by phase", ylabel="GiB", xlabel="step")
     phases.legend(loc="lower right", fontsize="small")
     left = 0.0

@@ -57,8 +57,8 @@ class MemorySource(Protocol):
     name: str  # in log lines and figures: "cuda", "driver" or "process"
     device_type: str  # of the tensors that it counts
 
-    def read(self) -> Sample:
-        """The figures now; never waits for the device."""
+    def read(self, thorough: bool = False) -> Sample:
+        """The figures now; never waits for the device. `thorough` may add what costs more."""
         ...
 
     def read_surroundings(self) -> Surroundings:
@@ -74,10 +74,10 @@ class MemorySource(Protocol):
         ...
 
 
-def choose_source(device: torch.device) -> MemorySource:
-    """The source for a run on this device."""
+def choose_source(device: torch.device, share: float) -> MemorySource:
+    """The source for a run on this device; `share` of the time may go into figures that cost more."""
     if device.type != "cuda":
-        return ProcessSource()
+        return ProcessSource(share / 2)
     if torch.cuda.memory.get_allocator_backend() in ("native", "cudaMallocAsync"):
         return CUDASource(device)
     return DriverSource(device)
@@ -118,7 +118,7 @@ class CUDASource:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def read(self) -> Sample:
+    def read(self, thorough: bool = False) -> Sample:
         """One call; `torch.cuda.memory_allocated` and its like would each build and sort all figures."""
         return sample_from_stats(torch.cuda.memory_stats_as_nested_dict(self.device))
 
@@ -153,7 +153,7 @@ class DriverSource:
         self.device = device
         self._peak = 0
 
-    def read(self) -> Sample:
+    def read(self, thorough: bool = False) -> Sample:
         """Peaks are those of the samples: what rose and fell between two of them is not seen."""
         free, total = torch.cuda.mem_get_info(self.device)
         used = total - free
@@ -174,9 +174,6 @@ class DriverSource:
         return torch.cuda.is_current_stream_capturing()
 
 
-HEAP_SHARE = 0.002  # of the time, at most, goes into asking malloc
-
-
 class _HeapInfo(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
@@ -195,7 +192,8 @@ class ProcessSource:
 
     name, device_type = "process", "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, heap_share: float = 0.001) -> None:
+        self._heap_share = heap_share  # of the time, at most, goes into asking malloc
         self._status = self._open("/proc/self/status", os.O_RDONLY)
         self._clear = self._open("/proc/self/clear_refs", os.O_WRONLY)
         self._pid = os.getpid()
@@ -214,26 +212,26 @@ class ProcessSource:
         """An inherited descriptor would show the parent's figures."""
         if os.getpid() != self._pid:
             self.close()
-            self.__init__()  # type: ignore[misc]
+            self.__init__(self._heap_share)  # type: ignore[misc]
 
-    def read(self) -> Sample:
+    def read(self, thorough: bool = False) -> Sample:
         """One small read of /proc, about 10 µs."""
         self._reopen_after_fork()
         resident, peak = self._read_resident()
-        live = self._read_heap()
+        live = self._read_heap() if thorough else None
         return Sample(resident, resident, peak, peak, self._inactive, live)
 
     def _read_heap(self) -> int | None:
         """Bytes in use, unless malloc was asked a short while ago.
 
         It walks its free chunks for the answer: a microsecond in a young heap, milliseconds in an old
-        one. So it is asked again only when that is at most `HEAP_SHARE` of the time since.
+        one. So it is asked again only when that is at most `heap_share` of the time since.
         """
         if self._heap is None or time.perf_counter() < self._next_heap_s:
             return None
         begun = time.thread_time()  # a thread that waits for a core costs nothing
         heap = self._heap()
-        self._next_heap_s = time.perf_counter() + (time.thread_time() - begun) / HEAP_SHARE
+        self._next_heap_s = time.perf_counter() + (time.thread_time() - begun) / self._heap_share
         self._inactive = heap.fordblks
         return heap.uordblks + heap.hblkhd
 

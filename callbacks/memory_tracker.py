@@ -41,6 +41,8 @@ class CUDAMemoryTracker(Callback):
         every_n_steps: optimizer steps between logging; None takes the Trainer's `log_every_n_steps`.
         reset: when the allocator's peaks are reset: "phase" gives exact peaks by phase; "step" and
             "never" leave the process-wide peaks to others and give lower bounds for quiet phases.
+        detail_share: how much of the time may go into peaks by phase. Where steps are short, only some
+            of them are read between their phases; all of them have a total peak.
         per_unit: also log `memory/unit/NAME_gib`, the model state of each part of the model.
         every_statistic: log `/min`, `/mean` and `/max_rank` of every key, not only of the main ones.
         progress_bar: show the peak of this rank in the progress bar.
@@ -61,6 +63,7 @@ class CUDAMemoryTracker(Callback):
         *,
         every_n_steps: int | None = None,
         reset: ResetPolicy = "phase",
+        detail_share: float = 0.002,
         per_unit: bool = False,
         every_statistic: bool = False,
         progress_bar: bool = True,
@@ -84,10 +87,13 @@ class CUDAMemoryTracker(Callback):
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if detail_share <= 0:
+            raise ValueError(f"detail_share: expected more than 0, got {detail_share}")
         if report_png and report is None:
             raise ValueError("report_png: draws the charts of the report; give report= a path too")
         self.every_n_steps = every_n_steps
         self.reset: ResetPolicy = reset
+        self.detail_share = detail_share
         self.per_unit = per_unit
         self.every_statistic = every_statistic
         self.progress_bar = progress_bar
@@ -122,7 +128,7 @@ class CUDAMemoryTracker(Callback):
 
     def make_source(self, device: torch.device) -> MemorySource:
         """Where figures come from; override to feed others."""
-        return choose_source(device)
+        return choose_source(device, self.detail_share)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -134,7 +140,7 @@ class CUDAMemoryTracker(Callback):
         if self.source.name != "cuda":
             figures = {"process": "this process's resident memory", "driver": "what the whole device has used"}
             rank_zero_info(f"CUDAMemoryTracker: no CUDA allocator to ask, tracking {figures.get(self.source.name)}")
-        self.meter = PhaseMeter(self.source, self.reset)
+        self.meter = PhaseMeter(self.source, self.reset, self.detail_share)
         if self.source.name == "process":
             self._process = max(0, self.meter.last.allocated - measure_module(pl_module, "cpu"))
         self.gatherer = RankGatherer()
@@ -243,14 +249,18 @@ class CUDAMemoryTracker(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.meter is not None and self.source is not None
-        sample = self.meter.enter("other")
         if trainer.global_step == self._last_step:  # gradients are still accumulating
+            self.meter.enter("other")
             return
         self._last_step, self._step_done = trainer.global_step, True
+        every = self.every_n_steps or trainer.log_every_n_steps
+        logs = bool(every) and trainer.global_step // every > self._last_logged // every
+        if not (logs or self.meter.is_due):
+            return
+        sample = self.meter.finish_step()
         if sample.waste > self._worst[0]:
             self._worst = (sample.waste, sample.reserved)
-        every = self.every_n_steps or trainer.log_every_n_steps
-        if every and trainer.global_step // every > self._last_logged // every:
+        if logs:
             self._last_logged = trainer.global_step
             self._log(trainer, pl_module)
         elif not self.history.records:  # before the first logging step the report would know nothing
@@ -258,7 +268,8 @@ class CUDAMemoryTracker(Callback):
         self.history.add(
             StepRecord(
                 trainer.global_step,
-                dict(self.meter.step_peaks),
+                self.meter.step_peak,
+                dict(self.meter.step_peaks) if self.meter.detailed else {},
                 sample.allocated,
                 sample.reserved,
                 sample.waste,
@@ -277,7 +288,7 @@ class CUDAMemoryTracker(Callback):
         assert self.meter is not None and self.source is not None and self.gatherer is not None
         self._ledger = measure(trainer, pl_module, self.source.device_type)
         around = self.source.read_surroundings()
-        figures = collect(self.meter.log_peaks, self.meter.last, around, self._ledger, self._process)
+        figures = collect(self.meter.log_peak, self.meter.log_peaks, self.meter.last, around, self._ledger, self._process)
         self.meter.start_log_window()
         spreads = spread(list(KEYS), self.gatherer.gather(figures))
         in_full = list(KEYS) if self.every_statistic else SPREAD_KEYS
@@ -294,7 +305,7 @@ class CUDAMemoryTracker(Callback):
         assert self.meter is not None and self.source is not None and self.gatherer is not None
         self._ledger = measure(trainer, pl_module, self.source.device_type)
         around = self.source.read_surroundings()
-        figures = collect(self.meter.run_peaks, self.meter.last, around, self._ledger, self._process)
+        figures = collect(self.meter.run_peak, self.meter.run_peaks, self.meter.last, around, self._ledger, self._process)
         waste, reserved = self._worst
         names = [*KEYS, "run/peak_reserved", "run/worst_waste", "run/reserved_at_worst", "run/capacity", "run/pinned"]
         extra = [self.meter.run_peak_reserved, waste, reserved, around.capacity, around.pinned_allocated]

@@ -1,0 +1,145 @@
+"""`StepTimer`: each part gets its own time, from events that are never waited for."""
+
+import time
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
+
+from lightning_zero3.callbacks import StepTimer
+from lightning_zero3.callbacks.step_timer import KEYS
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+
+
+class Collecting(Logger):
+    name = version = "collecting"
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+
+class Slow(LightningModule):
+    """Sleeps a known time in every part."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        return self.layer(batch).sum()
+
+    def backward(self, loss):
+        time.sleep(0.04)
+        super().backward(loss)
+
+    def on_before_optimizer_step(self, optimizer):
+        time.sleep(0.01)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SlowData(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        time.sleep(0.03)
+        return torch.ones(4)
+
+
+def fit(timer, tmp_path, **options):
+    logger = Collecting()
+    trainer = Trainer(
+        accelerator=options.pop("accelerator", "cpu"),
+        max_steps=options.pop("max_steps", 4),
+        logger=logger,
+        log_every_n_steps=2,
+        callbacks=[timer],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **options,
+    )
+    trainer.fit(Slow(), DataLoader(SlowData(), batch_size=1))
+    return [(step, row) for step, row in logger.rows if "time/step_ms" in row]
+
+
+def test_every_part_gets_its_time(tmp_path):
+    rows = fit(StepTimer(), tmp_path)
+    assert [step for step, _ in rows] == [2, 4]
+    for _, row in rows:
+        assert set(row) == set(KEYS) - {"time/communication_ms"}
+        for part, least in (("data", 30), ("forward", 20), ("backward", 40), ("optimizer", 10)):
+            assert least <= row[f"time/{part}_ms"] < least + 60, part  # sleeps are never short; a busy machine is late
+        parts = sum(row[f"time/{part}_ms"] for part in ("data", "forward", "backward", "optimizer", "other"))
+        assert row["time/step_ms"] == pytest.approx(parts)
+
+
+class Telling(SingleDeviceStrategy):
+    def communication_seconds(self):
+        return 0.005 * self.lightning_module.trainer.global_step
+
+
+def test_a_strategy_that_knows_tells_its_communication(tmp_path):
+    rows = fit(StepTimer(), tmp_path, strategy=Telling("cpu"))
+    assert [row["time/communication_ms"] for _, row in rows] == pytest.approx([5.0, 5.0])
+
+
+class Delayed:
+    """A device that reaches a mark only `behind` marks after it was recorded."""
+
+    def __init__(self, behind):
+        self.now = 0.0
+        self.behind = behind
+        self.recycled = 0
+
+    def mark(self):
+        self.now += 1.0
+        return self.now
+
+    def is_done(self, mark):
+        return mark <= self.now - self.behind
+
+    def between(self, first, second):
+        return second - first
+
+    def recycle(self, marks):
+        self.recycled += len(marks)
+
+
+def test_marks_that_the_device_has_not_reached_are_read_later(tmp_path):
+    clock = Delayed(behind=3)
+    timer = StepTimer()
+    timer.make_clock = lambda device: clock
+    seen = []
+    read = timer._read
+    timer._read = lambda: (read(), seen.append(len(timer._marks)))
+    fit(timer, tmp_path)
+    # Five marks a step: what is younger than three marks stays, and all others are used up.
+    assert seen == [4, 4] and clock.recycled == clock.now - 1 - 4
+
+
+def test_wrong_argument():
+    with pytest.raises(ValueError, match="every_n_steps.*at least 1"):
+        StepTimer(every_n_steps=0)
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_events_on_the_gpu_without_waiting(tmp_path):
+    rows = fit(StepTimer(), tmp_path, accelerator="gpu", devices=1, max_steps=8)
+    assert all(row["time/forward_ms"] > 0 for _, row in rows[1:])
