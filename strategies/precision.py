@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -65,13 +68,72 @@ class Zero3Precision(_ShardedClipping, Precision):
 
 
 class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
-    """``bf16-mixed``: autocast over weights gathered in bfloat16, fp32 shards."""
+    """``bf16-mixed`` and ``16-mixed``: autocast over weights gathered in the lower precision, fp32 shards.
+
+    With ``16-mixed`` all ranks agree on whether a step has finite gradients, and a step that is skipped because it has not
+    skips the learning-rate schedulers that are stepped with it.
+    """
+
+    _schedulers: list[LRSchedulerConfig]
+
+    @override
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        self._schedulers = [config for config in lr_schedulers if config.interval == "step"]
+        self._frequencies = [config.frequency for config in self._schedulers]
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        before = self.scaler.get_scale()
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        skipped = self.scaler.get_scale() < before
+        for config, frequency in zip(self._schedulers, self._frequencies, strict=True):
+            config.frequency = sys.maxsize if skipped else frequency  # the loop steps a scheduler every so many batches
+        return result
 
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
-        """As the base, but fused optimizers may clip: without a scaler there is nothing for them to unscale."""
+        """As the base, but fused optimizers may clip without a scaler: there is nothing for them to unscale."""
+        if self.scaler is not None:
+            return super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         self._adopt_gradients()
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        return Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+
+class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):
+    """``bf16-true`` and ``16-true``: shards in the lower precision, gradients summed over ranks in fp32."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module if _has_dtype(module, self._desired_input_dtype) else super().convert_module(module)
+
+
+class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
+    """``64-true``."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module if _has_dtype(module, torch.float64) else super().convert_module(module)
+
+
+def _has_dtype(module: nn.Module, dtype: torch.dtype) -> bool:
+    # A module that an earlier run sharded is converted, and cannot be touched.
+    return all(p.dtype == dtype for p in module.parameters() if p.dtype.is_floating_point)
+
+
+def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> ShardedGradScaler | None:
+    """A scaler with the same settings whose check for infinities all ranks share."""
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return scaler
+    return ShardedGradScaler(
+        device,
+        init_scale=scaler._init_scale,
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
 
 
 def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
@@ -92,16 +154,25 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Ca
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
+    shared: dict[str, Any] = {"sum_over_ranks": sum_over_ranks, "adopt_gradients": adopt_gradients}
     if type(plugin) is Precision:
-        return Zero3Precision(sum_over_ranks=sum_over_ranks, adopt_gradients=adopt_gradients)
-    if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
-        return Zero3MixedPrecision(
-            plugin.precision, plugin.device, sum_over_ranks=sum_over_ranks, adopt_gradients=adopt_gradients
-        )
+        return Zero3Precision(**shared)
+    if type(plugin) is MixedPrecision:
+        return Zero3MixedPrecision(plugin.precision, plugin.device, _sharded_scaler(plugin.scaler, plugin.device), **shared)
+    if type(plugin) is HalfPrecision:
+        return Zero3HalfPrecision(plugin.precision, **shared)
+    if type(plugin) is DoublePrecision:
+        return Zero3DoublePrecision(**shared)
     raise ValueError(
-        f"Zero3Strategy does not support precision {plugin.precision!r} ({type(plugin).__name__}) yet. Use '32-true' or "
-        "'bf16-mixed'."
+        f"Zero3Strategy does not support the precision plugin {type(plugin).__name__} ({plugin.precision!r}). Use '32-true', "
+        "'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true'."
     )
+
+
+def gather_dtypes(model: nn.Module, precision: str) -> dict[str, torch.dtype]:
+    """Name -> dtype in which a parameter is gathered, where that is not its own."""
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    return {} if low is None else dict.fromkeys(cast_names(model), low)
 
 
 def cast_names(model: nn.Module) -> set[str]:

@@ -36,7 +36,7 @@ from typing_extensions import override
 from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_over_state
 from .engine import UnitPolicy, Zero3Engine, make_collectives
 from .optimizers import require_elementwise
-from .precision import cast_names, convert
+from .precision import convert, gather_dtypes
 from .turns import Turn, plan_turns
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -52,7 +52,7 @@ class Zero3Strategy(ParallelStrategy):
         parallel_devices: set by the Trainer.
         cluster_environment: set by the Trainer; how processes find each other.
         checkpoint_io: writes and reads checkpoint files.
-        precision_plugin: set by the Trainer from ``precision`` ("32-true" or "bf16-mixed").
+        precision_plugin: set by the Trainer from ``precision``.
         process_group_backend: "nccl" on CUDA and "gloo" on the CPU by default.
         timeout: after which a collective that a rank does not join is an error.
         start_method: how ``Trainer(devices=n)`` starts processes: "popen" runs the script again for each (as ``ddp``), "spawn",
@@ -185,7 +185,7 @@ class Zero3Strategy(ParallelStrategy):
             require_elementwise(optimizer)
         names = {id(p): name for name, p in module.named_parameters()}
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
-        low = cast_names(module) if self.precision_plugin.precision == "bf16-mixed" else set()
+        dtypes = gather_dtypes(module, self.precision_plugin.precision)
         group = dist.group.WORLD if _distributed_is_initialized() else None
         previous = self.engine
         self.engine = Zero3Engine(
@@ -194,7 +194,7 @@ class Zero3Strategy(ParallelStrategy):
             device=self.root_device,
             collectives=make_collectives(group, self.root_device),
             unit_policy=self.unit_policy,
-            slot_dtype=lambda name, p: torch.bfloat16 if name in low else p.dtype,
+            slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
             # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
             reduce_buffers=2 if self.root_device.type == "cuda" else 1,
         )

@@ -214,6 +214,10 @@ class WholeReducer(Reducer):
         self._windows: dict[tuple[int, int], int] = {}
         self._entries: list[tuple[Entry, Tensor]] = []
         self._shown: list[tuple[Entry, Tensor]] = []
+        for chunk in (c for u in units for c in u.chunks if c.trained):
+            for low, high in chunk.layout.gaps():
+                group, piece, start = next(o for o in chunk.owned if o[1].start <= low < o[1].stop)
+                group.idle.append(group.grad[start + low - piece.start : start + high - piece.start])
         for unit in units:
             for k, entry in enumerate(unit.trained):
                 chunk = next(c for c in unit.chunks if entry in c.entries)

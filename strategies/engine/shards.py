@@ -37,6 +37,7 @@ class FlatGroup:
     data: Tensor  # [numel], the master values
     grad: Tensor | None  # [numel], same dtype; None if no optimizer has the group
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
+    idle: list[Tensor]  # parts of `grad` that no gradient is written to; scaling an infinite norm leaves NaN in them
     window: int  # counts the times that gradients were started afresh
     first: int  # its trained parameters have the numbers [first, last)
     last: int
@@ -57,10 +58,12 @@ class FlatGroup:
         """Create the tensors, zeroed: padding must never hold NaN."""
         # A tail that no parameter owns: a rank may have nothing of a group, or only parameters without gradients, and must
         # still see like all others whether gradients were cleared. Optimizers and their state are alike on all ranks too.
-        self.numel += 16 // self.key.dtype.itemsize
+        tail = 16 // self.key.dtype.itemsize
+        self.numel += tail
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         trained = self.key.optimizer is not None
         self.grad = torch.zeros_like(self.data) if trained else None
+        self.idle = [self.grad[-tail:]] if trained else []
         self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=trained))]
 
     @property
@@ -86,6 +89,8 @@ class FlatGroup:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
         if not self.shows_gradients:
             self.window += 1
+            for part in self.idle:
+                part.zero_()
 
     def clear(self) -> None:
         """Take all gradients away from the optimizer."""
