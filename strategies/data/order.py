@@ -181,8 +181,7 @@ def stream_rows(
 ) -> Iterator[StreamRow]:
     """Cut a stream of unknown length into rows with the same layouts as `RowPlan`.
 
-    One row is held back, so the source has ended before its last row is given out: a source that
-    resets itself at its end has then done so, and the tail is known when the last rows are cut.
+    One row is held back: when the last row is given out the source has ended, and has reset itself if it does.
 
     Args:
         source: the items.

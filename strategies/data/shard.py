@@ -47,24 +47,9 @@ def shard_dataloader(
         loader = loader.source
     if not isinstance(loader, DataLoader):
         return loader
-    size = f", {len(loader.dataset)} samples" if hasattr(loader.dataset, "__len__") else ""  # type: ignore[arg-type]
-    data = f"{stage} dataloader ({type(loader.dataset).__name__}{size})"
+    data = _name(loader, stage)
     label = f"rank {rank}, {data}"
-    seed = _choose_seed(options)
-    streams = isinstance(loader.dataset, IterableDataset)
-    make = StreamFeed if streams else MapFeed
-    feed: Feed | None = None
-    problem: str | None = None
-    if not (options.sharding == "dispatch" and rank > 0 and streams):
-        try:
-            feed = make(loader, options, stage, rank, world_size, seed, label)
-            facts = _facts(feed, loader, seed)
-        except (ValueError, IndexError) as error:
-            problem = str(error)
-    if problem is not None:
-        facts = {"problem": problem}
-    elif feed is None:
-        facts = {"kind": "receiver"}
+    feed, facts, seed = _make_feed(loader, options, stage, rank, world_size, label)
     seed = _agree(facts, seed, data, rank, world_size, group)
     if feed is not None:
         feed.reseed(seed)
@@ -72,7 +57,7 @@ def shard_dataloader(
         feed = DispatchFeed(feed, loader, label, rank, world_size, group)
     assert feed is not None
     _check_lengths(feed, stage, data, world_size)
-    if streams and options.streams == "cut" and options.sharding != "dispatch" and world_size > 1 and rank == 0:
+    if isinstance(feed, StreamFeed) and options.streams == "cut" and world_size > 1 and rank == 0:
         warnings.warn(
             f'{data}: every rank reads the whole stream and keeps one of {world_size} batches (streams="cut"). If the'
             ' dataset shards itself by rank already, choose streams="own", or samples are lost.',
@@ -83,6 +68,30 @@ def shard_dataloader(
     if sharded.place_on_device and device.type == "cuda":
         feed.inner.pin_memory = True
     return sharded
+
+
+def _name(loader: DataLoader, stage: Stage) -> str:
+    size = f", {len(loader.dataset)} samples" if hasattr(loader.dataset, "__len__") else ""  # type: ignore[arg-type]
+    return f"{stage} dataloader ({type(loader.dataset).__name__}{size})"
+
+
+def _make_feed(
+    loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world_size: int, label: str
+) -> tuple[Feed | None, dict[str, Any], int]:
+    """The feed, what all ranks must have in common, and the seed.
+
+    A problem is returned as a fact, because raising here would leave the other ranks waiting.
+    """
+    seed = _choose_seed(options)
+    streams = isinstance(loader.dataset, IterableDataset)
+    if options.sharding == "dispatch" and rank > 0 and streams:
+        return None, {"kind": "receiver"}, seed
+    make = StreamFeed if streams else MapFeed
+    try:
+        feed = make(loader, options, stage, rank, world_size, seed, label)
+        return feed, _facts(feed, loader, seed), seed
+    except (ValueError, IndexError) as error:
+        return None, {"problem": str(error)}, seed
 
 
 def _choose_seed(options: DataOptions) -> int:
