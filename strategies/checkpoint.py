@@ -76,7 +76,7 @@ def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state
 
 
 def _load_group(engine: Zero3Engine, flat: FlatGroup, optimizer: Optimizer, by_name: dict[str, dict[str, Any]]) -> None:
-    owned = sorted(engine.owned_spans(flat), key=lambda item: item[1])
+    owned = sorted(engine.gradients.owned_spans(flat), key=lambda item: item[1])
     items = [(entry, start, span, by_name.get(entry.name)) for entry, start, span in owned]
     # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
     signatures = [(start, _signature(state)) for _, start, _, state in items]
@@ -147,7 +147,7 @@ def _gather_scalars(engine: Zero3Engine, groups: list[FlatGroup], optimizer: Opt
     """Name -> the state that is not elementwise, of every parameter that has state on any rank."""
     mine: dict[str, dict[str, Any]] = {}
     for group in groups:
-        spans = engine.owned_spans(group)
+        spans = engine.gradients.owned_spans(group)
         for segment, state in _segments_with_state(group, optimizer):
             scalars = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if not _elementwise(v)}
             for entry, start, _ in spans:

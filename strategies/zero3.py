@@ -274,15 +274,16 @@ class Zero3Strategy(ParallelStrategy):
         if all(float(n).is_integer() for counts in everyone for n in counts):  # infinite: a stream without a length
             before, turns = plan_turns(everyone, self.global_rank)
             self._turns = iter(turns)
-            self.engine.assist(before)
+            self.engine.joint.assist(before)
 
     @contextmanager
     def _evaluation_turn(self) -> Generator[None, None, None]:
         assert self.engine is not None
         turn = next(self._turns, Turn(joint=False, assist=0))
-        with self.engine.joint_step() if turn.joint else self.engine.step():
+        step = self.engine.step()
+        with self.engine.joint.run(step) if turn.joint else step:
             yield
-        self.engine.assist(turn.assist)
+        self.engine.joint.assist(turn.assist)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

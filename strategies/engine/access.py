@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import LocalCollectives
+from .gradients import Gradients
 from .resting import FullGradient, ResidencyError, settle
 from .unit import Entry, Unit, WholeUnit
 
@@ -28,11 +29,10 @@ class Access:
         units: list[Unit],
         collectives: LocalCollectives,
         weights_changed: Callable[[], None],
-        has_gradient: Callable[[Entry], bool],
-        mark_gradient: Callable[[Entry, bool], None],
+        gradients: Gradients,
     ) -> None:
         self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
-        self._has_gradient, self._mark_gradient = has_gradient, mark_gradient
+        self._books = gradients
         self._gradients: tuple[Unit, dict[str, Tensor]] | None = None
         self._owner: dict[int, tuple[Unit, Entry]] = {}
         self._substitutes: Mapping[str, Tensor] = {}
@@ -76,7 +76,7 @@ class Access:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.resting.Home.gradient`."""
         unit, entry = self._owner[id(parameter)]
-        if not entry.trained or not self._has_gradient(entry):
+        if not entry.trained or not self._books.has_gradient(entry):
             return None
         if self._gradients is None or self._gradients[0] is not unit:  # usually asked for one after another
             self._gradients = unit, unit.full(lambda group: group.grad)
@@ -90,7 +90,7 @@ class Access:
         self._gradients = None
         chunk, index = unit.place_of(entry)
         span = chunk.layout.span(index, self._collectives.rank)
-        self._mark_gradient(entry, grad is not None)
+        self._books.mark_gradient(entry, grad is not None)
         if span is None:
             return
         group, start = chunk.group_of(span), chunk.flat_start(span)

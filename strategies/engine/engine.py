@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from .access import NO_GRAPH_TASK, Access, graph_task
+from .agreement import Agreement
 from .build import (
     SlotDtype,
     build_units,
@@ -22,9 +23,11 @@ from .build import (
     optimizer_names,
     place_buffers,
 )
-from .collectives import DivergenceError, LocalCollectives
+from .collectives import LocalCollectives
+from .gradients import Gradients
 from .hooks import copy_views, install, watch_outputs
-from .layout import ArenaLayout, Span
+from .joint import JointSteps
+from .layout import ArenaLayout
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import BackwardPass, Reducer, WholeReducer
@@ -32,7 +35,7 @@ from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
 from .structure import Structure, check_optimizer
-from .unit import Entry, Exchange, Phase, Unit
+from .unit import Phase, Unit
 
 
 def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -90,13 +93,7 @@ class Zero3Engine:
         self._current: Unit | None = None  # the unit whose backward runs
         self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
         self._explicit = False  # backward() will close the pass; else a callback of autograd does
-        self._used = bytearray(max((g.last for g in self.groups), default=0))  # by this rank since they were cleared
-        self._pass = BackwardPass(self._begin_backward, self._used)
-        self._shown = bytearray(len(self._used))  # to the optimizers, by any rank
-        self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
-        self._flags = torch.frombuffer(self._used, dtype=torch.uint8) if self._used else torch.empty(0, dtype=torch.uint8)
-        self._vote = torch.empty(2 + len(self.units) + len(self._used), dtype=torch.int64)
-        collectives.describe = self._describe_label
+        self._pass = BackwardPass(self._begin_backward, self.gradients.used)
         self._root = next((u for u in self.units if u.root), None)
         self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
         self._attach(optimizers)
@@ -119,7 +116,11 @@ class Zero3Engine:
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers)
         self._saved = SavedTensors(self.units, self.arena, layout.offsets)
-        self.access = Access(self.units, self.collectives, self.weights_changed, self._has_gradient, self._mark_gradient)
+        used = bytearray(max((g.last for g in self.groups), default=0))
+        self.gradients = Gradients(self.units, self.groups, self.collectives.rank, used, self.reducer)
+        self._agreement = Agreement(self.units, self.collectives, used)
+        self.joint = JointSteps(self.units, self.collectives)
+        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients)
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
         for i, optimizer in enumerate(optimizers):
@@ -152,17 +153,6 @@ class Zero3Engine:
             "units": {unit.name: unit.nbytes for unit in self.units},
         }
 
-    def owned_spans(self, group: FlatGroup) -> list[tuple[Entry, int, Span]]:
-        """Parameters this rank owns a part of: entry, where its part starts in ``group``'s flat tensor, and which part."""
-        found = []
-        for unit in self.units:
-            for chunk in unit.chunks:
-                for index, entry in enumerate(chunk.entries):
-                    span = chunk.layout.span(index, self.collectives.rank)
-                    if span is not None and self.groups[chunk.layout.groups[index]] is group:
-                        found.append((entry, chunk.flat_start(span), span))
-        return found
-
     # ------------------------------------------------------------------------------------------------ a step
 
     @contextmanager
@@ -191,44 +181,11 @@ class Zero3Engine:
         if self._root is not None and self._root.pins:
             self._root.unuse()
 
-    @contextmanager
-    def joint_step(self) -> Iterator[None]:
-        """A :meth:`step` that some ranks do not run: they are in :meth:`assist` and are told what to gather."""
-        self._release_all()
-        for unit in self.units:
-            unit.announce = self._announce
-        try:
-            with self.step():
-                yield
-            self.collectives.agree(torch.zeros(1, dtype=torch.int64))
-        finally:
-            for unit in self.units:
-                unit.announce = None
-            self._release_all()
-
-    def assist(self, steps: int) -> None:
-        """Take part in what the other ranks gather in ``steps`` steps that this rank does not run."""
-        for _ in range(steps):
-            self._release_all()
-            while code := int(self.collectives.agree(torch.zeros(1, dtype=torch.int64))):
-                index, exchange = divmod(code - 1, len(Exchange))
-                unit = self.units[index]
-                if exchange == Exchange.SLOT:
-                    unit.release()
-                    unit.gather()
-                elif exchange == Exchange.COPY:
-                    unit.copy_of_slot()
-                else:
-                    unit.values()
-            self._release_all()
-
-    def _announce(self, unit: Unit, exchange: Exchange) -> None:
-        self.collectives.agree(torch.tensor([1 + unit.index * len(Exchange) + exchange], dtype=torch.int64))
-
-    def _release_all(self) -> None:
-        # From here on ranks that run and ranks that assist have the same units in their slots: none.
-        for unit in self.units:
-            unit.release()
+    def adopt_gradients(self) -> None:
+        """Gradients that the user assigned to parameters reach the optimizers."""
+        for entry, grad in self.reducer.changed():  # on one rank, where parameters are ordinary
+            self.access.set_gradient(entry.parameter, grad)
+        self.gradients.bind_assigned()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -251,15 +208,6 @@ class Zero3Engine:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_optimizer(optimizer)
         self.adopt_gradients()
-
-    def adopt_gradients(self) -> None:
-        """Take over gradients that the user assigned to parameters (on one rank, where parameters are ordinary)."""
-        for entry, grad in self.reducer.changed():
-            self.access.set_gradient(entry.parameter, grad)
-        assigned, self._assigned = self._assigned, []
-        for group in dict.fromkeys(assigned):
-            if group.shows_gradients:
-                group.bind(self._unused_ranges(group, bytes(self._shown)))
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -331,15 +279,7 @@ class Zero3Engine:
         if self._pass.active:
             return
         self._pass.active = True
-        self._pass.muted = frozenset(
-            number for g in self.groups if g.grad is not None and g.muted for number in range(g.first, g.last)
-        )
-        for group in self.groups:
-            if group.grad is not None:
-                window = group.window
-                group.begin_window()
-                if group.window != window:
-                    self._used[group.first : group.last] = bytes(group.last - group.first)
+        self._pass.muted = self.gradients.begin_windows()
         if not self._explicit:
             Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -381,13 +321,14 @@ class Zero3Engine:
         for held in self._recomputed:
             held.unuse()
         self._recomputed = []
-        used, late = self._agree()
+        used, late = self._agreement.reach(bytes(self.reducer.is_open(unit) for unit in self.units))
         for unit in reversed(self.units):
             if unit.trained and (unit.nested or late[unit.index]):
                 self.reducer.reduce(unit)
         self.reducer.finish()
         self.reducer.zero_untouched()
-        self._bind(used)
+        self.access.forget_gradients()
+        self.gradients.show(used)
         self._saved.forget()
         self._pass.active = False
 
@@ -397,78 +338,3 @@ class Zero3Engine:
             explicit, self._explicit = self._explicit, True
             self._begin_backward()
             self._explicit = explicit
-
-    def _agree(self) -> tuple[bytes, bytes]:
-        """Which trained parameters any rank used, and which units hold gradients that came after their reduction.
-
-        Raises:
-            DivergenceError: the ranks did not exchange the same things in the same order since the last time.
-        """
-        late = bytes(self.reducer.is_open(unit) for unit in self.units)
-        if self.collectives.world_size == 1:
-            return bytes(self._used), late
-        trace = hash(tuple(self.collectives.trace)) >> 2  # of integers: the same in every process
-        self._vote[0], self._vote[1] = trace, -trace
-        self._vote[2 : 2 + len(late)] = torch.tensor(list(late))
-        self._vote[2 + len(late) :].copy_(self._flags)
-        high, low, *rest = self.collectives.agree(self._vote).tolist()
-        if high != -low:
-            self._explain_divergence()
-        self.collectives.trace.clear()
-        return bytes(rest[len(late) :]), bytes(rest[: len(late)])
-
-    def _explain_divergence(self) -> None:
-        everyone = self.collectives.all_gather_object(self.collectives.trace)
-        for rank, theirs in enumerate(everyone):
-            for step, (a, b) in enumerate(zip([*everyone[0], -1], [*theirs, -1], strict=False)):
-                if a != b:
-                    raise DivergenceError(
-                        f"The ranks ran different things. At exchange {step} of this step rank 0 came to "
-                        f"{self._describe_label(a)}, rank {rank} to {self._describe_label(b)}. All ranks must run the same "
-                        "modules in the same order; look for a branch or a loop that depends on a rank's own data."
-                    )
-
-    def _describe_label(self, label: int) -> str:
-        if label < 0:
-            return "end its backward pass"
-        index, exchange = divmod(label, len(Exchange))
-        verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
-        return f"{verb} unit {self.units[index].name}"
-
-    def _bind(self, used: bytes) -> None:
-        self._shown = bytearray(used)
-        self.access.forget_gradients()
-        self.reducer.show(used)
-        for group in self.groups:
-            if group.grad is None:
-                continue
-            flags = used[group.first : group.last]
-            group.bind([] if all(flags) else self._unused_ranges(group, used))
-
-    def _has_gradient(self, entry: Entry) -> bool:
-        group = self._group_of(entry)
-        return bool(self._shown[entry.number]) and group.shows_gradients
-
-    def _mark_gradient(self, entry: Entry, present: bool) -> None:
-        group = self._group_of(entry)
-        if not group.shows_gradients:
-            if not present:
-                return
-            group.grad.zero_()
-            self._used[group.first : group.last] = self._shown[group.first : group.last] = bytes(group.last - group.first)
-            group.segments[-1].parameter.grad = group.segments[-1].view(group.grad)
-        self._used[entry.number] = self._shown[entry.number] = present
-        if any(self._shown[group.first : group.last]):
-            # Not bound at once: `zero_grad()` of a module clears one parameter after another, and each cut is for good.
-            self._assigned.append(group)
-        else:
-            group.clear()
-
-    def _group_of(self, entry: Entry) -> FlatGroup:
-        return next(g for g in self.groups if g.first <= entry.number < g.last)
-
-    def _unused_ranges(self, group: FlatGroup, used: bytes) -> list[tuple[int, int]]:
-        """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
-        return [
-            (start, start + span.stop - span.start) for entry, start, span in self.owned_spans(group) if not used[entry.number]
-        ]

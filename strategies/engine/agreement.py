@@ -1,0 +1,62 @@
+"""What the ranks tell each other on the host at the end of a backward pass."""
+
+from __future__ import annotations
+
+import torch
+
+from .collectives import DivergenceError, LocalCollectives
+from .unit import Exchange, Unit
+
+
+class Agreement:
+    """One small message of every rank: did all run the same, which parameters have gradients, which units are late."""
+
+    def __init__(self, units: list[Unit], collectives: LocalCollectives, used: bytearray) -> None:
+        self._units, self._collectives, self._used = units, collectives, used
+        self._flags = torch.frombuffer(used, dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
+        self._message = torch.empty(2 + len(units) + len(used), dtype=torch.int64)
+        collectives.describe = self.describe
+
+    def reach(self, late: bytes) -> tuple[bytes, bytes]:
+        """Exchange; collective.
+
+        Args:
+            late: 1 for each unit that holds gradients which came after its reduction.
+
+        Returns:
+            Which trained parameters any rank used, and which units are late on any rank.
+
+        Raises:
+            DivergenceError: the ranks did not exchange the same things in the same order since the last time.
+        """
+        if self._collectives.world_size == 1:
+            return bytes(self._used), late
+        trace = hash(tuple(self._collectives.trace)) >> 2  # of integers: the same in every process
+        message = self._message
+        message[0], message[1] = trace, -trace
+        message[2 : 2 + len(late)] = torch.tensor(list(late))
+        message[2 + len(late) :].copy_(self._flags)
+        high, low, *rest = self._collectives.agree(message).tolist()
+        if high != -low:
+            self._explain()
+        self._collectives.trace.clear()
+        return bytes(rest[len(late) :]), bytes(rest[: len(late)])
+
+    def _explain(self) -> None:
+        everyone = self._collectives.all_gather_object(self._collectives.trace)
+        for rank, theirs in enumerate(everyone):
+            for step, (a, b) in enumerate(zip([*everyone[0], -1], [*theirs, -1], strict=False)):
+                if a != b:
+                    raise DivergenceError(
+                        f"The ranks ran different things. At exchange {step} of this step rank 0 came to {self.describe(a)}, "
+                        f"rank {rank} to {self.describe(b)}. All ranks must run the same modules in the same order; look for a "
+                        "branch or a loop that depends on a rank's own data."
+                    )
+
+    def describe(self, label: int) -> str:
+        """What the label of an exchange stands for."""
+        if label < 0:
+            return "end its backward pass"
+        index, exchange = divmod(label, len(Exchange))
+        verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
+        return f"{verb} unit {self._units[index].name}"

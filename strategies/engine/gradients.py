@@ -1,0 +1,90 @@
+"""Which gradients the optimizers see: the flat gradients of parameters that any rank used, and none for the others."""
+
+from __future__ import annotations
+
+from .layout import Span
+from .reduce import Reducer
+from .shards import FlatGroup
+from .unit import Entry, Unit
+
+
+class Gradients:
+    """Keeps the books of who has a gradient, from the start of a window (gradients were cleared) to the optimizer's step."""
+
+    used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
+
+    def __init__(self, units: list[Unit], groups: list[FlatGroup], rank: int, used: bytearray, reducer: Reducer) -> None:
+        self._units, self._groups, self._rank, self._reducer = units, groups, rank, reducer
+        self.used = used
+        self._shown = bytearray(len(used))  # to the optimizers: any rank has one
+        self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
+
+    def begin_windows(self) -> frozenset[int]:
+        """A backward begins: groups whose gradients were cleared start afresh.
+
+        Returns:
+            Numbers of the parameters whose optimizers are switched off.
+        """
+        trained = [group for group in self._groups if group.grad is not None]
+        for group in trained:
+            window = group.window
+            group.begin_window()
+            if group.window != window:
+                self.used[group.first : group.last] = bytes(group.last - group.first)
+        return frozenset(number for g in trained if g.muted for number in range(g.first, g.last))
+
+    def bind_assigned(self) -> None:
+        """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
+        assigned, self._assigned = self._assigned, []
+        for group in dict.fromkeys(assigned):
+            if group.shows_gradients:
+                group.bind(self._unused_ranges(group, bytes(self._shown)))
+
+    def owned_spans(self, group: FlatGroup) -> list[tuple[Entry, int, Span]]:
+        """Parameters this rank owns a part of: entry, where its part starts in ``group``'s flat tensor, and which part."""
+        found = []
+        for unit in self._units:
+            for chunk in unit.chunks:
+                for index, entry in enumerate(chunk.entries):
+                    span = chunk.layout.span(index, self._rank)
+                    if span is not None and self._groups[chunk.layout.groups[index]] is group:
+                        found.append((entry, chunk.flat_start(span), span))
+        return found
+
+    def show(self, used: bytes) -> None:
+        """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
+        self._shown = bytearray(used)
+        self._reducer.show(used)
+        for group in self._groups:
+            if group.grad is not None:
+                flags = used[group.first : group.last]
+                group.bind([] if all(flags) else self._unused_ranges(group, used))
+
+    def has_gradient(self, entry: Entry) -> bool:
+        """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
+        group = self._group_of(entry)
+        return bool(self._shown[entry.number]) and group.shows_gradients
+
+    def mark_gradient(self, entry: Entry, present: bool) -> None:
+        """The user assigned a gradient to ``entry``, or cleared it."""
+        group = self._group_of(entry)
+        if not group.shows_gradients:
+            if not present:
+                return
+            group.grad.zero_()
+            self.used[group.first : group.last] = self._shown[group.first : group.last] = bytes(group.last - group.first)
+            group.segments[-1].parameter.grad = group.segments[-1].view(group.grad)
+        self.used[entry.number] = self._shown[entry.number] = present
+        if any(self._shown[group.first : group.last]):
+            self._assigned.append(group)
+        else:
+            group.clear()
+
+    def _group_of(self, entry: Entry) -> FlatGroup:
+        return next(g for g in self._groups if g.first <= entry.number < g.last)
+
+    def _unused_ranges(self, group: FlatGroup, used: bytes) -> list[tuple[int, int]]:
+        """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
+        return [
+            (start, start + span.stop - span.start) for entry, start, span in self.owned_spans(group) if not used[entry.number]
+        ]
