@@ -72,13 +72,13 @@ class PhaseMeter:
         return self.detailed or perf_counter() >= self._read_due_s
 
     def finish_step(self) -> Sample:
-        """Read the end of a step."""
-        begun = perf_counter()
-        sample = self._read("other", thorough=True)
-        ended = perf_counter()
-        self._read_due_s = ended + (ended - begun) / self.detail_share
+        """Read the end of a step; `charge` what was then done with it."""
         self._finished = True
-        return sample
+        return self._read("other", thorough=True)
+
+    def charge(self, cost_s: float) -> None:
+        """Put the next reading off until this one has become a small share of the time."""
+        self._read_due_s = perf_counter() + cost_s / self.detail_share
 
     def start_step(self) -> None:
         """Forget the peaks of the step before, and decide how closely to look at this one."""

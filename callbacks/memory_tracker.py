@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class CUDAMemoryTracker(Callback):
         *,
         every_n_steps: int | None = None,
         reset: ResetPolicy = "phase",
-        detail_share: float = 0.002,
+        detail_share: float = 0.001,
         per_unit: bool = False,
         every_statistic: bool = False,
         progress_bar: bool = True,
@@ -188,7 +189,8 @@ class CUDAMemoryTracker(Callback):
 
         @functools.wraps(get_metrics)
         def with_memory(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            peak = self.meter.step_peak if self.meter is not None else 0
+            # A step that has not been read yet has no peak of its own.
+            peak = (self.meter.step_peak or self.meter.last.peak_allocated) if self.meter is not None else 0
             return {**get_metrics(*args, **kwargs), "mem": f"{peak / GIB:.1f}G"}
 
         bar.get_metrics = with_memory
@@ -257,6 +259,7 @@ class CUDAMemoryTracker(Callback):
         logs = bool(every) and trainer.global_step // every > self._last_logged // every
         if not (logs or self.meter.is_due):
             return
+        begun = perf_counter()
         sample = self.meter.finish_step()
         if sample.waste > self._worst[0]:
             self._worst = (sample.waste, sample.reserved)
@@ -280,6 +283,8 @@ class CUDAMemoryTracker(Callback):
             message = self._leak.add(sample.live, trainer.global_step, self.source.device_type, pl_module)
             if message is not None:
                 self._report_leak(message, trainer)
+        if not logs:
+            self.meter.charge(perf_counter() - begun)
 
     # ---- figures -----------------------------------------------------------------------------
 

@@ -197,6 +197,7 @@ def test_short_steps_are_detailed_only_as_often_as_time_allows():
         run_a_step(meter, source)
         assert meter.step_peak == 400 and meter.step_peaks == {}
     assert source.reads == reads + 10
+    meter.charge(1e-6)
     assert not meter.is_due  # so the tracker would not have read them either
     meter.enter("validation")
     source.go(900, 100)

@@ -360,10 +360,10 @@ class Leaking(Model):
 
 def leak_case(rank, world_size, folder):
     """A young process, whose malloc may be asked at every step."""
-    tracker = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4)
-    fit(tracker, tmp_path=folder, model=Leaking(), max_steps=250)
-    sound = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4)
-    fit(sound, tmp_path=folder, max_steps=120)
+    tracker = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, detail_share=0.05)
+    fit(tracker, tmp_path=folder, model=Leaking(), max_steps=100)
+    sound = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, detail_share=0.05)
+    fit(sound, tmp_path=folder, max_steps=60)
     return tracker.leaks, sound.leaks
 
 
