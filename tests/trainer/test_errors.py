@@ -1,0 +1,227 @@
+"""Bad input gets an error that says what is wrong, on every rank, before the first training step."""
+
+from functools import cache
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.models import TinyLm, make, part, tokens
+from helpers.parity import trainer, zero3
+from helpers.ranks import run_ranks
+
+RANKS = 2
+
+
+class Model(pl.LightningModule):
+    """Right in every way; cases spoil one thing."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.net = self.build()
+        self.trained = 0
+
+    def build(self):
+        return make(TinyLm)
+
+    def training_step(self, batch, batch_idx):
+        self.trained += 1
+        return self.net.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader([part(b, self.rank, RANKS) for b in tokens(2)], batch_size=None)
+
+
+class WithoutParameters(Model):
+    def build(self):
+        return nn.ReLU()
+
+    def configure_optimizers(self):
+        return None
+
+
+class ForeignParameter(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(3, 2))], lr=0.1)
+
+
+class CopiedParameters(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in self.parameters()], lr=0.1)
+
+
+class OneParameterTwice(Model):
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.net.head.parameters())]
+
+
+class OtherShape(Model):
+    def build(self):
+        return make(lambda: TinyLm(depth=2 + self.rank))
+
+
+class OtherTrained(Model):
+    def build(self):
+        net = make(TinyLm)
+        net.norm.requires_grad_(self.rank == 0)
+        return net
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class OtherGroups(Model):
+    def configure_optimizers(self):
+        names = ["norm", "head"][self.rank]
+        inside = [p for n, p in self.named_parameters() if names in n]
+        outside = [p for n, p in self.named_parameters() if names not in n]
+        return torch.optim.SGD([{"params": inside}, {"params": outside, "lr": 0.2}], lr=0.1)
+
+
+class AddedAfterSetUp(Model):
+    def on_train_start(self):
+        self.net.late = nn.Linear(3, 3)
+
+
+class LazyLayer(Model):
+    def build(self):
+        net = make(TinyLm)
+        net.lazy = nn.LazyLinear(3)
+        return net
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.blocks.parameters(), lr=0.1)
+
+
+class ByMuon(Model):
+    def configure_optimizers(self):
+        return torch.optim.Muon([p for p in self.net.blocks.parameters() if p.ndim == 2], lr=0.1)
+
+
+class ByAdafactor(Model):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+class ByLbfgs(Model):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NormalizingSgd(torch.optim.SGD):
+    """Not elementwise by what it does, whatever its name."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
+class ByNormalizingSgd(Model):
+    def configure_optimizers(self):
+        return NormalizingSgd(self.parameters(), lr=0.1)
+
+
+class OwnPrecision(Precision):
+    precision = "own-precision"
+
+
+def _blocks_only(model):
+    return list(model.net.blocks)
+
+
+# name -> module, options of the strategy, options of the Trainer, what the message says
+CASES = {
+    "without parameters": (WithoutParameters, {}, {}, ["WithoutParameters has no parameters: there is nothing to shard"]),
+    "foreign parameter": (
+        ForeignParameter,
+        {},
+        {},
+        ["Optimizer 0 (SGD) holds a tensor of shape (3, 2)", "not a parameter of ForeignParameter"],
+    ),
+    "copied parameters": (CopiedParameters, {}, {}, ["Optimizer 0 (SGD) holds a tensor", "param group 0, position 0"]),
+    "one parameter twice": (OneParameterTwice, {}, {}, ["'net.head.weight' is in optimizer 0 and in optimizer 1"]),
+    "unknown class": (Model, {"unit_policy": ["Blokc"]}, {}, ["unit_policy names 'Blokc'", "It has: ", "Block", "LayerNorm"]),
+    "unowned parameter": (Model, {"unit_policy": _blocks_only}, {}, ["leaves parameter 'net.position' without a unit"]),
+    "foreign module": (Model, {"unit_policy": lambda model: [model, nn.ReLU()]}, {}, ["a ReLU that is not part of the model"]),
+    "precision": (
+        Model,
+        {},
+        {"plugins": [OwnPrecision()]},
+        ["does not support the precision plugin OwnPrecision ('own-precision')"],
+    ),
+    "other shape": (OtherShape, {}, {}, ["The ranks have different models", "rank 0 has [", "rank 1 has [net.blocks.2"]),
+    "other trained": (OtherTrained, {}, {}, ["The ranks have different models", "net.norm.weight", "not trained"]),
+    "other groups": (OtherGroups, {}, {}, ["The ranks have different models"]),
+    "added after set-up": (AddedAfterSetUp, {}, {}, ["net.late.weight", "after"]),
+    "lazy layer": (LazyLayer, {}, {}, ["Parameter 'net.lazy.weight' has no shape yet"]),
+    "Muon": (ByMuon, {}, {}, ["Muon"]),
+    "Adafactor": (ByAdafactor, {}, {}, ["Adafactor does not update each element by itself"]),
+    "LBFGS": (ByLbfgs, {}, {}, ["LBFGS"]),
+    "norms": (ByNormalizingSgd, {}, {}, ["NormalizingSgd does not update each element by itself"]),
+}
+
+
+def _fit(rank, name):
+    kind, strategy, options, _ = CASES[name]
+    module = kind(rank)
+    try:
+        trainer(zero3(**strategy), RANKS, **options).fit(module)
+    except Exception as error:
+        return type(error).__name__, str(error), module.trained
+    return "nothing", "it trained", module.trained
+
+
+def fit_all(rank, world_size):
+    results = {}
+    for name in CASES:
+        print("---", name, flush=True)
+        results[name] = _fit(rank, name)
+    return results
+
+
+@cache
+def results():
+    return run_ranks(fit_all, RANKS, timeout=60)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_on_both_ranks(name):
+    for rank in range(RANKS):
+        kind, message, trained = results()[rank][name]
+        assert trained == 0, "an error after training began"
+        assert kind in ("ValueError", "TypeError", "ResidencyError"), f"{kind}: {message}"
+        for wanted in CASES[name][3]:
+            assert wanted in message
+
+
+def fit_right(rank, world_size):
+    module = Model(rank)
+    trainer(zero3(), RANKS).fit(module)
+    return module.trained
+
+
+def test_the_unspoiled_model_trains():
+    assert run_ranks(fit_right, RANKS, timeout=30) == [2, 2]
+
+
+def evaluate_without_parameters(rank, world_size):
+    module = WithoutParameters(rank)
+    module.validation_step = lambda batch, index: None
+    with pytest.raises(ValueError, match="has no parameters"):
+        trainer(zero3(), RANKS, limit_val_batches=1).validate(module, DataLoader([0], batch_size=None))
+
+
+def test_evaluation_is_refused_alike():
+    run_ranks(evaluate_without_parameters, RANKS, timeout=30)
