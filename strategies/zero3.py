@@ -34,6 +34,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_over_state
+from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine, make_collectives
 from .optimizers import require_elementwise
 from .precision import convert, gather_dtypes
@@ -59,6 +60,8 @@ class Zero3Strategy(ParallelStrategy):
             "fork" and "forkserver" use ``multiprocessing``.
         unit_policy: which modules are gathered together: None finds repeated blocks by itself; a list of module classes or
             class names; or a function from the model to a list of modules or lists of modules.
+        data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
+            With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
     """
 
     strategy_name = "zero3"
@@ -76,6 +79,7 @@ class Zero3Strategy(ParallelStrategy):
         timeout: timedelta = default_pg_timeout,
         start_method: StartMethod = "popen",
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
+        data: DataOptions | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
@@ -85,6 +89,7 @@ class Zero3Strategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method: StartMethod = start_method
+        self._data = DataHooks(data)
 
     # ------------------------------------------------------------------------------------------------ who and where
 
@@ -140,6 +145,12 @@ class Zero3Strategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device)
+        self._data.take_over(self._trainer)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     # ------------------------------------------------------------------------------------------------ precision
 
@@ -176,7 +187,13 @@ class Zero3Strategy(ParallelStrategy):
             # On the module's own parameters, as the user wrote it; the engine re-points every group to its flat shard.
             self.setup_optimizers(trainer)
         self._shard()
+        self._data.seed_ranks(trainer)
         self.setup_precision_plugin()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """This rank's share of ``dataloader``, which keeps its own order and resumes with the next sample; collective."""
+        return self._data.shard(self._trainer, dataloader)
 
     def _shard(self) -> None:
         module = self.lightning_module
@@ -250,6 +267,11 @@ class Zero3Strategy(ParallelStrategy):
     def on_train_start(self) -> None:
         assert self.engine is not None and self.lightning_module is not None
         self.engine.structure.check()
+        self._data.on_train_start(self._trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._data.on_train_batch_start(self._trainer)
 
     @override
     def on_validation_start(self) -> None:
@@ -366,7 +388,12 @@ class Zero3Strategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
+            # Lightning would divide in integers, and a metric's batch sizes differ on uneven ranks.
+            tensor = tensor.double()
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -392,6 +419,12 @@ class Zero3Strategy(ParallelStrategy):
         return {k: values.get(k, v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
     @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._data.load(checkpoint)
+        return checkpoint
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -411,6 +444,7 @@ class Zero3Strategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        self._data.save(self._trainer, checkpoint)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

@@ -26,6 +26,7 @@ LAYERS = [
     # Integers and strings.
     (["strategies/environment", "strategies/turns", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/data/order"], NUMPY),
+    (["strategies/data/options"], NOTHING),
     # Tensors.
     (
         [
@@ -55,8 +56,15 @@ LAYERS = [
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/__init__"], TORCH),
-    (["strategies/data/sampler", "strategies/checkpoint", "strategies/optimizers"], TORCH),
+    (["strategies/checkpoint", "strategies/optimizers"], TORCH),
+    (["strategies/data/device"], TORCH),
+    (["strategies/data/seeding", "strategies/data/source", "strategies/data/stream"], TORCH),
+    (["strategies/data/sampler"], TORCH),
+    (["strategies/data/feed"], TORCH),
+    (["strategies/data/dispatch"], TORCH),
     (["strategies/data/loader"], TORCH),
+    (["strategies/data/shard"], TORCH),
+    (["strategies/data/hooks"], TORCH),
     (["strategies/data/__init__"], TORCH),
     # Lightning from here on.
     (["strategies/precision"], LIGHTNING),

@@ -32,7 +32,7 @@ class DataOptions:
             not continued by the next one: that begins where the one before began.
         seed: seed of the order of samples; None: ``PL_GLOBAL_SEED`` if set, else rank 0's torch seed.
         per_sample_seed: seed python, numpy and torch for every sample from (seed, epoch, index), which
-            makes augmentation independent of world size, workers and restarts. About 10 us a sample.
+            makes augmentation independent of world size, workers and restarts. About 20 us a sample.
         rng_types: generators set to rank 0's state at the start of every training epoch, see
             `rng.synchronize`. The default, the sampler's, is equal on all ranks by construction.
         distinct_rank_rng: give ranks distinct dropout streams once the weights exist.

@@ -32,8 +32,11 @@ class Structure:
         Raises:
             ValueError: a parameter was added, replaced or removed.
         """
-        if all(list(map(id, table.values())) == before for table, before in self._seen):
-            return
+        for table, before in self._seen:
+            if list(map(id, table.values())) != before:
+                self._refuse()
+
+    def _refuse(self) -> None:
         now = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
         for key, name in now.items():
             if key not in self._names:
