@@ -30,9 +30,11 @@ class Access:
         collectives: LocalCollectives,
         weights_changed: Callable[[], None],
         gradients: Gradients,
+        retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
         self._books = gradients
+        self.retire = retire
         self._gradients: tuple[Unit, dict[str, Tensor]] | None = None
         self._owner: dict[int, tuple[Unit, Entry]] = {}
         self._substitutes: Mapping[str, Tensor] = {}

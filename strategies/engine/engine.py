@@ -31,6 +31,7 @@ from .layout import ArenaLayout
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import BackwardPass, Reducer, WholeReducer
+from .resting import home_of
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
@@ -85,7 +86,10 @@ class Zero3Engine:
                 chunk.own(self.groups, collectives.rank)
         for group in self.groups:
             group.allocate(device)
+        earlier = {id(found): found for p in model.parameters() if (found := home_of(p)) is not None}
         self.differing = fill_shards(self.units, model, collectives, device)
+        for found in earlier.values():
+            found.retire()
         self.differing += place_buffers(model, collectives, device)
         self._connect(reduce_buffers)
         self._forward = ForwardOrder()
@@ -120,7 +124,7 @@ class Zero3Engine:
         self.gradients = Gradients(self.units, self.groups, self.collectives.rank, used, self.reducer)
         self._agreement = Agreement(self.units, self.collectives, used)
         self.joint = JointSteps(self.units, self.collectives)
-        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients)
+        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.close)
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
         for i, optimizer in enumerate(optimizers):

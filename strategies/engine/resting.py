@@ -22,6 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Home(Protocol):
     """The unit that owns a parameter, as seen from here."""
 
+    def retire(self) -> None:
+        """Another engine has taken the parameters over: stop watching them."""
+
     def read(self, parameter: nn.Parameter) -> Tensor:
         """The whole value in memory of its own, connected to autograd; collective."""
 
