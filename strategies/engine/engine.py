@@ -31,7 +31,7 @@ from .layout import ArenaLayout
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import BackwardPass, Reducer, WholeReducer
-from .resting import home_of
+from .resting import home_of, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
@@ -141,6 +141,16 @@ class Zero3Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def unshard(self) -> None:
+        """Make the parameters ordinary again, full and in CPU memory of their own, and close; collective."""
+        for unit in self.units:
+            full = unit.full(lambda group: group.data)
+            for entry in unit.entries:
+                unsettle(entry.parameter)
+                entry.parameter.__class__ = entry.cls
+                entry.parameter.data = full[entry.name].to("cpu", copy=True)
+        self.close()
 
     def memory_ledger(self) -> dict[str, Any]:
         """Bytes that the engine keeps on this rank between steps, by what they are for.
