@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from .layout import ArenaLayout
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import BackwardPass, Reducer, WholeReducer
-from .resting import home_of, unsettle
+from .resting import ResidencyError, home_of, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
 from .structure import Structure, check_optimizer
 from .unit import Phase, Unit
+
+transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
 
 
 def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -176,6 +178,7 @@ class Zero3Engine:
             yield
             return
         self.structure.check()
+        self._adopt_values()
         self._forward.begin()
         self._schedule.clear()
         if not torch.is_grad_enabled():
@@ -184,16 +187,27 @@ class Zero3Engine:
         if self._root is not None and self._root.gather():
             self._root.use()
         try:
-            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            with self._watch_saved():
                 yield
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+                raise ResidencyError(
+                    "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step: weights that "
+                    "autograd saves there are looked up later, which torch.func does not allow. Use torch.autograd.grad or "
+                    "torch.autograd.functional, or run the transform outside of a step in `with strategy.gathered(module):`."
+                ) from error
             raise
         finally:
             self.access.in_step = False
             self._saved.forget()
         if self._root is not None and self._root.pins:
             self._root.unuse()
+
+    def _watch_saved(self) -> AbstractContextManager[Any]:
+        if self.collectives.world_size == 1:
+            return nullcontext()  # nothing ever moves
+        return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
 
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters reach the optimizers."""
@@ -221,7 +235,13 @@ class Zero3Engine:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_optimizer(optimizer)
+        self._adopt_values()
         self.adopt_gradients()
+
+    def _adopt_values(self) -> None:
+        for unit in self.units:
+            if unit.whole:
+                unit.adopt()
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -236,10 +256,9 @@ class Zero3Engine:
     def weights_changed(self) -> None:
         """The shards were written: nothing gathered before is true any more."""
         self._saved.weights_changed()
-        self.reducer.hide()
         self.access.forget_gradients()
         for unit in self.units:
-            if unit.phase is not Phase.RESTING:
+            if unit.phase is not Phase.RESTING or unit.whole:
                 unit.refresh()
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -261,6 +280,9 @@ class Zero3Engine:
 
     def leave_forward(self, unit: Unit, outputs: Any) -> Any:
         """See :class:`~.hooks.Listener`."""
+        if unit.lent or transform() is not None:
+            # The values are the user's, or torch.func differentiates: its backward is none of ours, and hooks would start one.
+            return self._leave_quietly(unit)
         copied = copy_views(outputs, self._saved.in_slot)
         if copied is not None:
             outputs = copied
@@ -272,6 +294,10 @@ class Zero3Engine:
         if unit.pins:
             unit.unuse()
         return copied
+
+    def _leave_quietly(self, unit: Unit) -> None:
+        if unit.pins and graph_task() == NO_GRAPH_TASK:
+            unit.unuse()
 
     # ------------------------------------------------------------------------------------------------ backward
 
@@ -292,6 +318,9 @@ class Zero3Engine:
     def _begin_backward(self) -> None:
         if self._pass.active:
             return
+        if not self._explicit:
+            self.adopt_gradients()
+            self.reducer.hide()
         self._pass.active = True
         self._pass.muted = self.gradients.begin_windows()
         if not self._explicit:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .collectives import LocalCollectives, Pending
 from .layout import ArenaLayout
-from .resting import RestingParameter, take_gradient
+from .resting import ResidencyError, RestingParameter, take_gradient
 from .shards import FlatGroup
 from .streams import Lane
 from .unit import Chunk, Entry, Exchange, Unit
@@ -241,13 +241,23 @@ class WholeReducer(Reducer):
             now.used[number] = 1
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if self._windows.get(key) == group.window:
+            if grad is view:  # shown since the last backward; autograd added to it
+                self._require_current(parameter, self._windows.get(key) == group.window)
+            elif self._windows.get(key) == group.window:
                 view.add_(grad.detach())
             else:
                 view.copy_(grad.detach())
                 self._windows[key] = group.window
 
         return collect
+
+    @staticmethod
+    def _require_current(parameter: Tensor, current: bool) -> None:
+        if not current:
+            raise ResidencyError(
+                f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
+                "Call backward through the strategy (`self.manual_backward(loss)`)."
+            )
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""

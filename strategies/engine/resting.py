@@ -207,13 +207,19 @@ def _edge(parameter: RestingParameter) -> GradientEdge:
 
 
 def _before_the_engine(parameter: RestingParameter, hook: Any) -> Any:
-    """Register a post-accumulate hook of the user's: the engine's own takes the gradient away, so it must come last."""
+    """Register a post-accumulate hook of the user's: the engine's own must come last."""
     with torch._C.DisableTorchFunctionSubclass():
         handle = parameter.register_post_accumulate_grad_hook(hook)
-        hooks = parameter._post_accumulate_grad_hooks
-    for key in [key for key, other in hooks.items() if hasattr(other, "takes_gradient")]:
-        hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
+        keep_engine_last(parameter)
     return handle
+
+
+def keep_engine_last(parameter: Tensor) -> None:
+    """Let the engine's post-accumulate hook, which takes the gradient away, run after the user's."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is not None and len(hooks) > 1:
+        for key in [key for key, hook in hooks.items() if hasattr(hook, "takes_gradient")]:
+            hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
 
 
 def _name(func: Any) -> str:

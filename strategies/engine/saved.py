@@ -19,6 +19,7 @@ from .unit import Phase, Unit
 # unit, version of the weights when it was saved, bytes from the start of the unit's slot, dtype, size, stride.
 # A bare tuple: one is made for every saved weight in every step.
 SavedSlot = tuple[Unit, int, int, torch.dtype, torch.Size, tuple[int, ...]]
+SavedOther = tuple[Tensor, int]  # not in a slot; its version
 
 
 def _view(slot: Tensor, saved: SavedSlot) -> Tensor:
@@ -51,14 +52,17 @@ class SavedTensors:
         """Free the memory of what was gathered for a single read."""
         self._spilled = None
 
-    def pack(self, tensor: Tensor) -> Tensor | SavedSlot:
+    def pack(self, tensor: Tensor) -> Tensor | SavedOther | SavedSlot:
         """Autograd saves ``tensor``."""
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # has no storage (sparse, functorch): not a slot's
             return tensor
         if not self._start <= address < self._stop:
-            return tensor
+            # Autograd compares versions itself only where there are no hooks. Detached, because an output that its own graph
+            # holds would live until the garbage collector comes.
+            held = tensor.detach()
+            return held, held._version
         for unit, start, stop in self._ranges:
             if start <= address < stop and unit.phase is Phase.IN_USE:
                 return unit, self._version, address - start, tensor.dtype, tensor.shape, tensor.stride()
@@ -78,10 +82,19 @@ class SavedTensors:
     def _around(self, address: int) -> list[str]:
         return [unit.name for unit, start, stop in self._ranges if start <= address < stop]
 
-    def unpack(self, saved: Tensor | SavedSlot) -> Tensor:
+    def unpack(self, saved: Tensor | SavedOther | SavedSlot) -> Tensor:
         """Backward reads what :meth:`pack` returned."""
         if type(saved) is not tuple:
             return saved
+        if len(saved) == 2:
+            held, version = saved
+            if held._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
+                    "instead. Find it with torch.autograd.set_detect_anomaly(True)."
+                )
+            return held
         unit = saved[0]
         if saved[1] != self._version:
             raise ResidencyError(

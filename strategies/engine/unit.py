@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .collectives import LocalCollectives, Pending
 from .layout import ChunkLayout, Piece, Span
-from .resting import ResidencyError, RestingParameter
+from .resting import ResidencyError, RestingParameter, keep_engine_last
 from .shards import FlatGroup
 from .streams import Lane
 
@@ -137,6 +138,7 @@ class Unit:
     phase: Phase
     rivals: list[Unit]  # units whose slots share memory with this one
     pins: int  # uses that have not ended
+    whole = False  # its shard is the whole: nothing ever moves
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
@@ -201,13 +203,14 @@ class Unit:
     def _start(self) -> None:
         if self.announce is not None:
             self.announce(self, Exchange.SLOT)
-        # This overwrites memory that autograd may have saved views of; see saved.py.
-        if self._lane.on_device:
-            with self._lane.fork():
+        # This overwrites memory that autograd may have saved views of; see saved.py. No torch.func transform is to see it.
+        with torch._C._DisableFuncTorch():
+            if self._lane.on_device:
+                with self._lane.fork():
+                    self._send()
+                    self._mark = self._lane.mark()
+            else:
                 self._send()
-                self._mark = self._lane.mark()
-        else:
-            self._send()
 
     def _send(self) -> None:
         for target, source in self._fills:
@@ -330,7 +333,7 @@ class Unit:
         self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange
     ) -> Tensor:
         buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableFuncTorch():
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.label(exchange)).wait()
         return buffer
@@ -339,14 +342,18 @@ class Unit:
 class WholeUnit(Unit):
     """A unit on a single rank: the shard is the whole, and the parameters view it directly. Nothing ever moves."""
 
+    whole = True
+
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
         """See :meth:`Unit.connect`."""
         self._collectives, self._lane = collectives, lane
+        self._views: list[tuple[Entry, Tensor]] = []
         for chunk in self.chunks:
             for index, entry in enumerate(chunk.entries):
                 offset = chunk.layout.offsets[index]
                 group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
-                entry.parameter.data = entry.view(group.data, start + offset - piece.start)
+                self._views.append((entry, entry.view(group.data, start + offset - piece.start)))
+                entry.parameter.data = self._views[-1][1]
             chunk.slot = torch.empty(0, dtype=chunk.dtype, device=entry.parameter.device)
 
     def gather(self) -> bool:
@@ -356,4 +363,22 @@ class WholeUnit(Unit):
     def use(self) -> None:
         """Always usable."""
 
-    unuse = rest = release = refresh = abandon = arrive = use
+    unuse = rest = release = abandon = arrive = use
+
+    def refresh(self) -> None:
+        """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
+        increment_version([entry.parameter for entry in self.entries])
+
+    def adopt(self) -> None:
+        """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""
+        for entry, view in self._views:
+            if entry.parameter.data_ptr() != view.data_ptr():
+                view.copy_(entry.parameter.data)
+                entry.parameter.data = view
+            if entry.trained:
+                keep_engine_last(entry.parameter)
+
+    def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """See :meth:`Unit.full`."""
+        self.adopt()
+        return super().full(flat, dtype)
