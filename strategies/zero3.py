@@ -415,8 +415,14 @@ class Zero3Strategy(ParallelStrategy):
             return {}
         with self.engine.access.substitute(values):
             state = self.lightning_module.state_dict()
-        # On one rank parameters are views of flat tensors, which would be saved whole with each.
-        return {k: values.get(k, v) if isinstance(v, Tensor) else v for k, v in state.items()}
+        # On one rank parameters are views of flat tensors, which would be saved whole with each. Tied ones stay tied.
+        flat = {group.data.untyped_storage().data_ptr() for group in self.engine.groups}
+        copies: dict[tuple[object, ...], Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in flat:
+                place = (value.data_ptr(), value.shape, value.stride())
+                state[key] = copies.setdefault(place, value.detach().to("cpu", copy=True))
+        return state
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

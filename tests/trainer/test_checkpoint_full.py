@@ -1,0 +1,200 @@
+"""One full checkpoint file: what any strategy writes, any other reads, and nothing is lost on the way."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from helpers.models import Lit, Recipe, TinyLm
+from helpers.parity import assert_same_tensors, assert_tensors_close, relative, trainer, zero3
+from helpers.ranks import run_ranks
+
+# Everything that has state: two moments and a step count in two groups, a scheduler, a tie, a frozen part.
+RECIPE = Recipe(tied=True, optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.1",), steps=4)
+# The spare layer gets its first gradient in the second epoch: until then no optimizer state of it exists.
+SPARE = Recipe(optimizer="adamw", schedule="one_cycle", steps=4)
+
+
+def no_gradients(module):
+    return {}
+
+
+class SpareLit(Lit):
+    def __init__(self, recipe, full_gradients):
+        super().__init__(recipe, full_gradients)
+        generator = torch.Generator().manual_seed(5)
+        self.spare = nn.Linear(13, 13)
+        with torch.no_grad():
+            self.spare.weight.copy_(torch.randn(13, 13, generator=generator) / 4)
+            self.spare.bias.zero_()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.current_epoch == 1:
+            loss = loss + self.spare(torch.ones(2, 13)).square().mean()
+            self.losses[-1] = loss.item()
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-2, weight_decay=0.2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+KINDS = {"plain": (Lit, RECIPE), "spare": (SpareLit, SPARE)}
+
+
+def strategy_for(kind):
+    return zero3() if kind == "zero3" else kind
+
+
+def epochs(rank, world_size, what, strategy, until, read=None, write=None):
+    """Train until the end of epoch ``until``; return the losses of this call and the final weights."""
+    build, recipe = KINDS[what]
+    module = build(recipe, no_gradients)
+    runner = trainer(strategy_for(strategy), world_size, max_epochs=until)
+    runner.fit(module, ckpt_path=read)
+    if write is not None:
+        runner.save_checkpoint(write)
+    state = runner.strategy.lightning_module_state_dict()
+    return module.losses, {name: value.clone() for name, value in state.items()}, runner.global_step
+
+
+def on(world_size, *args):
+    runs = run_ranks(epochs, world_size, *args, timeout=60)
+    losses = [sum(step) / world_size for step in zip(*(run[0] for run in runs), strict=True)]
+    assert len({run[2] for run in runs}) == 1
+    return losses, runs[0][1]
+
+
+@cache
+def uninterrupted(what):
+    losses, state, steps = epochs(0, 1, what, "auto", 2)
+    assert steps == 8
+    return losses, state
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Checkpoints after the first epoch, by (module, strategy, world size)."""
+    folder, written = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def file(what, strategy, world_size):
+        key = (what, strategy, world_size)
+        if key not in written:
+            path = str(folder / f"{what}-{strategy}-{world_size}.ckpt")
+            if strategy == "auto":
+                epochs(0, 1, what, "auto", 1, None, path)
+            else:
+                on(world_size, what, strategy, 1, None, path)
+            written[key] = path
+        return written[key]
+
+    return file
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("what", KINDS)
+def test_resumed_is_uninterrupted_to_the_bit(files, what, world_size):
+    losses, state = on(world_size, what, "zero3", 2)
+    resumed_losses, resumed_state = on(world_size, what, "zero3", 2, files(what, "zero3", world_size))
+    assert len(resumed_losses) == 4 and resumed_losses == losses[4:]
+    assert_same_tensors(resumed_state, state)
+
+
+@pytest.mark.parametrize(
+    "writer, reader",
+    [
+        (("zero3", 2), ("auto", 1)),
+        (("zero3", 3), ("ddp", 2)),
+        (("zero3", 2), ("zero3", 3)),
+        (("zero3", 4), ("zero3", 1)),
+        (("auto", 1), ("zero3", 2)),
+        (("ddp", 2), ("zero3", 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", KINDS)
+def test_any_strategy_goes_on_from_any_file(files, what, writer, reader):
+    if what == "spare" and "ddp" in (writer[0], reader[0]):
+        reader, writer = [("zero3", k) if s == "ddp" else (s, k) for s, k in (reader, writer)]  # ddp refuses unused parameters
+    path = files(what, *writer)
+    if reader[0] == "auto":
+        losses, state, _ = epochs(0, 1, what, "auto", 2, path)
+    else:
+        losses, state = on(reader[1], what, reader[0], 2, path)
+    expected_losses, expected_state = uninterrupted(what)
+    assert relative(losses, expected_losses[4:]) <= 2e-6
+    assert_tensors_close(state, expected_state, 5e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("what", KINDS)
+def test_the_file_is_what_one_device_writes(files, what, world_size):
+    mine = torch.load(files(what, "zero3", world_size), weights_only=True)
+    alone = torch.load(files(what, "auto", 1), weights_only=True)
+    assert alone.keys() <= mine.keys() and all(key.startswith("zero3_") for key in mine.keys() - alone.keys())
+    assert_tensors_close(mine["state_dict"], alone["state_dict"])
+    assert list(mine["state_dict"]) == list(alone["state_dict"])
+    for key in ("epoch", "global_step", "lr_schedulers"):
+        assert mine[key] == alone[key]
+    (optimizer,), (expected,) = mine["optimizer_states"], alone["optimizer_states"]
+    assert optimizer["param_groups"] == expected["param_groups"]
+    assert optimizer["state"].keys() == expected["state"].keys()
+    assert_tensors_close(optimizer["state"], expected["state"], 1e-5)
+    # A tensor that views a flat one would have taken all of that into the file with it.
+    for tensor in (*mine["state_dict"].values(), *(t for state in optimizer["state"].values() for t in state.values())):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_read_without_a_trainer(files):
+    path = files("plain", "zero3", 2)
+    expected = torch.load(files("plain", "auto", 1), weights_only=True)["state_dict"]
+    module = Lit.load_from_checkpoint(path, recipe=Recipe(tied=True, seed=9), full_gradients=no_gradients)
+    assert_tensors_close(dict(module.state_dict()), dict(expected))
+    net = TinyLm(tied=True)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+    assert net.head.weight is net.embed.weight
+
+
+# ---- callbacks -------------------------------------------------------------------------------
+
+
+def with_callback(rank, world_size, folder):
+    def keep():
+        return ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}")
+
+    def fit(module, epochs, callback, **paths):
+        options = {"enable_checkpointing": True, "callbacks": [callback], "limit_val_batches": 1.0}
+        runner = trainer(zero3(), world_size, max_epochs=epochs, default_root_dir=folder, **options)
+        runner.fit(module, **paths)
+        return runner
+
+    module, first = Lit(RECIPE, no_gradients), keep()
+    runner = fit(module, 2, first)
+    path, score = first.best_model_path, first.best_model_score.item()
+    (best,) = runner.test(module, ckpt_path="best", verbose=False)
+    fresh = Lit(replace(RECIPE, seed=3), no_gradients)
+    runner = trainer(zero3(), world_size, limit_val_batches=1.0)
+    (loaded,) = runner.validate(fresh, ckpt_path=path, verbose=False)
+    runner.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    again = Lit(RECIPE, no_gradients)
+    fit(again, 3, keep(), ckpt_path="last")
+    return path, score, best["val_loss"], loaded["val_loss"], len(again.losses)
+
+
+def test_model_checkpoint(tmp_path):
+    results = run_ranks(with_callback, 2, str(tmp_path), timeout=60)
+    assert len(set(results)) == 1
+    path, score, tested, validated, steps = results[0]
+    assert tested == pytest.approx(score, rel=1e-6)
+    assert validated == pytest.approx(score, rel=1e-6)
+    assert steps == 4, "last.ckpt is of the second epoch, so one epoch was left"
+    assert (tmp_path / "last.ckpt").is_file()
+    small = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    expected = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert "optimizer_states" not in small and small["state_dict"].keys() == expected["state_dict"].keys()
