@@ -1,12 +1,11 @@
-"""Registers `Zero3Strategy` with Lightning under the name "zero3"."""
+"""Registers `Zero3Strategy` with Lightning under its names."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .data import DataOptions
 from .zero3 import Zero3Strategy
 
-__all__ = ["Zero3Strategy"]
-
-_NAME = "zero3"
+__all__ = ["DataOptions", "Zero3Strategy"]
 
 
 def _full_name(cls: object) -> str:
@@ -19,19 +18,21 @@ def _register() -> None:
     Lightning reads the name when a Trainer is built. Overriding the entry would change which
     class an unrelated part of the program gets, so whoever comes second fails, by name.
     """
-    if _NAME in StrategyRegistry:
-        taken_by = StrategyRegistry[_NAME]["strategy"]
+    for name in Zero3Strategy.registered_names:
+        if name not in StrategyRegistry:
+            continue
+        taken_by = StrategyRegistry[name]["strategy"]
         if _full_name(taken_by) != _full_name(Zero3Strategy):
             raise RuntimeError(
-                f'The strategy name "{_NAME}" is already taken by {_full_name(taken_by)}, so'
+                f'The strategy name "{name}" is already taken by {_full_name(taken_by)}, so'
                 f" {_full_name(Zero3Strategy)} cannot be registered under it. HINT: import only"
-                f' one of the two packages, or call `StrategyRegistry.remove("{_NAME}")`'
+                f' one of the two packages, or call `StrategyRegistry.remove("{name}")`'
                 " (lightning.pytorch.strategies) before this import. If both names end alike,"
                 " one file was imported under two names: take the checkout off sys.path and"
                 " import `lightning_zero3`."
             )
         # The module was executed again (a reload): hand out the class that users import now.
-        StrategyRegistry.remove(_NAME)
+        StrategyRegistry.remove(name)
     Zero3Strategy.register_strategies(StrategyRegistry)
 
 

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -123,10 +122,12 @@ def _has_dtype(module: nn.Module, dtype: torch.dtype) -> bool:
     return all(p.dtype == dtype for p in module.parameters() if p.dtype.is_floating_point)
 
 
-def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> ShardedGradScaler | None:
+def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> torch.amp.GradScaler | None:
     """A scaler with the same settings whose check for infinities all ranks share."""
-    if scaler is None or isinstance(scaler, ShardedGradScaler):
-        return scaler
+    if scaler is None:
+        return None
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # imports all of FSDP
+
     return ShardedGradScaler(
         device,
         init_scale=scaler._init_scale,

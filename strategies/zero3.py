@@ -41,6 +41,7 @@ from .precision import convert, gather_dtypes
 from .turns import Turn, plan_turns
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_NAMES: dict[str, StartMethod] = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_notebook": "fork"}
 
 
 class Zero3Strategy(ParallelStrategy):
@@ -65,6 +66,7 @@ class Zero3Strategy(ParallelStrategy):
     """
 
     strategy_name = "zero3"
+    registered_names = tuple(_NAMES)
 
     engine: Zero3Engine | None
 
@@ -459,8 +461,5 @@ class Zero3Strategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("zero3", cls, description="ZeRO-3: everything sharded over all ranks")
-        for suffix, method in (("spawn", "spawn"), ("notebook", "fork")):
-            strategy_registry.register(
-                f"zero3_{suffix}", cls, description=f"zero3, processes started by {method}", start_method=method
-            )
+        for name, method in _NAMES.items():
+            strategy_registry.register(name, cls, description=f"ZeRO-3, processes started by {method}", start_method=method)
