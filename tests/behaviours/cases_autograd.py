@@ -1,0 +1,739 @@
+"""Ways through autograd other than one forward and one backward; user hooks; checkpoints; compilation."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from .cases_outputs import Blocks
+from .harness import DIM, STEPS, Block, Case, Chain, case
+
+# ---- other derivatives -----------------------------------------------------------------------
+
+
+@case
+class GradientPenalty(Case):
+    """Double backward: a penalty on the gradient of the input"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        x = batch.requires_grad_()
+        out = model(x).square().mean()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + grad.square().sum()
+
+
+@case
+class GradientPenaltyOnParameters(Case):
+    """Double backward: a penalty on the gradients of parameters"""
+
+    pitfalls = (43, 46)
+
+    def loss(self, model, batch):
+        out = model(batch).square().mean()
+        grads = torch.autograd.grad(out, list(model.parameters()), create_graph=True)
+        return out + sum(g.square().sum() for g in grads)
+
+
+@case
+class BackwardCreateGraph(Case):
+    """`backward(create_graph=True)`"""
+
+    pitfalls = (46,)
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward(create_graph=True)
+            run.log(loss)
+            run.optimizer.step()
+
+
+@case
+class GradOfParameters(Case):
+    """`torch.autograd.grad` on parameters, in a step"""
+
+    pitfalls = (43,)
+
+    def train(self, run):
+        def work(model, step):
+            loss = self.loss(model, self.batch(step, run.rank))
+            grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            run.log(*grads)  # of this rank's loss: nobody reduces them
+            return loss
+
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: work(model, step))
+
+
+@case
+class GradOfParametersAfterStep(Case):
+    """`torch.autograd.grad` on parameters, after the step"""
+
+    pitfalls = (43,)
+
+    def train(self, run):
+        for step in range(STEPS):
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            run.log(*torch.autograd.grad(loss, list(run.model.parameters())))
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+
+
+@case
+class BackwardOfSomeInputs(Case):
+    """`backward(inputs=[...])` with some parameters"""
+
+    pitfalls = (43,)
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward(inputs=[run.model.blocks[0].up.weight, run.model.head.bias])
+            run.log(loss)
+            run.optimizer.step()
+
+
+@case
+class Functorch(Case):
+    """`torch.func.grad` and `vmap` over `functional_call`"""
+
+    pitfalls = (46,)
+    refused = "torch.func transforms that differentiate.*torch.autograd.grad"
+
+    def train(self, run):
+        def work(model, step):
+            values = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+            def one(values, x):
+                return torch.func.functional_call(model, values, (x[None],)).square().mean()
+
+            grads = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(values, self.batch(step, run.rank))
+            run.log(*(grads[n] for n in sorted(grads)))
+            return self.loss(model, self.batch(step, run.rank))
+
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: work(model, step))
+
+
+@case
+class FunctorchWhenGathered(Case):
+    """`torch.func.grad` and `vmap` inside `gathered`, outside of a step"""
+
+    pitfalls = (46,)
+
+    def train(self, run):
+        super().train(run)
+        with run.gathered(run.model):
+            values = {n: p.detach() for n, p in run.model.named_parameters()}
+
+            def one(values, x):
+                return torch.func.functional_call(run.model, values, (x[None],)).square().mean()
+
+            grads = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(values, self.batch(0, run.rank))
+        run.log(*(grads[n] for n in sorted(grads)))
+        super().train(run)
+
+
+@case
+class VmapOverModel(Case):
+    """`torch.func.vmap` over the model"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        return torch.func.vmap(model)(batch).square().mean()
+
+
+@case
+class ForwardModeAd(Case):
+    """Forward-mode derivatives (`torch.func.jvp`)"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        out, tangent = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))
+        return out.square().mean() + tangent.square().mean()
+
+
+@case
+class JacobianOfModel(Case):
+    """`torch.autograd.functional.jacobian` in the loss"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        jacobian = torch.autograd.functional.jacobian(lambda x: model(x).sum(0), batch, create_graph=True)
+        return model(batch).square().mean() + jacobian.square().mean()
+
+
+@case
+class FunctionReturningNone(Blocks):
+    """A custom Function that returns `None` for a weight's gradient"""
+
+    pitfalls = (4,)
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            (weight,) = ctx.saved_tensors
+            return grad @ weight.t(), None
+
+    def run(self, block, x):
+        return x + block.down(self.Constant.apply(x, block.up.weight.t()))
+
+
+@case
+class FunctionSavingWeight(Blocks):
+    """A custom Function that saves a weight and a view of it"""
+
+    pitfalls = (7,)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight, weight[:, :3])
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight, part = ctx.saved_tensors
+            return grad @ weight.t() + part.sum(), x.t() @ grad
+
+    def run(self, block, x):
+        return x + block.down(self.Product.apply(x, block.up.weight.t()))
+
+
+@case
+class FunctionKeepingWeight(Blocks):
+    """A custom Function that keeps a weight on `ctx` without `save_for_backward`"""
+
+    pitfalls = (7,)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.x, ctx.weight = x, weight
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad @ ctx.weight, grad.t() @ ctx.x
+
+    def run(self, block, x):
+        return x + block.down(self.Product.apply(x, block.up.weight))
+
+
+@case
+class SparseGradients(Case):
+    """Sparse gradients of an embedding"""
+
+    pitfalls = (37,)
+
+    def model(self):
+        model = Chain()
+        model.stem = nn.Embedding(16, DIM, sparse=True)
+        return model
+
+    def optimizers(self, model):
+        return [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+    def batch(self, step, rank):
+        return torch.randint(0, 16, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@case
+class AnomalyDetection(Case):
+    """`torch.autograd.detect_anomaly`"""
+
+    def train(self, run):
+        with torch.autograd.set_detect_anomaly(True):
+            super().train(run)
+
+
+@case
+class SaveOnCpu(Case):
+    """`save_on_cpu` around some blocks"""
+
+    def loss(self, model, batch):
+        x = model.stem(batch)
+        for block in model.blocks:
+            with torch.autograd.graph.save_on_cpu():
+                x = block(x)
+        return model.head(x).square().mean()
+
+
+@case
+class OwnSavedTensorsHooks(Case):
+    """Saved-tensor hooks of the user's own around the whole step"""
+
+    def train(self, run):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+            super().train(run)
+
+
+@case
+class Autocast(Case):
+    """`torch.autocast` with its weight cache"""
+
+    pitfalls = (40,)
+
+    def loss(self, model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(batch) + model(batch)).float().square().mean()
+
+
+@case
+class NoGradientAtAll(Case):
+    """`requires_grad` only on the input"""
+
+    def model(self):
+        model = Chain()
+        for p in model.blocks.parameters():
+            p.requires_grad_(False)
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, batch.requires_grad_())
+
+
+# ---- user hooks ------------------------------------------------------------------------------
+
+
+@case
+class TensorHooksOnParameters(Case):
+    """`register_hook` on parameters that changes gradients, set before set-up"""
+
+    pitfalls = (43,)
+
+    def prepare(self, model):
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad * 2)
+
+
+@case
+class TensorHooksAfterSetUp(Case):
+    """`register_hook` on parameters, set after set-up"""
+
+    pitfalls = (43,)
+
+    def train(self, run):
+        seen = []
+        for p in run.model.parameters():
+            p.register_hook(lambda grad: seen.append(tuple(grad.shape)) or grad * 2)
+        super().train(run)
+        run.log(sorted(seen))
+
+
+@case
+class PostAccumulateHooks(Case):
+    """Post-accumulate hooks on parameters that read and change `grad`, set before set-up"""
+
+    pitfalls = (43,)
+
+    def prepare(self, model):
+        self.seen = []
+
+        def hook(p):
+            self.seen.append(tuple(p.grad.shape))
+            p.grad.mul_(2)
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+
+    def train(self, run):
+        super().train(run)
+        run.log(sorted(self.seen))
+
+
+@case
+class PostAccumulateHooksAfterSetUp(Case):
+    """Post-accumulate hooks on parameters, set after set-up"""
+
+    pitfalls = (43,)
+
+    def train(self, run):
+        seen = []
+
+        def hook(p):
+            seen.append(tuple(p.grad.shape))
+            p.grad.mul_(2)
+
+        for p in run.model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        super().train(run)
+        run.log(sorted(seen))
+
+
+@case
+class ModuleHooks(Case):
+    """Forward and backward hooks on modules"""
+
+    def prepare(self, model):
+        self.seen = []
+        for i, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda m, x: (x[0] * m.up.weight.norm(),))
+            block.register_forward_hook(lambda m, x, y: y * m.up.weight.sum())
+            block.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
+            block.register_full_backward_pre_hook(lambda m, go, i=i: self.seen.append(i))
+
+    def train(self, run):
+        super().train(run)
+        run.log(self.seen)
+
+
+@case
+class ModuleHooksAfterSetUp(ModuleHooks):
+    """Forward and backward hooks on modules, set after set-up"""
+
+    def prepare(self, model):
+        """Later."""
+
+    def train(self, run):
+        super().prepare(run.model)
+        for block in run.model.blocks:
+            block.register_forward_pre_hook(lambda m, x: (x[0] + m.down.bias,), prepend=True)
+        super().train(run)
+
+
+@case
+class BackwardHookReadsWeight(Case):
+    """A module's backward hook that reads its weight"""
+
+    def prepare(self, model):
+        for block in model.blocks:
+            block.register_full_backward_hook(lambda m, gi, go: (gi[0] * m.up.weight.detach().norm(),))
+
+
+@case
+class GradReadAfterBackward(Case):
+    """`p.grad` read after backward"""
+
+    def train(self, run):
+        super().train(run)
+        for p in run.model.parameters():
+            run.log(p.grad.norm())
+
+
+@case
+class GradClippedByUser(Case):
+    """`clip_grad_norm_(model.parameters())` between backward and step"""
+
+    pitfalls = (18,)
+    refused = "would change a copy of a sharded gradient.*parameter.grad = "
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.log(loss, nn.utils.clip_grad_norm_(run.model.parameters(), 0.01))
+            run.optimizer.step()
+
+
+@case
+class GradScaledByUser(Case):
+    """`p.grad.mul_()` between backward and step"""
+
+    refused = "would change a copy of a sharded gradient.*parameter.grad = "
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            for p in run.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.1)
+            run.optimizer.step()
+
+
+@case
+class GradAssigned(Case):
+    """`p.grad = ...` between backward and step"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            for p in run.model.parameters():
+                p.grad = torch.ones_like(p)
+            run.optimizer.step()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------
+
+
+class Checkpointed(Case):
+    """Every block in a checkpoint"""
+
+    reentrant = False
+
+    def inner(self, block, x):
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+    def loss(self, model, batch):
+        x = model.stem(batch.requires_grad_())
+        for block in model.blocks:
+            x = self.inner(block, x)
+        return model.head(x).square().mean()
+
+
+@case
+class CheckpointNonReentrant(Checkpointed):
+    """Activation checkpointing, not re-entrant (stops early)"""
+
+    pitfalls = (9,)
+
+
+@case
+class CheckpointReentrant(Checkpointed):
+    """Activation checkpointing, re-entrant"""
+
+    pitfalls = (5, 10)
+    reentrant = True
+
+
+@case
+class CheckpointNoEarlyStop(Checkpointed):
+    """Activation checkpointing without early stop"""
+
+    pitfalls = (9,)
+
+    def inner(self, block, x):
+        return checkpoint(block, x, use_reentrant=False, early_stop=False)
+
+
+@case
+class CheckpointNested(Checkpointed):
+    """Nested checkpoints"""
+
+    pitfalls = (9, 10)
+
+    def loss(self, model, batch):
+        def half(low, high, x):
+            for block in model.blocks[low:high]:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+        def whole(x):
+            x = checkpoint(half, 0, 2, x, use_reentrant=False)
+            return checkpoint(half, 2, 4, x, use_reentrant=False)
+
+        x = checkpoint(whole, model.stem(batch), use_reentrant=False)
+        return model.head(x).square().mean()
+
+
+@case
+class CheckpointSeveralBlocks(Checkpointed):
+    """One checkpoint around several blocks"""
+
+    pitfalls = (9,)
+
+    def loss(self, model, batch):
+        x = checkpoint_sequential(list(model.blocks), 2, model.stem(batch), use_reentrant=False)
+        return model.head(x).square().mean()
+
+
+@case
+class CheckpointSeveralBlocksReentrant(Checkpointed):
+    """One re-entrant checkpoint around several blocks"""
+
+    pitfalls = (10,)
+
+    def loss(self, model, batch):
+        x = checkpoint_sequential(list(model.blocks), 2, model.stem(batch), use_reentrant=True)
+        return model.head(x).square().mean()
+
+
+@case
+class CheckpointOfCheckpointReentrant(Checkpointed):
+    """Re-entrant checkpoints inside a re-entrant checkpoint"""
+
+    pitfalls = (5, 10)
+
+    def loss(self, model, batch):
+        def half(x, low):
+            for block in model.blocks[low : low + 2]:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+        x = checkpoint(half, model.stem(batch), 0, use_reentrant=True)
+        return model.head(checkpoint(half, x, 2, use_reentrant=True)).square().mean()
+
+
+@case
+class CheckpointInsideBlock(Blocks):
+    """A checkpoint inside a block's forward, around some of its layers"""
+
+    pitfalls = (9,)
+
+    def run(self, block, x):
+        hidden = checkpoint(lambda y: torch.tanh(block.up(block.norm(y))), x, use_reentrant=False)
+        return x + block.down(hidden)
+
+
+@case
+class CheckpointInsideBlockReentrant(Blocks):
+    """Two re-entrant checkpoints inside a block's forward: its hooks run twice"""
+
+    pitfalls = (5,)
+
+    def run(self, block, x):
+        hidden = checkpoint(lambda y: torch.tanh(block.up(block.norm(y))), x, use_reentrant=True)
+        return x + checkpoint(block.down, hidden, use_reentrant=True) + checkpoint(block.norm, x, use_reentrant=True)
+
+
+@case
+class CheckpointSharedModule(Checkpointed):
+    """The same module in two re-entrant checkpoints"""
+
+    pitfalls = (5,)
+    reentrant = True
+
+    def loss(self, model, batch):
+        x = model.stem(batch.requires_grad_())
+        for block in [*model.blocks, *model.blocks]:
+            x = self.inner(block, x)
+        return model.head(x).square().mean()
+
+
+@case
+class CheckpointWithDropout(Checkpointed):
+    """A checkpoint whose recomputation repeats dropout"""
+
+    pitfalls = (9,)
+
+    def model(self):
+        return Chain(*(nn.Sequential(Block(), nn.Dropout(0.3), Block()) for _ in range(3)))
+
+
+@case
+class CheckpointReadsOtherWeight(Checkpointed):
+    """A checkpoint that reads a weight of another unit"""
+
+    pitfalls = (9, 25)
+
+    def inner(self, block, x):
+        head = self.head
+        return checkpoint(lambda y: block(y) @ head.weight, x, use_reentrant=False)
+
+    def loss(self, model, batch):
+        self.head = model.head
+        return super().loss(model, batch)
+
+
+@case
+class CheckpointTwoBackwards(Checkpointed):
+    """Checkpoints and two backwards with `retain_graph`"""
+
+    pitfalls = (9, 14)
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            for retain in (True, False):
+                with run.backward():
+                    loss.backward(retain_graph=retain)
+            run.log(loss)
+            run.optimizer.step()
+
+
+# ---- compiled --------------------------------------------------------------------------------
+
+
+class Compiled(Case):
+    """Few blocks: compiling them is what takes the time"""
+
+    pitfalls = (41,)
+    worlds = (2,)
+    timeout = 90.0
+
+    def model(self):
+        return Chain(depth=2)
+
+
+@case
+class CompiledBlocks(Compiled):
+    """`torch.compile` of every block"""
+
+    def prepare(self, model):
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+
+
+@case
+class CompiledBlocksAfterSetUp(Compiled):
+    """`torch.compile` of every block after set-up"""
+
+    def train(self, run):
+        for block in run.model.blocks:
+            block.compile(backend="aot_eager")
+        super().train(run)
+
+
+@case
+class CompiledBlockWrappers(Compiled):
+    """Blocks replaced by `torch.compile(block)` before set-up"""
+
+    def model(self):
+        model = super().model()
+        model.blocks = nn.ModuleList(torch.compile(b, backend="aot_eager") for b in model.blocks)
+        return model
+
+
+@case
+class CompiledModel(Compiled):
+    """`torch.compile` of the whole model"""
+
+    def prepare(self, model):
+        model.compile(backend="aot_eager")
+
+
+@case
+class CompiledModelAfterSetUp(Compiled):
+    """`torch.compile` of the whole model after set-up"""
+
+    def train(self, run):
+        compiled = torch.compile(run.model, backend="aot_eager")
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: self.loss(compiled, self.batch(step, run.rank)))
+
+
+@case
+class Scripted(Case):
+    """`torch.jit.script`ed sub-modules inside Python blocks"""
+
+    pitfalls = (41,)
+    timeout = 60.0
+
+    class Scripting(Block):
+        def __init__(self):
+            super().__init__()
+            self.down = torch.jit.script(nn.Sequential(nn.Linear(2 * DIM, DIM), nn.ReLU()))
+
+    def model(self):
+        return Chain(*(self.Scripting() for _ in range(3)))
+
+
+@case
+class ScriptedBlocks(Case):
+    """`torch.jit.script`ed blocks"""
+
+    timeout = 60.0
+
+    def model(self):
+        return Chain(*(torch.jit.script(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU())) for _ in range(3)))

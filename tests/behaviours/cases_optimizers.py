@@ -1,0 +1,308 @@
+"""Optimizers, their groups and what is done to them during training."""
+
+import torch
+from torch import nn
+
+from .harness import DIM, STEPS, Case, Chain, case
+
+NOT_ELEMENTWISE = "does not update each element by itself.*elementwise optimizer|could not be tried on flat shards"
+
+
+def _optimizer_case(cls, **options):
+    class Optimizer(Case):
+        def optimizers(self, model):
+            return [cls(model.parameters(), **options)]
+
+    Optimizer.__name__ = f"Optimizer{cls.__name__}" + "".join(k.title() for k, v in options.items() if v is True)
+    Optimizer.__doc__ = f"`torch.optim.{cls.__name__}`" + "".join(f", {k}" for k, v in options.items() if v is True)
+    return case(Optimizer)
+
+
+_optimizer_case(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+_optimizer_case(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+_optimizer_case(torch.optim.Adam, lr=0.01, amsgrad=True)
+_optimizer_case(torch.optim.Adam, lr=0.01, fused=True)
+_optimizer_case(torch.optim.AdamW, lr=0.01, foreach=True)
+_optimizer_case(torch.optim.Adagrad, lr=0.01)
+_optimizer_case(torch.optim.Adadelta, lr=0.1)
+_optimizer_case(torch.optim.Adamax, lr=0.01)
+_optimizer_case(torch.optim.ASGD, lr=0.01)
+_optimizer_case(torch.optim.NAdam, lr=0.01)
+_optimizer_case(torch.optim.RAdam, lr=0.01)
+_optimizer_case(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)
+_optimizer_case(torch.optim.Rprop, lr=0.01)
+for _case in (_optimizer_case(torch.optim.Adafactor, lr=0.01),):
+    _case.refused = _case.refused_on_one = NOT_ELEMENTWISE
+
+
+@case
+class OptimizerMuon(Case):
+    """`torch.optim.Muon` on matrices, with SGD for the rest"""
+
+    pitfalls = (22,)
+    refused = refused_on_one = NOT_ELEMENTWISE
+
+    def optimizers(self, model):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        return [torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(rest, lr=0.01)]
+
+
+@case
+class OptimizerLbfgs(Case):
+    """`torch.optim.LBFGS` with a closure that runs the model again"""
+
+    pitfalls = (22,)
+    refused = refused_on_one = NOT_ELEMENTWISE
+
+    def optimizers(self, model):
+        return [torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)]
+
+    def train(self, run):
+        for step in range(2):
+
+            def closure(step=step):
+                run.optimizer.zero_grad()
+                loss = run.step(lambda model: self.loss(model, self.batch(step, 0)))
+                with run.backward():
+                    loss.backward()
+                return loss
+
+            run.log(run.optimizer.step(closure))
+
+
+@case
+class Closure(Case):
+    """`optimizer.step(closure)`"""
+
+    def train(self, run):
+        for step in range(STEPS):
+
+            def closure(step=step):
+                run.optimizer.zero_grad()
+                loss = run.step(lambda model: self.loss(model, self.batch(step, run.rank)))
+                with run.backward():
+                    loss.backward()
+                return loss
+
+            run.log(run.optimizer.step(closure))
+
+
+class GroupsByShape(Case):
+    """Weight decay for matrices only"""
+
+    def optimizers(self, model):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.05}]
+        return [torch.optim.SGD(groups, lr=0.1, momentum=0.9)]
+
+
+@case
+class ParamGroups(GroupsByShape):
+    """Param groups with their own weight decay and learning rate"""
+
+    pitfalls = (21,)
+    worlds = (1, 2, 3)
+
+
+@case
+class ParamGroupEdits(GroupsByShape):
+    """Learning rates and weight decay edited by a scheduler and by hand"""
+
+    pitfalls = (21,)
+
+    def train(self, run):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            scheduler.step()
+            run.optimizer.param_groups[1]["weight_decay"] += 0.1
+
+
+@case
+class ParametersWithoutOptimizer(Case):
+    """Parameters that require gradients and that no optimizer has"""
+
+    pitfalls = (24,)
+    compare_gradients = False
+
+    def optimizers(self, model):
+        return [torch.optim.SGD(model.blocks[1:].parameters(), lr=0.1, momentum=0.9)]
+
+
+@case
+class ForeignTensor(Case):
+    """An optimizer that holds a tensor that is not in the model"""
+
+    pitfalls = (24,)
+    refused = refused_on_one = "holds a tensor of shape.*is not a parameter of Chain.*named_parameters"
+
+    def optimizers(self, model):
+        self.scale = nn.Parameter(torch.ones(DIM))
+        return [torch.optim.SGD([*model.parameters(), self.scale], lr=0.1)]
+
+    def loss(self, model, batch):
+        return (model(batch) * self.scale).square().mean()
+
+
+@case
+class AddParamGroup(Case):
+    """`add_param_group` during training"""
+
+    pitfalls = (21, 24)
+    refused = refused_on_one = "Param group 1 of SGD was added after.*configure_optimizers"
+
+    def optimizers(self, model):
+        return [torch.optim.SGD(model.blocks[1:].parameters(), lr=0.1, momentum=0.9)]
+
+    def train(self, run):
+        super().train(run)
+        for p in run.model.parameters():
+            p.grad = None
+        run.optimizer.add_param_group({"params": list(run.model.head.parameters()), "lr": 0.05})
+        super().train(run)
+
+    compare_gradients = False
+
+
+@case
+class TwoOptimizers(Case):
+    """Two optimizers on two halves, each with its loss (a GAN)"""
+
+    pitfalls = (14, 23)
+
+    def model(self):
+        model = nn.Module()
+        model.make, model.judge = Chain(depth=3), Chain(depth=3)
+        return model
+
+    def optimizers(self, model):
+        make = torch.optim.SGD(model.make.parameters(), lr=0.1, momentum=0.9)
+        return [make, torch.optim.Adam(model.judge.parameters(), lr=0.01)]
+
+    def units(self, model):
+        return [*model.make.blocks, *model.judge.blocks]
+
+    def train(self, run):
+        make, judge = run.optimizers
+        for step in range(STEPS):
+            batch = self.batch(step, run.rank)
+            loss = run.step(lambda model, batch=batch: model.judge(model.make(batch)).mean())
+            make.zero_grad()
+            judge.zero_grad()
+            with run.backward():
+                loss.backward()
+            make.step()
+            run.log(loss)
+            loss = run.step(lambda model, batch=batch: model.judge(model.make(batch).detach()).square().mean())
+            make.zero_grad()
+            judge.zero_grad()
+            with run.backward():
+                loss.backward()
+            judge.step()
+            run.log(loss)
+
+
+@case
+class TwoOptimizersToggled(TwoOptimizers):
+    """Two optimizers, the other's parameters switched off (`toggle_optimizer`)"""
+
+    pitfalls = (23,)
+
+    def train(self, run):
+        for step in range(2 * STEPS):
+            batch = self.batch(step, run.rank)
+            on, off = run.optimizers if step % 2 else reversed(run.optimizers)
+            for p in [p for g in off.param_groups for p in g["params"]]:
+                p.requires_grad = False
+            on.zero_grad()
+            loss = run.step(lambda model, batch=batch: model.judge(model.make(batch)).square().mean())
+            with run.backward():
+                loss.backward()
+            on.step()
+            run.log(loss)
+            for p in [p for g in off.param_groups for p in g["params"]]:
+                p.requires_grad = True
+                p.grad = None
+
+
+@case
+class OneOptimizerSteps(TwoOptimizers):
+    """Two optimizers stepped at different intervals, gradients of the other kept"""
+
+    pitfalls = (14,)
+
+    def train(self, run):
+        make, judge = run.optimizers
+        for step in range(2 * STEPS):
+            loss = run.step(lambda model, step=step: model.judge(model.make(self.batch(step, run.rank))).square().mean())
+            with run.backward():
+                loss.backward()
+            make.step()
+            make.zero_grad()
+            if step % 2:
+                judge.step()
+                judge.zero_grad()
+            run.log(loss)
+
+
+@case
+class ZeroGradKeepsTensors(Case):
+    """`zero_grad(set_to_none=False)`"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad(set_to_none=False)
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.log(loss)
+            run.optimizer.step()
+
+
+@case
+class ModelZeroGrad(Case):
+    """`model.zero_grad()` instead of the optimizer's"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.model.zero_grad()
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.log(loss)
+            run.optimizer.step()
+
+
+@case
+class GradientsNeverCleared(Case):
+    """Steps without `zero_grad`"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.log(loss)
+            run.optimizer.step()
+
+
+@case
+class StepTwice(Case):
+    """`optimizer.step()` twice on the same gradients"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            run.optimizer.step()
+
+
+@case
+class OptimizerStateReset(Case):
+    """The optimizer's state cleared during training"""
+
+    def train(self, run):
+        super().train(run)
+        run.optimizer.state.clear()
+        super().train(run)

@@ -1,0 +1,436 @@
+"""One program, several engines, one reference.
+
+A `Case` is a model and a training program. `run_case` runs it on every rank twice: in plain torch, where gradients are
+averaged over ranks by hand, and under an engine; losses, gradients and parameters must agree. The outcome is one of
+
+right    all numbers agree
+refused  an error whose text the case announces
+wrong    it ran, with other numbers
+error    any other exception, or a dead process
+hang     no end before the case's time-out
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.ranks import run_ranks
+
+DIM = 8
+STEPS = 3
+BATCH = 20
+CASES: dict[str, Case] = {}
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """Embedding-like input, repeated blocks, head: every block is a unit, and all of them share memory."""
+
+    def __init__(self, *blocks: nn.Module, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(blocks or (Block() for _ in range(depth)))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# ---- a case ----------------------------------------------------------------------------------
+
+
+class Case:
+    """A behaviour. Subclasses replace what differs from ordinary training; the docstring is the row's name."""
+
+    refused: str | None = None  # pattern of the error with which zero3 declines on several ranks
+    refused_on_one: str | None = None  # the same on one rank, where nothing is sharded
+    pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
+    worlds: tuple[int, ...] = (1, 2)
+    timeout = 15.0
+    open: str | None = None  # why it is neither right nor refused yet
+    compare_gradients = True
+
+    def refusal(self, world_size: int) -> str | None:
+        """Pattern of the error that is expected of zero3, if any."""
+        return self.refused if world_size > 1 else self.refused_on_one
+
+    def model(self) -> nn.Module:
+        return Chain()
+
+    def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        # Weight decay and momentum tell a parameter without a gradient from one whose gradient is zero.
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)]
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """What FSDP2 shards one by one; the zero3 engine finds its units by itself."""
+        found = [b for m in model.modules() if isinstance(m, nn.ModuleList) for b in m]
+        return [m for m in found if any(True for _ in m.parameters())]
+
+    def batch(self, step: int, rank: int) -> Any:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return torch.randn(4, DIM, generator=generator)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+    def prepare(self, model: nn.Module) -> None:
+        """Something that users do before training is set up."""
+
+    def train(self, run: Run) -> None:
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+
+
+def case(cls: type[Case]) -> type[Case]:
+    """Add a behaviour to the matrix."""
+    name = _kebab(cls.__name__)
+    assert name not in CASES and cls.__doc__, cls
+    CASES[name] = cls()
+    return cls
+
+
+def _kebab(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+
+
+# ---- engines ---------------------------------------------------------------------------------
+
+
+class Run:
+    """One rank's training under one engine. This class is the reference: replicas, gradients averaged by hand."""
+
+    is_reference = True
+    sharded = False
+
+    def __init__(self, case: Case, rank: int, world_size: int) -> None:
+        self.case, self.rank, self.world_size = case, rank, world_size
+        self.logged: list[Any] = []
+        torch.manual_seed(0)
+        self.model = case.model()
+        case.prepare(self.model)
+        self.set_up()
+        torch.manual_seed(100 + rank)  # dropout differs between ranks
+
+    def set_up(self) -> None:
+        self.optimizers = self.case.optimizers(self.model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizers[0]
+
+    def train_step(self, loss: Callable[[nn.Module], Any]) -> Any:
+        """One batch as most people train on it."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        value = self.step(loss)
+        with self.backward():
+            value.backward()
+        self.log(value)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return value
+
+    def log(self, *values: Any) -> None:
+        """Numbers that must agree with the reference."""
+        self.logged += [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
+
+    def step(self, function: Callable[[nn.Module], Any]) -> Any:
+        """Run the model inside `function`, as in a `training_step`."""
+        return function(self.model)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around `loss.backward()`."""
+        before = {n: p.grad for n, p in self.model.named_parameters()}
+        for p in self.model.parameters():
+            p.grad = None
+        yield
+        for name, p in self.model.named_parameters():
+            self._average(p)
+            if before.get(name) is not None:
+                p.grad = before[name] if p.grad is None else before[name].add_(p.grad)
+
+    def _average(self, p: nn.Parameter) -> None:
+        has = torch.tensor([p.grad is not None])
+        everyone = [torch.empty_like(has) for _ in range(self.world_size)]
+        dist.all_gather(everyone, has)
+        if not any(everyone):
+            return
+        grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense().contiguous()
+        parts = [torch.view_as_real(grad) if grad.is_complex() else grad]
+        parts = [torch.empty_like(parts[0]) for _ in range(self.world_size)] if self.world_size > 1 else parts
+        dist.all_gather(parts, torch.view_as_real(grad) if grad.is_complex() else grad)
+        mean = sum(part.float() if part.dtype.itemsize < 4 else part for part in parts) / self.world_size
+        p.grad = (torch.view_as_complex(mean) if grad.is_complex() else mean).to(p.dtype)
+
+    def gathered(self, module: nn.Module, modify: bool = False) -> AbstractContextManager[None]:
+        """Inside, the parameters of `module` have their full values."""
+        return nullcontext()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Full values by name."""
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full gradients by name, as the optimizer has them; zero where there is none."""
+        return {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense().clone()
+            for n, p in self.model.named_parameters()
+        }
+
+    def result(self) -> dict[str, Any]:
+        gradients = self.gradients() if self.case.compare_gradients else {}
+        found = {f"logged[{i}]": v for i, v in enumerate(self.logged)}
+        found |= {f"gradient of {n}": v for n, v in gradients.items()}
+        return found | {f"parameter {n}": v for n, v in self.parameters().items()}
+
+
+class Zero3Run(Run):
+    """The engine as `Zero3Strategy` drives it."""
+
+    is_reference = False
+    sharded = True
+
+    def set_up(self) -> None:
+        from lightning_zero3.strategies.engine import Zero3Engine, make_collectives, partition
+        from lightning_zero3.strategies.optimizers import require_elementwise
+
+        partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own
+        self.optimizers = self.case.optimizers(self.model)
+        for optimizer in self.optimizers:
+            require_elementwise(optimizer)
+        cpu = torch.device("cpu")
+        self.engine = Zero3Engine(self.model, self.optimizers, device=cpu, collectives=make_collectives(dist.group.WORLD, cpu))
+
+    def step(self, function: Callable[[nn.Module], Any]) -> Any:
+        with self.engine.step():
+            return function(self.model)
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self.engine.backward()
+
+    def gathered(self, module: nn.Module, modify: bool = False) -> AbstractContextManager[None]:
+        return self.engine.access.gathered(list(module.parameters()), modify)
+
+    def _full(self, flat: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for unit in self.engine.units:
+            found.update(unit.full(flat))
+        return found
+
+    def _present(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: found[name] for name, _ in self.model.named_parameters() if name in found}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self._present(self._full(lambda group: group.data))
+
+    def gradients(self) -> dict[str, Tensor]:
+        def flat(group: Any) -> Tensor | None:
+            if group.grad is None:
+                return None
+            whole = torch.zeros_like(group.data)
+            for segment in group.segments:
+                if segment.parameter.grad is not None:
+                    segment.view(whole).copy_(segment.parameter.grad)
+            return whole
+
+        return self._present(self._full(flat))
+
+
+class _Redirect(Run):
+    """Engines that act in the `forward` of the root module: it calls the step, as Lightning does for DDP."""
+
+    is_reference = False
+    wrapper: nn.Module
+
+    def step(self, function: Callable[[nn.Module], Any]) -> Any:
+        original = self.model.forward
+
+        def forward() -> Any:
+            self.model.forward = original
+            return function(self.model)
+
+        self.model.forward = forward
+        try:
+            return self.wrapper()
+        finally:
+            self.model.forward = original
+
+    def backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class DdpRun(_Redirect):
+    """torch's DistributedDataParallel with find_unused_parameters."""
+
+    def set_up(self) -> None:
+        self.wrapper = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
+        super().set_up()
+
+
+class Fsdp2Run(_Redirect):
+    """torch's fully_shard on every block and the root."""
+
+    sharded = True
+
+    def set_up(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (self.world_size,))
+        for unit in self.case.units(self.model):
+            fully_shard(unit, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.wrapper = self.model
+        super().set_up()
+
+    @contextmanager
+    def gathered(self, module: nn.Module, modify: bool = False) -> Iterator[None]:
+        from torch.distributed.fsdp import FSDPModule
+
+        modules = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for m in modules:
+            m.unshard()
+        yield
+        for m in modules:
+            m.reshard()
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {n: _whole(p.detach()) for n, p in self.model.named_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else _whole(p.grad)
+            for n, p in self.model.named_parameters()
+        }
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, "ddp": DdpRun, "fsdp2": Fsdp2Run}
+
+
+# ---- running one -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    detail: str = ""
+
+
+class Raised(Exception):
+    """The engine's exception as one line of JSON, to be found in the text of a failed `run_ranks`."""
+
+
+def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str, Any]:
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # what earlier cases compiled counts towards a limit
+    trained = run(case, rank, world_size)
+    case.train(trained)
+    return trained.result()
+
+
+def compare_on_rank(rank: int, world_size: int, engine: str, names: list[str]) -> dict[str, list[str]]:
+    """Run cases twice on this rank; what differs, in words."""
+    from . import load_cases
+
+    load_cases()
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        expected = execute(CASES[name], Run, rank, world_size)
+        try:
+            trained = execute(CASES[name], ENGINES[engine], rank, world_size)
+        except BaseException as error:
+            raise Raised(json.dumps([type(error).__name__, str(error)])) from error
+        found[name] = differences(expected, trained)
+    return found
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    if list(expected) != list(found) and sorted(expected) != sorted(found):
+        return [f"names differ: {sorted(set(expected) ^ set(found))}"]
+    wrong = []
+    for name, value in expected.items():
+        try:
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(found[name], value, equal_nan=True)
+            elif value != found[name]:
+                wrong.append(f"{name}: {found[name]!r} instead of {value!r}")
+        except AssertionError as error:
+            wrong.append(f"{name}: {' '.join(str(error).split())}")
+    return wrong
+
+
+def run_case(engine: str, name: str, world_size: int = 2) -> Outcome:
+    """Run a case under an engine on `world_size` ranks."""
+    case = CASES[name]
+    try:
+        ranks = run_ranks(compare_on_rank, world_size, engine, [name], timeout=case.timeout)
+    except AssertionError as failure:
+        return _failed(engine, case, world_size, str(failure))
+    return _compared([found[name] for found in ranks])
+
+
+def run_cases(engine: str, names: list[str], world_size: int) -> dict[str, Outcome]:
+    """Run many cases, those that should be right together in one process."""
+    expected_right = [n for n in names if not CASES[n].open and not CASES[n].refusal(world_size)]
+    outcomes = {n: run_case(engine, n, world_size) for n in names if n not in expected_right}
+    for start in range(0, len(expected_right), BATCH):
+        batch = expected_right[start : start + BATCH]
+        try:
+            ranks = run_ranks(compare_on_rank, world_size, engine, batch, timeout=60 + 5 * len(batch))
+            outcomes |= {n: _compared([found[n] for found in ranks]) for n in batch}
+        except AssertionError as failure:
+            singly = {n: run_case(engine, n, world_size) for n in batch}
+            assert any(o.kind != "right" for o in singly.values()), f"{batch} are right one by one, but not together: {failure}"
+            outcomes |= singly
+    return outcomes
+
+
+def _compared(ranks: list[list[str]]) -> Outcome:
+    wrong = [f"rank {rank}: {line}" for rank, lines in enumerate(ranks) for line in lines]
+    return Outcome("wrong", "\n".join([*wrong[:8], f"{len(wrong)} differences"])) if wrong else Outcome("right")
+
+
+def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
+    if "not finished after" in text:
+        return Outcome("hang", text)
+    raised = re.search(r"^\S*Raised: (\[.*\])$", text, re.MULTILINE)
+    if raised is None:
+        return Outcome("error", text)
+    kind, message = json.loads(raised[1])
+    refusal = case.refusal(world_size)
+    if engine == "zero3" and refusal and re.search(refusal, message, re.DOTALL):
+        return Outcome("refused", f"{kind}: {message}")
+    return Outcome("error", f"{kind}: {message}\n{text}")

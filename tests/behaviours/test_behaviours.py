@@ -1,0 +1,116 @@
+"""Whatever a model does: zero3 computes what plain torch computes, or refuses by name.
+
+`cases_*.py` hold the behaviours, `harness.py` what runs and compares them, `make_table.py` writes BEHAVIOURS.md.
+"""
+
+import pytest
+import torch
+
+from behaviours import load_cases
+from behaviours.harness import CASES, STEPS, Run, execute, run_case, run_cases
+from helpers.ranks import run_ranks
+
+load_cases()
+CELLS = [
+    pytest.param((name, world_size), id=f"{name}-{world_size}", marks=[pytest.mark.xfail(reason=case.open)] * bool(case.open))
+    for name, case in CASES.items()
+    for world_size in case.worlds
+]
+
+
+# Known traps of sharding engines. Cases name the ones they would fall into; the rest cannot be met here, or are met elsewhere.
+PITFALLS = """
+1 first forward under inference mode; 2 no gradient on some ranks; 3 stale gradient buffers; 4 post-accumulate hooks without a
+gradient; 5 hooks that fire twice in a backward; 6 weights tied across units; 7 saved views of old memory; 8 version counters;
+9 recomputation that stops early; 10 re-entrant recomputation; 11 views changed in place; 12 outputs that are no tensors; 13 a
+loss on intermediates; 14 several backwards; 15 several forwards; 16 accumulation; 17 AVG that sums; 18 clipping by local norms;
+19 padding; 20 infinities on one rank; 21 param groups; 22 optimizers that look at shapes; 23 requires_grad changed later; 24
+optimizers built before sharding; 25 access outside forward; 26 training_step instead of forward; 27 a sub-module before the
+root; 28 exceptions and skipped steps; 29 ranks in different branches; 30 evaluation; 31 stale slots; 32 state dicts; 33 loads;
+34 copies and averages; 35 odd shapes and layouts; 36 mixed dtypes; 37 complex and sparse; 38 parametrizations and caches of
+weights; 39 buffers; 40 autocast; 41 compilation; 42 streams; 43 user hooks; 44 cycles that keep memory; 45 sets that iterate
+differently; 46 double backward and functorch; 47 the meta device; 48 shards without elements
+"""
+ELSEWHERE = {
+    17: "the engine never asks for an average: it sums and scales",
+    20: "a matter of the precision plugin, whose tests have it",
+    42: "there are no streams on the CPU; every hazard has a comment where the engine waits",
+    45: "units, chunks and groups are lists in the order of named_parameters",
+    47: "a matter of set-up, before there is anything to train",
+}
+
+
+@pytest.fixture(scope="session")
+def outcomes(request):
+    """Of all cells that this session asked for: run together they take a fifth of the time."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cells = [p["cell"] for p in params if "cell" in p]
+    found = {}
+    for world_size in sorted({w for _, w in cells}):
+        names = [n for n, w in cells if w == world_size]
+        found |= {(n, world_size): o for n, o in run_cases("zero3", names, world_size).items()}
+    return found
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_right_or_refused(cell, outcomes):
+    name, world_size = cell
+    outcome = outcomes[cell]
+    expected = "refused" if CASES[name].refusal(world_size) else "right"
+    assert outcome.kind == expected, outcome.detail
+
+
+# ---- the matrix itself -----------------------------------------------------------------------
+
+
+def reference_on_rank(rank, world_size, name):
+    load_cases()
+    return execute(CASES[name], Run, rank, world_size)
+
+
+def test_the_reference_is_one_process_on_the_joined_batch():
+    ranks = run_ranks(reference_on_rank, 2, "plain")
+    case = CASES["plain"]
+    torch.manual_seed(0)
+    model = case.model()
+    (optimizer,) = case.optimizers(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = case.loss(model, torch.cat([case.batch(step, rank) for rank in range(2)]))
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(sum(found[f"logged[{step}]"] for found in ranks) / 2, loss.detach())
+    for name, p in model.named_parameters():
+        for found in ranks:
+            torch.testing.assert_close(found[f"parameter {name}"], p.detach())
+            torch.testing.assert_close(found[f"gradient of {name}"], p.grad)
+
+
+def test_every_pitfall_has_a_case_or_a_reason():
+    numbers = {int(line.split()[0]) for line in " ".join(PITFALLS.split()).split("; ")}
+    assert numbers == set(range(1, 49))
+    covered = {number for case in CASES.values() for number in case.pitfalls}
+    assert covered | set(ELSEWHERE) == numbers and not covered & set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "text"),
+    [
+        ("unreduced", "wrong", "gradient of blocks.0.up.weight"),
+        ("sleeping", "hang", "in set_up"),
+        ("dying", "error", "exit code 3"),
+        ("raising", "error", "KeyError: 'no reason'"),
+        ("ddp", "right", ""),
+        ("fsdp2", "right", ""),
+    ],
+)
+def test_outcomes_are_recognised(engine, kind, text, monkeypatch):
+    monkeypatch.setattr(type(CASES["plain"]), "timeout", 4.0)
+    outcome = run_case(engine, "plain")
+    assert outcome.kind == kind, outcome.detail
+    assert text in outcome.detail
+
+
+def test_an_unexpected_error_is_no_refusal():
+    outcome = run_case("raising", "read-outside-a-step")
+    assert outcome.kind == "error", outcome.detail
