@@ -305,7 +305,8 @@ class Zero3Engine:
         """See :class:`~.hooks.Listener`."""
         if unit is self._current:
             return
-        self._begin_backward()
+        if not self._pass.active:
+            self._begin_backward()
         # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
         # gathers the one after it ahead.
         while self._schedule.pending(unit.index):

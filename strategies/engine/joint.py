@@ -49,7 +49,7 @@ class JointSteps:
             self._release_all()
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
-        self._tell(1 + unit.label(exchange))
+        self._tell(1 + unit.labels[exchange])
 
     def _tell(self, code: int) -> int:
         return int(self._collectives.agree(torch.tensor([code], dtype=torch.int64)))

@@ -52,32 +52,16 @@ class BackwardSchedule:
         self._left.clear()
         self.position = 0
 
-    def at(self, position: int) -> int:
-        """Unit of the visit ``position`` (0 is the first in backward)."""
-        return self._tape[-1 - position]
-
-    def visit(self, unit: int) -> list[int]:
-        """Units passed to reach the next visit of ``unit``; empty too if no visit of it is left."""
-        if not self._left.get(unit):
-            return []
-        passed = []
-        while True:
-            found = self.at(self.position)
-            self.position += 1
-            self._left[found] -= 1
-            if found == unit:
-                return passed
-            passed.append(found)
-
     def advance(self) -> int:
-        """Take the next visit whatever it is."""
-        unit = self.at(self.position)
-        self.visit(unit)
+        """Take the next visit whatever it is; return its unit."""
+        unit = self._tape[-1 - self.position]
+        self.position += 1
+        self._left[unit] -= 1
         return unit
 
     def upcoming(self) -> int | None:
         """The unit of the next visit."""
-        return self.at(self.position) if self.position < len(self._tape) else None
+        return self._tape[-1 - self.position] if self.position < len(self._tape) else None
 
     def pending(self, unit: int) -> bool:
         """Whether ``unit`` is to be visited again."""

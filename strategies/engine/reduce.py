@@ -146,7 +146,7 @@ class Reducer:
             gap.zero_()
         place.written[:] = [False] * len(place.views)
         with self._lane.fork():
-            place.pending = [self._collectives.reduce_scatter(part, unit.label(Exchange.REDUCE)) for _, part in place.chunks]
+            place.pending = [self._collectives.reduce_scatter(part, unit.labels[Exchange.REDUCE]) for _, part in place.chunks]
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,12 +20,9 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Of each module: its parameters and children, and who they were.
-        self._seen = [
-            (table, list(map(id, table.values())))
-            for module in model.modules()
-            for table in (module._parameters, module._modules)
-        ]
+        # The parameters and the children of every module.
+        self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        self._seen = self._identities()
         self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
@@ -32,9 +31,12 @@ class Structure:
         Raises:
             ValueError: a parameter was added, replaced or removed.
         """
-        for table, before in self._seen:
-            if list(map(id, table.values())) != before:
-                self._refuse()
+        if self._identities() != self._seen:
+            self._refuse()
+
+    def _identities(self) -> list[int]:
+        # Without a Python loop: this runs in every step.
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _refuse(self) -> None:
         now = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}

@@ -148,7 +148,7 @@ class Unit:
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
-        self._slot_label = self.label(Exchange.SLOT)
+        self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
         self.lent = False
         self._pending: list[Pending] = []
@@ -172,13 +172,10 @@ class Unit:
                 entry.parameter.data = view
         self.rest()
 
-    def move(self, phase: Phase) -> None:
-        """Change phase, if that is legal."""
-        if phase not in self.phase.moves:
-            raise RuntimeError(
-                f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
-            )
-        self.phase = phase
+    def _illegal(self, phase: Phase) -> None:
+        raise RuntimeError(
+            f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
+        )
 
     def place_of(self, entry: Entry) -> tuple[Chunk, int]:
         """The chunk that holds ``entry``, and its position there."""
@@ -216,7 +213,7 @@ class Unit:
         for target, source in self._fills:
             target.copy_(source)
         for chunk in self.chunks:
-            self._pending.append(self._collectives.all_gather(chunk.bytes, self._slot_label))
+            self._pending.append(self._collectives.all_gather(chunk.bytes, self.labels[Exchange.SLOT]))
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""
@@ -233,7 +230,9 @@ class Unit:
         if self.phase is Phase.GATHERING:
             self.arrive()
         if not self.pins:
-            self.move(Phase.IN_USE)
+            if Phase.IN_USE not in self.phase.moves:
+                self._illegal(Phase.IN_USE)
+            self.phase = Phase.IN_USE
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls
                 entry.seen = entry.parameter._version
@@ -243,7 +242,9 @@ class Unit:
         """End of one use. The values stay in the slot until another unit takes it."""
         self.pins -= 1
         if not self.pins:
-            self.move(Phase.READY)
+            if Phase.READY not in self.phase.moves:
+                self._illegal(Phase.READY)
+            self.phase = Phase.READY
             written = None
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:
@@ -278,7 +279,7 @@ class Unit:
         """Give the slot up."""
         self.arrive()  # hazard: the memory's next owner while ranks still send into it
         if self.phase is Phase.READY:
-            self.move(Phase.RESTING)
+            self.phase = Phase.RESTING
 
     def refresh(self) -> None:
         """The shards changed: what is in the slot is no longer true."""
@@ -286,7 +287,7 @@ class Unit:
             self._start()
             self.phase = Phase.GATHERING
             self.arrive()
-            self.move(Phase.IN_USE)
+            self.phase = Phase.IN_USE
         else:
             self.release()
 
@@ -325,17 +326,13 @@ class Unit:
         parts = [self._gather_apart(chunk, lambda group: group.data, chunk.dtype, Exchange.COPY) for chunk in self.chunks]
         return torch.cat([part.view(torch.uint8) for part in parts])
 
-    def label(self, exchange: Exchange) -> int:
-        """Names an exchange of this unit to the other ranks."""
-        return self.index * len(Exchange) + exchange
-
     def _gather_apart(
         self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange
     ) -> Tensor:
         buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
         with torch.no_grad(), torch._C._DisableFuncTorch():
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
-            self._collectives.all_gather(buffer.view(torch.uint8), self.label(exchange)).wait()
+            self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer
 
 

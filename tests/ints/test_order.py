@@ -34,10 +34,10 @@ def test_backward_is_the_reverse():
         schedule.record(unit)
     assert len(schedule) == 4
     for expected, following in ((1, 2), (2, 1), (1, 0), (0, None)):
-        assert schedule.visit(expected) == []
+        assert schedule.advance() == expected
         assert schedule.upcoming() == following
         assert schedule.pending(1) == (expected in (1, 2) and schedule.position < 3)
-    assert schedule.visit(0) == []  # no visit left: outside the schedule
+    assert not schedule.pending(0)  # one more visit of it would be outside the schedule
     assert schedule.position == 4
     schedule.clear()
     assert (len(schedule), schedule.position, schedule.upcoming(), schedule.pending(1)) == (0, 0, None, False)
@@ -52,12 +52,10 @@ def test_every_rank_takes_every_visit_whatever_it_skips():
                 schedule.record(unit)
             visits = []
             for unit in (u for u, mine in zip(reversed(tape), used, strict=True) if mine):
-                before = schedule.position
-                passed = schedule.visit(unit)
-                if schedule.position == before:
-                    assert passed == [] and not schedule.pending(unit)
-                    continue
-                visits += [*passed, unit]
+                while schedule.pending(unit):
+                    visits.append(schedule.advance())
+                    if visits[-1] == unit:
+                        break
             assert visits == [*reversed(tape)][: len(visits)]
             assert schedule.position == len(visits)
             while schedule.position < len(tape):
