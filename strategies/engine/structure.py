@@ -20,8 +20,9 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # The parameters and the children of every module.
-        self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        # The parameters and the children of every module. Scripted modules have other tables, which do not change.
+        tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        self._tables = [table for table in tables if isinstance(table, dict)]
         self._seen = self._identities()
         self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
