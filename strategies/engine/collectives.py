@@ -100,19 +100,16 @@ class GroupCollectives(LocalCollectives):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def _shard(self, buffer: Tensor) -> Tensor:
-        return buffer.view(self.world_size, -1)[self.rank]
-
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
         self.trace.append(label)
-        work = _all_gather(self._group, buffer, self._shard(buffer), _GATHER_OPTIONS)
+        work = _all_gather(self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS)
         return Pending(buffer, [work] if work is not None else None)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
         self.trace.append(label)
-        shard = self._shard(buffer)
+        shard = buffer.view(self.world_size, -1)[self.rank]
         work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
         return Pending(shard, [work] if work is not None else None)
 

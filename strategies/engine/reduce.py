@@ -146,7 +146,8 @@ class Reducer:
             gap.zero_()
         place.written[:] = [False] * len(place.views)
         with self._lane.fork():
-            place.pending = [self._collectives.reduce_scatter(part, unit.labels[Exchange.REDUCE]) for _, part in place.chunks]
+            for _, part in place.chunks:
+                place.pending.append(self._collectives.reduce_scatter(part, unit.labels[Exchange.REDUCE]))
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()
