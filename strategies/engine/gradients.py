@@ -58,7 +58,10 @@ class Gradients:
         for group in self._groups:
             if group.grad is not None:
                 flags = used[group.first : group.last]
-                group.bind([] if all(flags) else self._unused_ranges(group, used))
+                if any(flags):
+                    group.bind([] if all(flags) else self._unused_ranges(group, used))
+                else:
+                    group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
 
     def has_gradient(self, entry: Entry) -> bool:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""

@@ -228,6 +228,32 @@ class TwoOptimizersToggled(TwoOptimizers):
 
 
 @case
+class TwoOptimizersToggledInOneStep(TwoOptimizers):
+    """Two optimizers that take turns inside one step, switched off and on as `toggle_optimizer` does it"""
+
+    pitfalls = (23, 26)
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.step(lambda model, step=step: self.both(run, model, self.batch(step, run.rank)))
+
+    def both(self, run, model, batch):
+        for sign, optimizer in zip((1, -1), run.optimizers, strict=True):
+            others = [p for o in run.optimizers if o is not optimizer for g in o.param_groups for p in g["params"]]
+            before = [(p, p.requires_grad) for p in others]
+            for p in others:
+                p.requires_grad = False
+            loss = sign * model.judge(model.make(batch)).square().mean()
+            optimizer.zero_grad()
+            with run.backward():
+                loss.backward()
+            optimizer.step()
+            for p, requires_grad in before:
+                p.requires_grad = requires_grad
+            run.log(loss)
+
+
+@case
 class OneOptimizerSteps(TwoOptimizers):
     """Two optimizers stepped at different intervals, gradients of the other kept"""
 

@@ -3,6 +3,8 @@
 `cases_*.py` hold the behaviours, `harness.py` what runs and compares them, `make_table.py` writes BEHAVIOURS.md.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -114,3 +116,14 @@ def test_outcomes_are_recognised(engine, kind, text, monkeypatch):
 def test_an_unexpected_error_is_no_refusal():
     outcome = run_case("raising", "read-outside-a-step")
     assert outcome.kind == "error", outcome.detail
+
+
+def test_the_table_is_up_to_date():
+    rows = {}
+    for line in (Path(__file__).resolve().parents[2] / "docs" / "BEHAVIOURS.md").read_text().splitlines():
+        if line.startswith("| ") and line.count("|") == 5:
+            behaviour, zero3 = (cell.strip() for cell in line.split("|")[1:3])
+            rows[behaviour] = zero3
+    for case in CASES.values():
+        expected = "refused" if case.refused else "right"
+        assert rows.get(case.__doc__) == expected or case.open, case.__doc__

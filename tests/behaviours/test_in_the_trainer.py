@@ -1,0 +1,184 @@
+"""Behaviours that callbacks of Lightning and hooks of the module bring in: zero3 on two ranks against one process.
+
+The one process trains on the joined batches. What it sees is the mean of what the ranks see.
+"""
+
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader
+
+from behaviours.harness import DIM, Chain
+from helpers.ranks import run_ranks
+
+READ = "was read outside a step.*strategy.gathered"
+
+
+class Module(pl.LightningModule):
+    refused: str | None = None
+    open: str | None = None  # why it is neither right nor refused yet
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Chain()
+        self.seen = []
+
+    def train_dataloader(self):
+        mine = range(2) if self.trainer.world_size == 1 else [self.trainer.global_rank]
+        parts = [torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(rank)) for rank in mine]
+        return DataLoader(torch.cat(parts, 1), batch_size=None)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def callbacks(self):
+        return []
+
+
+class Ema(Module):
+    refused = READ
+
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5))]
+
+
+class Swa(Module):
+    refused = READ
+
+    def callbacks(self):
+        return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+
+
+class Unfreezing(Module):
+    open = "BaseFinetuning looks its optimizer's tensors up among the module's parameters, and finds flat shards: a KeyError"
+
+    def callbacks(self):
+        class Finetuning(BaseFinetuning):
+            def freeze_before_training(self, module):
+                self.freeze(module.net.blocks[:2])
+
+            def finetune_function(self, module, epoch, optimizer):
+                if epoch == 1:
+                    self.unfreeze_and_add_param_group(module.net.blocks[:2], optimizer)
+
+        return [Finetuning()]
+
+
+class UnfreezingByFlag(Module):
+    """The optimizer has all parameters from the start."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self):
+        self.net.blocks[:2].requires_grad_(self.current_epoch > 0)
+
+
+class SkippedSteps(Module):
+    refused = "Skipping the `training_step` by returning None in distributed training is not supported"  # Lightning's own
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+class GradientNorms(Module):
+    def on_before_optimizer_step(self, optimizer):
+        self.seen += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
+
+
+class ClippedByValue(Module):
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
+class ClippedByNorm(Module):
+    options = {"gradient_clip_val": 0.01}
+
+
+class Manual(Module):
+    """Two optimizers, toggled."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.05, momentum=0.9)
+
+    def training_step(self, batch, batch_idx):
+        for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * self.judge(self.net(batch)).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.seen.append(loss.item())
+
+
+class ExceptionOnce(Module):
+    """A step that fails inside, is caught, and is taken again."""
+
+    def training_step(self, batch, batch_idx):
+        with pytest.raises(RuntimeError):
+            self.net(batch[:, :3])
+        return super().training_step(batch, batch_idx)
+
+
+MODULES = {
+    cls.__name__: cls
+    for cls in (Module, Ema, Swa, Unfreezing, UnfreezingByFlag, SkippedSteps, GradientNorms)
+    + (ClippedByValue, ClippedByNorm, Manual, ExceptionOnce)
+}
+
+
+def fit(rank, world_size, name, strategy):
+    module = MODULES[name]()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=module.callbacks(),
+        **getattr(module, "options", {}),
+    )
+    trainer.fit(module)
+    state = trainer.strategy.lightning_module_state_dict()
+    return module.seen, {k: v.clone() for k, v in state.items()}
+
+
+NAMES = [pytest.param(n, marks=[pytest.mark.xfail(reason=c.open)] * bool(c.open)) for n, c in MODULES.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_in_one_process_or_refused(name):
+    refused = MODULES[name].refused
+    if refused:
+        with pytest.raises(AssertionError) as failure:
+            run_ranks(fit, 2, name, "zero3", timeout=60)
+        assert re.search(refused, str(failure.value), re.DOTALL), failure.value
+        return
+    ranks = run_ranks(fit, 2, name, "zero3", timeout=60)
+    ((expected, state),) = run_ranks(fit, 1, name, "auto", timeout=60)
+    assert len(expected) >= 12
+    torch.testing.assert_close(sum(torch.tensor(seen) for seen, _ in ranks) / 2, torch.tensor(expected))
+    torch.testing.assert_close(ranks[0][1], state)
