@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..strategies.engine import is_sharded
 from .memory_leak import name_holder
 
 STACK_LIMIT = 12  # frames shown
@@ -83,12 +84,14 @@ def find_allocations(source: str, device_type: str, module: nn.Module) -> list[A
 
 def _largest_tensors(device_type: str, module: nn.Module, limit: int = 8) -> list[Allocation]:
     """Tensors alive now, by kind. Finding a holder walks all objects, so only a few kinds are named."""
-    names = {parameter.untyped_storage().data_ptr(): name for name, parameter in module.named_parameters()}
+    # A parameter that zero3 shards has no memory of its own.
+    whole = {name: parameter for name, parameter in module.named_parameters() if not is_sharded(parameter)}
+    names = {parameter.untyped_storage().data_ptr(): name for name, parameter in whole.items()}
     seen: set[int] = set()
     sizes: dict[str, list[int]] = {}
     examples: dict[str, list[torch.Tensor]] = {}
     for item in gc.get_objects():
-        if not (issubclass(type(item), torch.Tensor) and item.device.type == device_type):
+        if not (issubclass(type(item), torch.Tensor) and item.device.type == device_type) or is_sharded(item):
             continue
         item = getattr(item, "_local_tensor", item)
         if item.layout != torch.strided or not (address := item.untyped_storage().data_ptr()) or address in seen:
