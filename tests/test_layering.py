@@ -67,7 +67,7 @@ LAYERS = [
     (["strategies/data/hooks"], TORCH),
     (["strategies/data/__init__"], TORCH),
     # Lightning from here on.
-    (["strategies/precision"], LIGHTNING),
+    (["strategies/precision", "strategies/processes"], LIGHTNING),
     (["strategies/zero3"], LIGHTNING),
     (["strategies/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__init__"], LIGHTNING),
