@@ -56,6 +56,7 @@ class Zero3Strategy(ProcessStrategy):
             class names; or a function from the model to a list of modules or lists of modules.
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
             With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
+        debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
     """
 
     strategy_name = "zero3"
@@ -75,6 +76,7 @@ class Zero3Strategy(ProcessStrategy):
         start_method: StartMethod = "popen",
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
         data: DataOptions | None = None,
+        debug: bool = False,
     ) -> None:
         super().__init__(
             accelerator,
@@ -90,6 +92,7 @@ class Zero3Strategy(ProcessStrategy):
         self._turns: Iterator[Turn] = iter(())
         self.unit_policy = unit_policy
         self._data = DataHooks(data)
+        self._debug = debug
 
     @override
     def setup_environment(self) -> None:
@@ -160,6 +163,7 @@ class Zero3Strategy(ProcessStrategy):
             device=self.root_device,
             collectives=make_collectives(group, self.root_device),
             unit_policy=self.unit_policy,
+            debug=self._debug,
             slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
             # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
             reduce_buffers=2 if self.root_device.type == "cuda" else 1,

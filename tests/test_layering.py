@@ -40,6 +40,7 @@ LAYERS = [
     ),
     (["strategies/engine/shards"], TORCH),
     (["strategies/engine/unit"], TORCH),
+    (["strategies/engine/checked"], TORCH),
     (
         [
             "strategies/engine/agreement",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .checked import CheckedUnit
 from .collectives import LocalCollectives
 from .layout import ChunkLayout
 from .partition import UnitModules
@@ -56,6 +57,7 @@ def build_units(
     home: dict[int, tuple[int, int]],
     slot_dtype: SlotDtype,
     world_size: int,
+    debug: bool = False,
 ) -> tuple[list[Unit], list[FlatGroup]]:
     """Lay every unit out; nothing is allocated yet."""
     keys: dict[GroupKey, int] = {}
@@ -71,7 +73,7 @@ def build_units(
             bucket = buckets.setdefault((entry.trained, slot, p.dtype), [])
             bucket.append((keys.setdefault(key, len(keys)), entry))
         chunks = [_chunk(bucket, slot, master, world_size) for (_, slot, master), bucket in buckets.items()]
-        kind = Unit if world_size > 1 else WholeUnit
+        kind = WholeUnit if world_size == 1 else CheckedUnit if debug else Unit
         units.append(kind(index, part.name, chunks, part.root, part.nested))
     groups = [FlatGroup(key) for key in keys]
     _number(units, groups)

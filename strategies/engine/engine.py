@@ -55,6 +55,7 @@ class Zero3Engine:
         collectives: the door to the other ranks.
         unit_policy: see :func:`~.partition.find_units`.
         slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by default.
+        debug: poison given-up slots and look for lost writes; see :mod:`~.checked`.
         reduce_buffers: 1 holds the gradients of one unit; 2 lets a unit's reduction overlap the next unit's backward.
 
     Raises:
@@ -76,12 +77,13 @@ class Zero3Engine:
         unit_policy: UnitPolicy | None = None,
         slot_dtype: SlotDtype = _own_dtype,
         reduce_buffers: int = 1,
+        debug: bool = False,
     ) -> None:
         self.device, self.collectives = device, collectives
         home = optimizer_groups(model, optimizers)
         self.optimizer_names = optimizer_names(model, optimizers)
         parts = find_units(model, unit_policy)
-        self.units, self.groups = build_units(parts, home, slot_dtype, collectives.world_size)
+        self.units, self.groups = build_units(parts, home, slot_dtype, collectives.world_size, debug)
         check_same_structure(self.units, collectives)
         for unit in self.units:
             for chunk in unit.chunks:

@@ -1,0 +1,69 @@
+"""The debug mode finds what ordinary runs cannot see, and changes no number."""
+
+import torch
+from torch import nn
+
+from helpers.ranks import run_ranks
+
+BLOCKS = 5
+
+
+class Block(nn.Module):
+    def __init__(self, clamp=False):
+        super().__init__()
+        self.linear, self.clamp = nn.Linear(48, 48), clamp
+
+    def forward(self, x):
+        if self.clamp:
+            self.linear.weight.data.clamp_(-0.01, 0.01)
+        self.kept = self.linear.bias.view(-1)
+        return x + torch.tanh(self.linear(x))
+
+
+class Keeps(nn.Sequential):
+    """Adds a view of the first block's bias that was kept while the block was in use, long after."""
+
+    def forward(self, x):
+        return super().forward(x) + self[0].kept
+
+
+def train(rank, world_size, container, clamped, debug):
+    import torch.distributed as dist
+
+    from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+
+    torch.manual_seed(1)
+    model = container(*[Block(clamp=k == clamped) for k in range(BLOCKS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    doors = make_collectives(dist.group.WORLD, device)
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=doors, unit_policy=[Block], debug=debug)
+    losses = []
+    for step in range(3):
+        batch = torch.randn(2, 48, generator=torch.Generator().manual_seed(2 * step + rank))
+        try:
+            with engine.step():
+                loss = model(batch).square().mean()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_debug_changes_no_number():
+    plain = run_ranks(train, 2, nn.Sequential, None, False)
+    assert run_ranks(train, 2, nn.Sequential, None, True) == plain
+
+
+def test_a_write_through_data_is_an_error_that_names_the_parameter():
+    for message in run_ranks(train, 2, nn.Sequential, 2, True):
+        assert message.startswith("ResidencyError") and "2.linear.weight" in message and "no_grad" in message
+
+
+def test_a_kept_view_reads_nan():
+    for losses in run_ranks(train, 2, Keeps, None, True):
+        assert losses[0] != losses[0], "the kept view must not look like numbers"
