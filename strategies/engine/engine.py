@@ -179,6 +179,8 @@ class Zero3Engine:
         if self.access.in_step:
             yield
             return
+        if self._pass.active:
+            self.abandon()  # a backward without `backward()` around it raised, and the user went on
         self.structure.check()
         self._adopt_values()
         self._forward.begin()

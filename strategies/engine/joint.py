@@ -55,6 +55,7 @@ class JointSteps:
         return int(self._collectives.agree(torch.tensor([code], dtype=torch.int64)))
 
     def _release_all(self) -> None:
-        # From here on ranks that run and ranks that assist have the same units in their slots: none.
+        # From here on ranks that run and ranks that assist have the same units in their slots (none), and the same trace.
         for unit in self._units:
             unit.release()
+        self._collectives.trace.clear()

@@ -7,6 +7,7 @@ gradients. The range has the same size on every rank: what a rank did not use is
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class _Range:
         self.written = [False] * len(self.views)
         self.open = False  # holds gradients that have not been sent
         self.pending: list[Pending] = []  # in flight
+        self.dropped = False  # what is in flight is not wanted any more
         self.rivals: list[_Range] = []
 
     @staticmethod
@@ -90,10 +92,13 @@ class Reducer:
     def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of trained parameter ``index`` of ``unit`` and drops it.
 
-        One function, because it runs for each parameter in each backward.
+        One function, because it runs for each parameter in each backward. Its references are weak: torch keeps the hooks of
+        a parameter where the garbage collector cannot look, so the model would never be freed.
         """
         place, number = self._ranges[unit.index], unit.trained[index].number
         view, written, used = place.views[index], place.written, now.used
+        get_reducer, get_place, get_now = weakref.ref(self), weakref.ref(place), weakref.ref(now)
+        del place, now
 
         def collect(parameter: Tensor) -> None:
             if type(parameter) is RestingParameter:
@@ -101,13 +106,14 @@ class Reducer:
             else:
                 grad = parameter.grad
                 parameter.grad = None
+            now, place = get_now(), get_place()
             if not now.active:
                 now.begin()
             if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
                 return
             used[number] = 1
             if not place.open:
-                self._claim(place)
+                get_reducer()._claim(place)
             if grad.is_sparse:
                 grad = grad.to_dense()
             if written[index]:
@@ -163,8 +169,11 @@ class Reducer:
     def _accumulate(self, place: _Range) -> None:
         scale = 1.0 / self._collectives.world_size
         pending, place.pending = place.pending, []
+        dropped, place.dropped = place.dropped, False
         for (chunk, _), work in zip(place.chunks, pending, strict=False):
             total = work.wait()  # [shard]
+            if dropped:
+                continue
             for k, (group, piece, start) in enumerate(chunk.owned):
                 target = group.grad[start : start + piece.stop - piece.start]
                 part = total[piece.start : piece.stop]
@@ -200,7 +209,9 @@ class Reducer:
         return []
 
     def abandon(self) -> None:
-        """After an exception: forget gradients that were not sent."""
+        """After an exception: forget gradients that were not sent, and those that are on their way."""
+        if self._flying is not None:
+            self._flying.dropped = True  # not awaited here: the other ranks may never send
         for place in self._ranges.values():
             place.open = False
             place.written[:] = [False] * len(place.views)
@@ -232,33 +243,29 @@ class WholeReducer(Reducer):
         """See :meth:`Reducer.collector`."""
         key, number = (unit.index, index), unit.trained[index].number
         view, group = self._targets[key]
+        used, windows = now.used, self._windows
+        get_group, get_now = weakref.ref(group), weakref.ref(now)
+        del group, now, self
 
         def collect(parameter: Tensor) -> None:
+            group, now = get_group(), get_now()
             grad, parameter.grad = parameter.grad, None
             if not now.active:
                 now.begin()
             if grad is None or (now.muted and number in now.muted):
                 return
-            now.used[number] = 1
+            used[number] = 1
             if grad.is_sparse:
                 grad = grad.to_dense()
             if grad is view:  # shown since the last backward; autograd added to it
-                self._require_current(parameter, self._windows.get(key) == group.window)
-            elif self._windows.get(key) == group.window:
+                _require_current(parameter, windows.get(key) == group.window)
+            elif windows.get(key) == group.window:
                 view.add_(grad.detach())
             else:
                 view.copy_(grad.detach())
-                self._windows[key] = group.window
+                windows[key] = group.window
 
         return collect
-
-    @staticmethod
-    def _require_current(parameter: Tensor, current: bool) -> None:
-        if not current:
-            raise ResidencyError(
-                f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
-                "Call backward through the strategy (`self.manual_backward(loss)`)."
-            )
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
@@ -294,3 +301,11 @@ class WholeReducer(Reducer):
             if self._windows.get(key) != group.window:
                 view.zero_()
                 self._windows[key] = group.window
+
+
+def _require_current(parameter: Tensor, current: bool) -> None:
+    if not current:
+        raise ResidencyError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
+            "Call backward through the strategy (`self.manual_backward(loss)`)."
+        )

@@ -11,6 +11,7 @@ the same. An ordinary parameter pays nothing.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,7 @@ class Home(Protocol):
         """The user's dtype (the slot may hold a lower one)."""
 
 
+# Parameter -> weak reference to its home, which holds the parameter: neither would ever be freed with a strong one.
 _HOMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -59,7 +61,7 @@ class ResidencyError(RuntimeError):
 
 def settle(parameter: nn.Parameter, home: Home) -> None:
     """Make ``home`` answer for ``parameter`` while it rests."""
-    _HOMES[parameter] = home
+    _HOMES[parameter] = weakref.ref(home)
 
 
 def unsettle(parameter: nn.Parameter) -> None:
@@ -69,7 +71,15 @@ def unsettle(parameter: nn.Parameter) -> None:
 
 def home_of(parameter: Tensor) -> Home | None:
     """Who owns ``parameter``, if anyone does."""
-    return _HOMES.get(parameter)
+    reference = _HOMES.get(parameter)
+    return None if reference is None else reference()
+
+
+def _home(parameter: Tensor) -> Home:
+    home = home_of(parameter)
+    if home is None:
+        raise ResidencyError(f"A parameter of shape {tuple(parameter.shape)} outlived the model that it was sharded with.")
+    return home
 
 
 def class_in_use(parameter: nn.Parameter) -> type[nn.Parameter]:
@@ -125,29 +135,29 @@ class RestingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "dtype.__get__":
-            return _HOMES[args[0]].declared_dtype(args[0])
+            return _home(args[0]).declared_dtype(args[0])
         if name == "grad.__get__":
-            return _HOMES[args[0]].gradient(args[0])
+            return _home(args[0]).gradient(args[0])
         if name == "grad.__set__":
-            return _HOMES[args[0]].set_gradient(args[0], args[1])
+            return _home(args[0]).set_gradient(args[0], args[1])
         if name == "__repr__":
-            return f"RestingParameter({_HOMES[args[0]].describe(args[0])}, shape={tuple(args[0].shape)})"
+            return f"RestingParameter({_home(args[0]).describe(args[0])}, shape={tuple(args[0].shape)})"
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
         if name in _LIKE and isinstance(args[0], RestingParameter):
-            kwargs.setdefault("dtype", _HOMES[args[0]].declared_dtype(args[0]))
+            kwargs.setdefault("dtype", _home(args[0]).declared_dtype(args[0]))
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "register_post_accumulate_grad_hook":
             return _before_the_engine(*args)
         target = args[0] if args else None
         if name == "copy_" and isinstance(target, RestingParameter):
-            _HOMES[target].write(target, _materialize(args[1]))
+            _home(target).write(target, _materialize(args[1]))
             return target
         written = _first(target if name in _RAW or _writes(name) else kwargs.get("out"), RestingParameter)
         if written is not None:
             raise ResidencyError(
-                f"`{name}` would touch the memory of parameter {_HOMES[written].describe(written)} while it is sharded "
+                f"`{name}` would touch the memory of parameter {_home(written).describe(written)} while it is sharded "
                 "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
                 "its full value."
             )
@@ -155,7 +165,7 @@ class RestingParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
-            f"Parameter {_HOMES[self].describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
+            f"Parameter {_home(self).describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
             "module. Copy the module before training starts, or inside `with strategy.gathered(module):`."
         )
 
@@ -244,7 +254,7 @@ def _first(value: Any, cls: type[Tensor]) -> Any:
 
 def _materialize(value: Any) -> Any:
     if isinstance(value, RestingParameter):
-        return _HOMES[value].read(value)
+        return _home(value).read(value)
     if isinstance(value, tuple | list):
         return type(value)(map(_materialize, value)) if type(value) in (tuple, list) else value
     if isinstance(value, dict):

@@ -1,0 +1,110 @@
+"""Nothing stays behind: no gradient of a backward that raised, no trace of an evaluation, no model that nobody uses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+from lightning_zero3.strategies.engine.collectives import GroupCollectives
+
+
+class Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("no gradient")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.raises = nn.Linear(6, 30), nn.Linear(30, 6), False
+
+    def forward(self, x):
+        y = x + self.down(torch.tanh(self.up(x)))
+        return Raise.apply(y) if self.raises else y
+
+
+def _engine(make=make_collectives):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=make(group, device), unit_policy=[Block])
+    return model, optimizer, engine
+
+
+def _backward(engine, model, x, explicit):
+    with engine.step():
+        loss = model(x).square().mean()
+    if explicit:
+        with engine.backward():
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def _gradients_after_an_exception(rank, world_size, explicit):
+    model, optimizer, engine = _engine()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    _backward(engine, model, x, explicit)
+    expected = [group.grad.clone() for group in engine.groups]
+    optimizer.zero_grad()
+    model[1].raises = True
+    with pytest.raises(ValueError, match="no gradient"):
+        _backward(engine, model, 100 * x, explicit)
+    model[1].raises = False
+    optimizer.zero_grad()
+    _backward(engine, model, x, explicit)
+    assert engine.groups[0].shows_gradients
+    for group, grad in zip(engine.groups, expected, strict=True):
+        torch.testing.assert_close(group.grad, grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_of_a_backward_that_raised_are_gone(world_size, explicit):
+    run_ranks(_gradients_after_an_exception, world_size, explicit)
+
+
+def _train_after_uneven_evaluation(rank, world_size):
+    model, _, engine = _engine(lambda group, device: GroupCollectives(group))
+    x = torch.ones(2, 6)
+    if rank == 0:
+        with torch.no_grad(), engine.step():
+            model(x)
+        engine.joint.assist(2)
+    else:
+        for joint in (False, True, True):
+            step = engine.step()
+            with torch.no_grad(), engine.joint.run(step) if joint else step:
+                model(x)
+    _backward(engine, model, x, explicit=True)
+
+
+def test_an_uneven_evaluation_leaves_no_trace():
+    run_ranks(_train_after_uneven_evaluation, 2)
+
+
+def _train_and_forget(rank, world_size):
+    model, optimizer, engine = _engine()
+    _backward(engine, model, torch.ones(2, 6), explicit=True)
+    optimizer.step()
+    references = [weakref.ref(x) for x in (model, engine, engine.groups[0].data, next(model.parameters()))]
+    del model, optimizer, engine
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_is_freed_with_its_engine(world_size):
+    run_ranks(_train_and_forget, world_size)
