@@ -84,7 +84,7 @@ def _load_group(engine: Zero3Engine, flat: FlatGroup, optimizer: Optimizer, by_n
     for segment in flat.segments:
         inside = [item for item in items if segment.start <= item[1] < segment.stop]
         if inside and inside[0][3] is not None:
-            optimizer.state[segment.parameter] = _segment_state(flat, segment, inside)
+            optimizer.state[segment.parameter] = _segment_state(flat, segment, inside, optimizer)
 
 
 def _signature(state: dict[str, Any] | None) -> Any:
@@ -97,13 +97,18 @@ def _elementwise(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _segment_state(flat: FlatGroup, segment: Segment, inside: list[tuple]) -> dict[str, Any]:
+def _segment_state(flat: FlatGroup, segment: Segment, inside: list[tuple], optimizer: Optimizer) -> dict[str, Any]:
+    # Dtypes and devices as `Optimizer.load_state_dict` chooses them.
+    group = optimizer.param_groups[flat.key.group]
+    steps_on_device = group.get("fused") or group.get("capturable")
     result: dict[str, Any] = {}
     for key, value in inside[0][3].items():
         if not _elementwise(value):
-            result[key] = value.clone() if isinstance(value, Tensor) else value
+            device = flat.data.device if steps_on_device or key != "step" else "cpu"
+            result[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
             continue
-        target = torch.zeros(segment.stop - segment.start, dtype=value.dtype, device=flat.data.device)
+        dtype = flat.data.dtype if flat.data.is_floating_point() and value.is_floating_point() else value.dtype
+        target = torch.zeros(segment.stop - segment.start, dtype=dtype, device=flat.data.device)
         for entry, start, span, state in inside:
             source = state[key]
             if source.shape != entry.size and source.numel() != entry.size.numel():

@@ -1,0 +1,57 @@
+"""Optimizer state that comes back from a checkpoint has the dtypes that it had."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.checkpoint import full_optimizer_state, load_full_optimizer_state
+from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x).bfloat16()).float().square().mean()
+
+
+def _engine():
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return model, optimizer, Zero3Engine(model, [optimizer], device=device, collectives=make_collectives(group, device))
+
+
+def _step(model, optimizer, engine):
+    with engine.step():
+        loss = model(torch.ones(2, 6))
+    with engine.backward():
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _resume(rank, world_size):
+    model, optimizer, engine = _engine()
+    _step(model, optimizer, engine)
+    [saved] = [state for state in engine.collectives.all_gather_object(full_optimizer_state(engine, 0, optimizer)) if state]
+    again, resumed, other = _engine()
+    for mine, theirs in zip(other.groups, engine.groups, strict=True):
+        mine.data.copy_(theirs.data)
+    other.weights_changed()
+    load_full_optimizer_state(other, 0, resumed, saved)
+    _step(model, optimizer, engine)
+    _step(again, resumed, other)
+    for mine, theirs in zip(other.groups, engine.groups, strict=True):
+        assert torch.equal(mine.data, theirs.data)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_of_two_dtypes_resumes(world_size):
+    run_ranks(_resume, world_size)
