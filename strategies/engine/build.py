@@ -207,6 +207,7 @@ def place_buffers(model: nn.Module, collectives: LocalCollectives, device: torch
     differing = []
     moved: dict[int, Tensor] = {}
     for prefix, module in model.named_modules():
+        _materialize_buffers(prefix, module)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
@@ -219,3 +220,18 @@ def place_buffers(model: nn.Module, collectives: LocalCollectives, device: torch
                 moved[id(buffer)] = local
             module._buffers[name] = moved[id(buffer)]
     return differing
+
+
+def _materialize_buffers(prefix: str, module: nn.Module) -> None:
+    waiting = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    if not waiting:
+        return
+    if not hasattr(module, "reset_running_stats"):
+        name = f"{prefix}.{waiting[0]}".lstrip(".")
+        raise ValueError(
+            f"Buffer {name!r} is on the meta device, and only the running statistics of norm layers can be initialised from "
+            'there. Create it with `device="cpu"`.'
+        )
+    for name in waiting:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    module.reset_running_stats()

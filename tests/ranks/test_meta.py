@@ -1,0 +1,45 @@
+"""Modules that were created on the meta device get their values when the model is sharded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+
+
+def _engine(model):
+    device = torch.device("cpu")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return Zero3Engine(model, device=device, collectives=make_collectives(group, device))
+
+
+def _initialise(rank, world_size):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+    engine = _engine(model)
+    for norm in (model[1], model[2]):
+        assert torch.equal(norm.running_mean, torch.zeros(4))
+        assert torch.equal(norm.running_var, torch.ones(4))
+    with engine.step():
+        assert model(torch.randn(8, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_norm_layers_start_from_meta(world_size):
+    run_ranks(_initialise, world_size)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril())
+
+
+def test_a_buffer_whose_value_is_lost_is_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(Masked(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Buffer '0\.mask' is on the meta device"):
+        _engine(model)
