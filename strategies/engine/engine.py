@@ -278,6 +278,8 @@ class Zero3Engine:
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()
+        if not self.access.in_step:
+            self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
             self.units[following].gather()
@@ -297,6 +299,8 @@ class Zero3Engine:
             self._schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
+        if not self.access.in_step:
+            self._saved.leave_outside(unit)
         return copied
 
     def _leave_quietly(self, unit: Unit) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .resting import ResidencyError
 from .unit import Phase, Unit
@@ -42,6 +43,20 @@ class SavedTensors:
         self._typed = {dtype: arena.view(dtype) for dtype in dtypes}
         self._version = 0  # of the weights
         self._spilled: tuple[Unit, Tensor] | None = None
+        self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
+
+    def enter_outside(self, unit: Unit) -> None:
+        """``unit`` begins a forward outside of a step: nobody else watches what autograd saves."""
+        # torch.func refuses such hooks, and keeps what it saves to itself.
+        if not unit.whole and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+            hooks = saved_tensors_hooks(self.pack, self.unpack)
+            hooks.__enter__()
+            self._outside.append((unit, hooks))
+
+    def leave_outside(self, unit: Unit) -> None:
+        """The end of what :meth:`enter_outside` began."""
+        if self._outside and self._outside[-1][0] is unit:
+            self._outside.pop()[1].__exit__()
 
     def weights_changed(self) -> None:
         """What was saved before is out of date."""
