@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .engine import is_sharded
+
 # What autocast runs in the lower precision anyway (torch.amp's op reference): gathering these weights in it changes no number.
 _CAST_MODULES = (
     nn.Linear,
@@ -106,7 +108,7 @@ class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if _has_dtype(module, self._desired_input_dtype) else super().convert_module(module)
+        return module if _is_converted(module, self._desired_input_dtype) else super().convert_module(module)
 
 
 class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
@@ -114,12 +116,13 @@ class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if _has_dtype(module, torch.float64) else super().convert_module(module)
+        return module if _is_converted(module, torch.float64) else super().convert_module(module)
 
 
-def _has_dtype(module: nn.Module, dtype: torch.dtype) -> bool:
-    # A module that an earlier run sharded is converted, and cannot be touched.
-    return all(p.dtype == dtype for p in module.parameters() if p.dtype.is_floating_point)
+def _is_converted(module: nn.Module, dtype: torch.dtype) -> bool:
+    # A module that an earlier run sharded is converted, and cannot be touched. Of others the buffers may differ.
+    parameters = list(module.parameters())
+    return any(map(is_sharded, parameters)) and all(p.dtype == dtype for p in parameters if p.dtype.is_floating_point)
 
 
 def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> torch.amp.GradScaler | None:
