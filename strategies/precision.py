@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ _CAST_MODULES = (
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
-    nn.modules.linear.NonDynamicallyQuantizableLinear,
 )
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -173,10 +173,28 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Ca
     )
 
 
-def gather_dtypes(model: nn.Module, precision: str) -> dict[str, torch.dtype]:
-    """Name -> dtype in which a parameter is gathered, where that is not its own."""
+def gather_dtypes(model: nn.Module, precision: str, keep: Sequence[str] = ()) -> dict[str, torch.dtype]:
+    """Name -> dtype in which a parameter is gathered, where that is not its own.
+
+    Args:
+        model: the module whose parameters are meant.
+        precision: the Trainer's.
+        keep: patterns (``fnmatch``) of names of modules or parameters that are always gathered in their own dtype.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    kept = {name for pattern in keep for name in _matching(model, pattern)}
     low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-    return {} if low is None else dict.fromkeys(cast_names(model), low)
+    return {} if low is None else dict.fromkeys(cast_names(model) - kept, low)
+
+
+def _matching(model: nn.Module, pattern: str) -> list[str]:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+    if not found:
+        raise ValueError(f"Zero3Strategy(keep_in_fp32=[{pattern!r}]) matches no module and no parameter of the model.")
+    return found
 
 
 def cast_names(model: nn.Module) -> set[str]:

@@ -54,6 +54,8 @@ class Zero3Strategy(ProcessStrategy):
             "fork" and "forkserver" use ``multiprocessing``.
         unit_policy: which modules are gathered together: None finds repeated blocks by itself; a list of module classes or
             class names; or a function from the model to a list of modules or lists of modules.
+        keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed" and "16-mixed" gather in
+            fp32, though they are linear or convolution layers: for those that the model runs with autocast off.
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
             With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
@@ -75,6 +77,7 @@ class Zero3Strategy(ProcessStrategy):
         timeout: timedelta = default_pg_timeout,
         start_method: StartMethod = "popen",
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
+        keep_in_fp32: Sequence[str] = (),
         data: DataOptions | None = None,
         debug: bool = False,
     ) -> None:
@@ -91,6 +94,7 @@ class Zero3Strategy(ProcessStrategy):
         self.engine = None
         self._turns: Iterator[Turn] = iter(())
         self.unit_policy = unit_policy
+        self._keep_in_fp32 = tuple(keep_in_fp32)
         self._data = DataHooks(data)
         self._debug = debug
 
@@ -154,7 +158,7 @@ class Zero3Strategy(ProcessStrategy):
             require_elementwise(optimizer)
         names = {id(p): name for name, p in module.named_parameters()}
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
-        dtypes = gather_dtypes(module, self.precision_plugin.precision)
+        dtypes = gather_dtypes(module, self.precision_plugin.precision, self._keep_in_fp32)
         group = dist.group.WORLD if _distributed_is_initialized() else None
         previous = self.engine
         self.engine = Zero3Engine(

@@ -40,14 +40,14 @@ LAYERS = [
     ),
     (["strategies/engine/shards"], TORCH),
     (["strategies/engine/unit"], TORCH),
-    (["strategies/engine/checked"], TORCH),
+    (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
+    (["strategies/engine/whole"], TORCH),
     (
         [
             "strategies/engine/agreement",
             "strategies/engine/build",
             "strategies/engine/hooks",
             "strategies/engine/joint",
-            "strategies/engine/reduce",
             "strategies/engine/saved",
             "strategies/engine/structure",
         ],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .collectives import LocalCollectives
 from .gradients import Gradients
 from .resting import FullGradient, ResidencyError, settle
-from .unit import Entry, Unit, WholeUnit
+from .unit import Entry, Unit
 
 # Identity of the backward pass that runs in this thread.
 graph_task = torch._C._current_graph_task_id
@@ -146,7 +146,7 @@ class Access:
             modify: at exit rank 0's values are stored, whatever the other ranks wrote.
         """
         wanted = [self._owner[id(p)] for p in parameters if id(p) in self._owner]
-        wanted = [(unit, entry) for unit, entry in wanted if not isinstance(unit, WholeUnit)]
+        wanted = [(unit, entry) for unit, entry in wanted if not unit.whole]
         values: dict[str, Tensor] = {}
         for unit in dict.fromkeys(unit for unit, _ in wanted):
             full = unit.values()

@@ -15,7 +15,8 @@ from .layout import ChunkLayout
 from .partition import UnitModules
 from .resting import class_in_use, home_of, unsettle
 from .shards import FlatGroup, GroupKey
-from .unit import Chunk, Entry, Unit, WholeUnit
+from .unit import Chunk, Entry, Unit
+from .whole import WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 

@@ -30,13 +30,14 @@ from .joint import JointSteps
 from .layout import ArenaLayout
 from .order import BackwardSchedule, ForwardOrder
 from .partition import UnitPolicy, find_units
-from .reduce import BackwardPass, Reducer, WholeReducer
+from .reduce import BackwardPass, Reducer
 from .resting import ResidencyError, home_of, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
 from .structure import Structure, check_optimizer
 from .unit import Phase, Unit
+from .whole import WholeReducer
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .resting import take_gradient
-from .unit import Unit
+from .unit import Entry, Unit
 
 
 class Listener(Protocol):
@@ -39,6 +41,7 @@ def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[Re
         handles.append(module.register_forward_pre_hook(_pre(unit, listener), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_post(unit, listener), always_call=True))
+    handles += _watch_autocast(unit, members)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, listener.collector(unit, index)))
     for entry in unit.entries:
@@ -68,6 +71,40 @@ def _post(unit: Unit, listener: Listener) -> Callable[..., Any]:
         return listener.leave_forward(unit, outputs)
 
     return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
+
+
+def _watch_autocast(unit: Unit, members: list[nn.Module]) -> list[RemovableHandle]:
+    """Give modules whose weights are gathered for autocast, in its dtype, the full precision where autocast is off."""
+    if unit.whole:
+        return []
+    lower = {id(e.parameter): e for chunk in unit.chunks if chunk.dtype != chunk.master_dtype for e in chunk.entries}
+    handles = []
+    for module in dict.fromkeys(m for member in members for m in member.modules()):
+        entries = [lower[id(p)] for p in module._parameters.values() if id(p) in lower]
+        if entries:
+            handles.append(module.register_forward_pre_hook(_full_precision(unit, entries)))
+    return handles
+
+
+def _full_precision(unit: Unit, entries: list[Entry]) -> Callable[..., None]:
+    device = entries[0].parameter.device.type
+    pattern = re.sub(r"\d+", "*", entries[0].name.rpartition(".")[0])
+
+    @torch.compiler.disable
+    def lift() -> None:
+        if torch.is_grad_enabled():  # in every step, not now and then in an evaluation
+            warnings.warn(
+                f"Module {pattern!r} runs where autocast is off: its unit {unit.name} is gathered once more, in full "
+                f"precision. `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
+                stacklevel=2,
+            )
+        unit.lift(entries)
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if not torch.is_autocast_enabled(device):
+            lift()
+
+    return _ModuleHook(hook)
 
 
 class _ModuleHook(partial):

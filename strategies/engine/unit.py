@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from .collectives import LocalCollectives, Pending
 from .layout import ChunkLayout, Piece, Span
-from .resting import ResidencyError, RestingParameter, keep_engine_last
+from .resting import ResidencyError, RestingParameter
 from .shards import FlatGroup
 from .streams import Lane
 
@@ -151,6 +150,8 @@ class Unit:
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
         self.lent = False
+        self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
+        self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
 
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
@@ -245,6 +246,8 @@ class Unit:
             if Phase.READY not in self.phase.moves:
                 self._illegal(Phase.READY)
             self.phase = Phase.READY
+            if self.lifted:
+                self._lower()
             written = None
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:
@@ -252,6 +255,23 @@ class Unit:
                 entry.parameter.__class__ = RestingParameter
             if written:
                 self._store(written)
+
+    def lift(self, entries: list[Entry]) -> None:
+        """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
+        if self.phase is not Phase.IN_USE or self.lent:
+            return  # their values are full already
+        self._master = self._master or self.values()
+        held = {id(entry) for entry, _ in self.lifted}
+        for entry in entries:
+            if id(entry) not in held:
+                self.lifted.append((entry, entry.parameter.data))
+                # A copy: what autograd saves of it must not keep the values of the whole unit alive.
+                entry.parameter.data = self._master[entry.name].clone(memory_format=torch.preserve_format)
+
+    def _lower(self) -> None:
+        for entry, place in self.lifted:
+            entry.parameter.data = place
+        self.lifted, self._master = [], {}
 
     def _store(self, written: list[Entry]) -> None:
         """Parameters were changed in place during use (all ranks run the same code): the shards get the new values."""
@@ -334,48 +354,3 @@ class Unit:
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer
-
-
-class WholeUnit(Unit):
-    """A unit on a single rank: the shard is the whole, and the parameters view it directly. Nothing ever moves."""
-
-    whole = True
-
-    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
-        """See :meth:`Unit.connect`."""
-        self._collectives, self._lane = collectives, lane
-        self._views: list[tuple[Entry, Tensor]] = []
-        for chunk in self.chunks:
-            for index, entry in enumerate(chunk.entries):
-                offset = chunk.layout.offsets[index]
-                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
-                self._views.append((entry, entry.view(group.data, start + offset - piece.start)))
-                entry.parameter.data = self._views[-1][1]
-            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=entry.parameter.device)
-
-    def gather(self) -> bool:
-        """Always there."""
-        return True
-
-    def use(self) -> None:
-        """Always usable."""
-
-    unuse = rest = release = abandon = arrive = use
-
-    def refresh(self) -> None:
-        """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
-        increment_version([entry.parameter for entry in self.entries])
-
-    def adopt(self) -> None:
-        """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""
-        for entry, view in self._views:
-            if entry.parameter.data_ptr() != view.data_ptr():
-                view.copy_(entry.parameter.data)
-                entry.parameter.data = view
-            if entry.trained:
-                keep_engine_last(entry.parameter)
-
-    def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See :meth:`Unit.full`."""
-        self.adopt()
-        return super().full(flat, dtype)

@@ -1,0 +1,156 @@
+"""A single rank: its shard is the whole. Parameters view the flat tensors directly, and nothing ever moves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .collectives import LocalCollectives
+from .reduce import BackwardPass, Reducer
+from .resting import ResidencyError, keep_engine_last
+from .shards import FlatGroup
+from .streams import Lane
+from .unit import Entry, Unit
+
+
+class WholeUnit(Unit):
+    """A unit on a single rank: the shard is the whole, and the parameters view it directly. Nothing ever moves."""
+
+    whole = True
+
+    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
+        """See :meth:`Unit.connect`."""
+        self._collectives, self._lane = collectives, lane
+        self._views: list[tuple[Entry, Tensor]] = []
+        for chunk in self.chunks:
+            for index, entry in enumerate(chunk.entries):
+                offset = chunk.layout.offsets[index]
+                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
+                self._views.append((entry, entry.view(group.data, start + offset - piece.start)))
+                entry.parameter.data = self._views[-1][1]
+            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=entry.parameter.device)
+
+    def gather(self) -> bool:
+        """Always there."""
+        return True
+
+    def use(self) -> None:
+        """Always usable."""
+
+    unuse = rest = release = abandon = arrive = use
+
+    def refresh(self) -> None:
+        """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
+        increment_version([entry.parameter for entry in self.entries])
+
+    def adopt(self) -> None:
+        """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""
+        for entry, view in self._views:
+            if entry.parameter.data_ptr() != view.data_ptr():
+                view.copy_(entry.parameter.data)
+                entry.parameter.data = view
+            if entry.trained:
+                keep_engine_last(entry.parameter)
+
+    def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """See :meth:`Unit.full`."""
+        self.adopt()
+        return super().full(flat, dtype)
+
+
+class WholeReducer(Reducer):
+    """One rank: gradients go straight into the flat gradients."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._targets: dict[tuple[int, int], tuple[Tensor, FlatGroup]] = {}
+        self._windows: dict[tuple[int, int], int] = {}
+        self._entries: list[tuple[Entry, Tensor]] = []
+        self._shown: list[tuple[Entry, Tensor]] = []
+        for chunk in (c for u in units for c in u.chunks if c.trained):
+            for low, high in chunk.layout.gaps():
+                group, piece, start = next(o for o in chunk.owned if o[1].start <= low < o[1].stop)
+                group.idle.append(group.grad[start + low - piece.start : start + high - piece.start])
+        for unit in units:
+            for k, entry in enumerate(unit.trained):
+                chunk = next(c for c in unit.chunks if entry in c.entries)
+                offset = chunk.layout.offsets[chunk.entries.index(entry)]
+                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
+                view = entry.view(group.grad, start + offset - piece.start)
+                self._targets[unit.index, k] = (view, group)
+                self._entries.append((entry, view))
+
+    def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
+        """See :meth:`Reducer.collector`."""
+        key, number = (unit.index, index), unit.trained[index].number
+        view, group = self._targets[key]
+        used, windows = now.used, self._windows
+        get_group, get_now = weakref.ref(group), weakref.ref(now)
+        del group, now, self
+
+        def collect(parameter: Tensor) -> None:
+            group, now = get_group(), get_now()
+            grad, parameter.grad = parameter.grad, None
+            if not now.active:
+                now.begin()
+            if grad is None or (now.muted and number in now.muted):
+                return
+            used[number] = 1
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if grad is view:  # shown since the last backward; autograd added to it
+                _require_current(parameter, windows.get(key) == group.window)
+            elif windows.get(key) == group.window:
+                view.add_(grad.detach())
+            else:
+                view.copy_(grad.detach())
+                windows[key] = group.window
+
+        return collect
+
+    def show(self, shown: bytes) -> None:
+        """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
+        self._shown = [(entry, view) for entry, view in self._entries if shown[entry.number]]
+        for entry, view in self._shown:
+            entry.parameter.grad = view
+
+    def hide(self) -> None:
+        """Autograd would add to what it finds."""
+        for entry, _ in self._shown:
+            entry.parameter.grad = None
+        self._shown = []
+
+    def changed(self) -> list[tuple[Entry, Tensor | None]]:
+        """See :meth:`Reducer.changed`."""
+        return [(e, e.parameter.grad) for e, view in self._shown if e.parameter.grad is not view]
+
+    def is_open(self, unit: Unit) -> bool:
+        """Nothing ever waits."""
+        return False
+
+    def reduce(self, unit: Unit) -> None:
+        """Nothing to send."""
+
+    def finish(self) -> None:
+        """Nothing in flight."""
+
+    abandon = finish
+
+    def zero_untouched(self) -> None:
+        """See :meth:`Reducer.zero_untouched`."""
+        for key, (view, group) in self._targets.items():
+            if self._windows.get(key) != group.window:
+                view.zero_()
+                self._windows[key] = group.window
+
+
+def _require_current(parameter: Tensor, current: bool) -> None:
+    if not current:
+        raise ResidencyError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
+            "Call backward through the strategy (`self.manual_backward(loss)`)."
+        )
