@@ -248,6 +248,7 @@ class Zero3Strategy(ProcessStrategy):
         """Agree on who has how many batches, so that nobody waits for a rank that has none left; collective."""
         assert self.engine is not None and self.lightning_module is not None
         self.engine.structure.check()
+        self.engine.buffers.synchronize()
         everyone = self.engine.collectives.all_gather_object(list(batches))
         self._turns = iter(())
         if all(float(n).is_integer() for counts in everyone for n in counts):  # infinite: a stream without a length

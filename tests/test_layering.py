@@ -38,7 +38,7 @@ LAYERS = [
         ],
         TORCH,
     ),
-    (["strategies/engine/shards"], TORCH),
+    (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
     (["strategies/engine/whole"], TORCH),

@@ -9,38 +9,40 @@ from .unit import Exchange, Unit
 
 
 class Agreement:
-    """One small message of every rank: did all run the same, which parameters have gradients, which units are late."""
+    """One small message of every rank: did all run the same, what has gradients, what is late, whose buffers changed."""
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives, used: bytearray) -> None:
+    def __init__(self, units: list[Unit], collectives: LocalCollectives, used: bytearray, modules: int) -> None:
         self._units, self._collectives, self._used = units, collectives, used
         self._flags = torch.frombuffer(used, dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
-        self._message = torch.empty(2 + len(units) + len(used), dtype=torch.int64)
+        self._message = torch.empty(2 + len(units) + modules + len(used), dtype=torch.int64)
         collectives.describe = self.describe
 
-    def reach(self, late: bytes) -> tuple[bytes, bytes]:
+    def reach(self, late: bytes, changed: bytes) -> tuple[bytes, bytes, bytes]:
         """Exchange; collective.
 
         Args:
             late: 1 for each unit that holds gradients which came after its reduction.
+            changed: 1 for each module whose buffers changed.
 
         Returns:
-            Which trained parameters any rank used, and which units are late on any rank.
+            Which trained parameters any rank used, which units are late and which modules' buffers changed on any rank.
 
         Raises:
             DivergenceError: the ranks did not exchange the same things in the same order since the last time.
         """
         if self._collectives.world_size == 1:
-            return bytes(self._used), late
+            return bytes(self._used), late, changed
         trace = hash(tuple(self._collectives.trace)) >> 2  # of integers: the same in every process
         message = self._message
         message[0], message[1] = trace, -trace
-        message[2 : 2 + len(late)] = torch.tensor(list(late))
-        message[2 + len(late) :].copy_(self._flags)
-        high, low, *rest = self._collectives.agree(message).tolist()
-        if high != -low:
+        units, modules = 2 + len(late), 2 + len(late) + len(changed)
+        message[2:modules] = torch.tensor(list(late + changed))
+        message[modules:].copy_(self._flags)
+        agreed = self._collectives.agree(message).tolist()
+        if agreed[0] != -agreed[1]:
             self._explain()
         self._collectives.trace.clear()
-        return bytes(rest[len(late) :]), bytes(rest[: len(late)])
+        return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])
 
     def _explain(self) -> None:
         everyone = self._collectives.all_gather_object(self._collectives.trace)

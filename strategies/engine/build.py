@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .buffers import same
 from .checked import CheckedUnit
 from .collectives import LocalCollectives
 from .layout import ChunkLayout
@@ -163,7 +164,7 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
                     view.copy_(value)
                 collectives.broadcast(buffer)
                 for entry, value, view in zip(chunk.entries, locals_, views, strict=True):
-                    if collectives.rank and not _same(value.to(device), view):
+                    if collectives.rank and not same(value.to(device), view):
                         differing.append(entry.name)
                 chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
             for entry in chunk.entries:
@@ -177,10 +178,6 @@ def _initial_value(p: nn.Parameter) -> Tensor:
     """The full value, from the shards of the engine of an earlier run if one has them."""
     home = home_of(p)
     return p.detach() if home is None else home.full_value(p)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
@@ -201,38 +198,3 @@ def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
             waiting.append(module)
     for module in waiting:
         module.reset_parameters()
-
-
-def place_buffers(model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
-    """Move buffers to ``device`` and make them rank 0's; returns the names of those that differed on this rank."""
-    differing = []
-    moved: dict[int, Tensor] = {}
-    for prefix, module in model.named_modules():
-        _materialize_buffers(prefix, module)
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                local = buffer.to(device)
-                agreed = collectives.broadcast(local.detach().clone().contiguous())
-                if not _same(local, agreed):
-                    differing.append(f"{prefix}.{name}".lstrip("."))
-                    local.copy_(agreed)
-                moved[id(buffer)] = local
-            module._buffers[name] = moved[id(buffer)]
-    return differing
-
-
-def _materialize_buffers(prefix: str, module: nn.Module) -> None:
-    waiting = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-    if not waiting:
-        return
-    if not hasattr(module, "reset_running_stats"):
-        name = f"{prefix}.{waiting[0]}".lstrip(".")
-        raise ValueError(
-            f"Buffer {name!r} is on the meta device, and only the running statistics of norm layers can be initialised from "
-            'there. Create it with `device="cpu"`.'
-        )
-    for name in waiting:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-    module.reset_running_stats()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .access import NO_GRAPH_TASK, Access, graph_task
 from .agreement import Agreement
+from .buffers import Buffers
 from .build import (
     SlotDtype,
     build_units,
@@ -21,7 +22,6 @@ from .build import (
     fill_shards,
     optimizer_groups,
     optimizer_names,
-    place_buffers,
 )
 from .collectives import LocalCollectives
 from .gradients import Gradients
@@ -95,7 +95,8 @@ class Zero3Engine:
         self.differing = fill_shards(self.units, model, collectives, device)
         for found in earlier.values():
             found.retire()
-        self.differing += place_buffers(model, collectives, device)
+        self.buffers = Buffers(model, collectives, device)
+        self.differing += self.buffers.differing
         self._connect(reduce_buffers)
         self._forward = ForwardOrder()
         self._schedule = BackwardSchedule()
@@ -127,7 +128,7 @@ class Zero3Engine:
         self._saved = SavedTensors(self.units, self.arena, layout.offsets)
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, self.collectives.rank, used, self.reducer)
-        self._agreement = Agreement(self.units, self.collectives, used)
+        self._agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
         self.joint = JointSteps(self.units, self.collectives)
         self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.close)
 
@@ -374,10 +375,13 @@ class Zero3Engine:
         for held in self._recomputed:
             held.unuse()
         self._recomputed = []
-        used, late = self._agreement.reach(bytes(self.reducer.is_open(unit) for unit in self.units))
+        late = bytes(self.reducer.is_open(unit) for unit in self.units)
+        used, late, changed = self._agreement.reach(late, self.buffers.changed())
         for unit in reversed(self.units):
             if unit.trained and (unit.nested or late[unit.index]):
                 self.reducer.reduce(unit)
+        if any(changed):
+            self.buffers.synchronize(changed)
         self.reducer.finish()
         self.reducer.zero_untouched()
         self.access.forget_gradients()
