@@ -58,6 +58,8 @@ LAYERS = [
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/__init__"], TORCH),
     (["strategies/checkpoint", "strategies/optimizers"], TORCH),
+    (["strategies/checkpoints/__init__"], NOTHING),
+    (["strategies/checkpoints/inspect"], TORCH),
     (["strategies/data/device"], TORCH),
     (["strategies/data/seeding", "strategies/data/source", "strategies/data/stream"], TORCH),
     (["strategies/data/sampler"], TORCH),

@@ -1,0 +1,27 @@
+"""``python -m lightning_zero3 COMMAND``: one module for each command, imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+# Command -> module with `DESCRIPTION`, `add_arguments(parser)` and `run(arguments) -> exit code`.
+COMMANDS = {
+    "inspect": "lightning_zero3.strategies.checkpoints.inspect",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="lightning_zero3", description="Tools that need no GPU and no model class.")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        command = importlib.import_module(module)
+        command.add_arguments(subparsers.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION))
+    arguments = parser.parse_args(argv)
+    return importlib.import_module(COMMANDS[arguments.command]).run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
