@@ -24,7 +24,8 @@ LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "typ
 # library. Modules of one row do not import each other.
 LAYERS = [
     # Integers and strings.
-    (["strategies/environment", "strategies/turns", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
+    (["strategies/launchers", "strategies/world", "strategies/turns"], NOTHING),
+    (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/data/order"], NUMPY),
     (["strategies/data/options"], NOTHING),
     # Tensors.

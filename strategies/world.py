@@ -1,0 +1,105 @@
+"""The record of one process among those of a run, and what it is held against. Strings and integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class LaunchError(RuntimeError):
+    """The processes of this run were started in a way that cannot work."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What this process can compute on: the type of torch's devices, how many it sees, and torch's backend for them."""
+
+    type: str = "cpu"
+    count: int = 1
+    backend: str = "gloo"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the Trainer was asked for: ``devices``, ``num_nodes``, and how Lightning starts processes if it has to."""
+
+    processes: int = 1
+    nodes: int = 1
+    start_method: str = "popen"
+    interactive: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those of a run.
+
+    Attributes:
+        launcher: "single", "torchrun", "slurm", "openmpi", "mvapich", "intelmpi", "lsf", "kubeflow", "variables" (RANK and
+            so on without a launcher's name), "subprocess" (Lightning ran the script again), "spawn", "notebook", or the
+            name of a ClusterEnvironment of the user's.
+        rank: number of this process among all.
+        local_rank: among those of its node.
+        node_rank: number of its node.
+        world_size: processes in all.
+        local_world_size: on this node.
+        main_address: host of rank 0, where processes meet.
+        main_port: its port; 0 stands for any that is free.
+        device_type: as in ``torch.device(...).type``.
+        backend: of the process group.
+        why: for each of the above, the variable and value (or the rule) that decided.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    main_address: str
+    main_port: int
+    device_type: str
+    backend: str
+    why: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        because = dict(self.why)
+        for small, large in (("rank", "world_size"), ("local_rank", "local_world_size")):
+            if not 0 <= getattr(self, small) < getattr(self, large):
+                raise LaunchError(
+                    f"{small} {getattr(self, small)} ({because.get(small)}) is not below {large} {getattr(self, large)} "
+                    f"({because.get(large)}): two launchers have mixed their variables. Unset those that are left over."
+                )
+        if self.local_world_size > self.world_size:
+            raise LaunchError(
+                f"This node has {self.local_world_size} processes ({because.get('local_world_size')}), but there are "
+                f"{self.world_size} in all ({because.get('world_size')}). Unset the variable that is left over."
+            )
+        if not 0 <= self.main_port < 2**16:
+            raise LaunchError(f"{because.get('main_port')} is not a port. Set MASTER_PORT to a number from 1024 to 65535.")
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, if all have as many processes as this one."""
+        return -(-self.world_size // self.local_world_size)
+
+
+def require_requested(world: World, request: Request) -> None:
+    """Raise :class:`LaunchError` unless the Trainer asks for what was started."""
+    asked = request.processes * request.nodes
+    if asked != world.world_size:
+        raise LaunchError(
+            f"{world.launcher} started {world.world_size} processes ({dict(world.why)['world_size']}), but "
+            f"Trainer(devices={request.processes}, num_nodes={request.nodes}) asks for {asked}. Use "
+            f"Trainer(devices={world.local_world_size}, num_nodes={world.num_nodes}), or start {asked} processes."
+        )
+
+
+def require_devices(world: World, devices: Devices) -> None:
+    """Raise :class:`LaunchError` if two processes would share a device."""
+    if devices.type != "cpu" and world.local_world_size > devices.count:
+        raise LaunchError(
+            f"{world.local_world_size} processes on this node ({dict(world.why)['local_world_size']}), but this one sees "
+            f"{devices.count} {devices.type} device(s). Start fewer, or let every process see all devices of its node "
+            "(CUDA_VISIBLE_DEVICES alike for all; SLURM: --gpu-bind=none)."
+        )
