@@ -10,6 +10,7 @@ from torch import nn
 
 from ..strategies.engine import is_sharded
 from .memory_leak import name_holder
+from .memory_ledger import local_part
 
 STACK_LIMIT = 12  # frames shown
 _SKIPPED = ("/torch/", "/lightning/", "/pytorch_lightning/", "<frozen")
@@ -86,14 +87,14 @@ def _largest_tensors(device_type: str, module: nn.Module, limit: int = 8) -> lis
     """Tensors alive now, by kind. Finding a holder walks all objects, so only a few kinds are named."""
     # A parameter that zero3 shards has no memory of its own.
     whole = {name: parameter for name, parameter in module.named_parameters() if not is_sharded(parameter)}
-    names = {parameter.untyped_storage().data_ptr(): name for name, parameter in whole.items()}
+    names = {local_part(parameter).untyped_storage().data_ptr(): name for name, parameter in whole.items()}
     seen: set[int] = set()
     sizes: dict[str, list[int]] = {}
     examples: dict[str, list[torch.Tensor]] = {}
     for item in gc.get_objects():
         if not (issubclass(type(item), torch.Tensor) and item.device.type == device_type) or is_sharded(item):
             continue
-        item = getattr(item, "_local_tensor", item)
+        item = local_part(item)
         if item.layout != torch.strided or not (address := item.untyped_storage().data_ptr()) or address in seen:
             continue
         seen.add(address)

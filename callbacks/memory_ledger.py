@@ -70,6 +70,11 @@ def unit_of(name: str) -> str:
     return parts[0]
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which has no storage of its own; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def _optimizer_tensors(trainer: Trainer) -> Iterator[Tensor]:
     for optimizer in trainer.optimizers:
         yield from _find_tensors(getattr(optimizer, "state", {}))
@@ -90,7 +95,7 @@ def _count(tensors: Iterable[Tensor], device_type: str, seen: set[int]) -> int:
     """Bytes of the storages behind the tensors, each storage once over all calls with `seen`."""
     total = 0
     for tensor in tensors:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: this rank's part
+        tensor = local_part(tensor)
         if tensor.device.type != device_type:
             continue
         storage = tensor.untyped_storage()

@@ -183,7 +183,9 @@ def write_png(path: Path, data: ReportData) -> None:
     try:
         figure_type = import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("report_png needs matplotlib: pip install matplotlib, or leave report_png out") from error
+        raise ModuleNotFoundError(
+            "report_png needs matplotlib (the extra `report`): pip install matplotlib, or leave report_png out"
+        ) from error
     figure = figure_type(figsize=(9, 12), layout="constrained")
     over_time, phases, peak, ranks = figure.subplots(4, 1, height_ratios=(3, 3, 1.2, 1 + 0.3 * len(data.ranks)))
     steps = [record.step for record in data.records]

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from helpers.ranks import run_ranks
 from lightning_zero3.callbacks import AllocatorConfig, PluggableAllocator, allocator_early
 from lightning_zero3.callbacks.allocator_advice import GIB, RunFigures
 from lightning_zero3.callbacks.allocator_environment import NAMES, READ_NAMES, merge
@@ -296,7 +297,6 @@ def differing_ranks(rank, world_size, folder):
 
 
 def test_ranks_with_different_options_all_stop(tmp_path):
-    run_ranks = pytest.importorskip("helpers.ranks").run_ranks
     for message in run_ranks(differing_ranks, 2, tmp_path):
         assert "release_lock_on_cudamalloc: rank 0: 'absent', rank 1: True" in message
 
@@ -485,6 +485,17 @@ def test_from_yaml(tmp_path):
     (again,) = (callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig))
     again.restore_now()
     assert again.asked == config.asked
+
+
+def test_a_pluggable_allocator_from_yaml(tmp_path):
+    text = f"""
+trainer:
+  callbacks:
+    - class_path: lightning_zero3.callbacks.AllocatorConfig
+      init_args: {{pluggable: {{library: {compile_library(tmp_path)}, free: free_it}}}}
+"""
+    (config,) = (callback for callback in from_yaml(tmp_path, text).callbacks if isinstance(callback, AllocatorConfig))
+    assert config.pluggable == PluggableAllocator(str(tmp_path / "a.so"), "alloc", "free_it")
 
 
 # ---- suggest --------------------------------------------------------------------------------------
