@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
+from .engine import LocalCollectives, Meeting
+
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -48,6 +50,7 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method: StartMethod = start_method
+        self._door: LocalCollectives | None = None  # once the model is sharded: all that ranks do together is told apart
 
     @property
     def is_distributed(self) -> bool:
@@ -105,12 +108,14 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
+            self._meet(Meeting.BARRIER)
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         if not _distributed_is_initialized():
             return obj
+        self._meet(Meeting.OBJECTS)
         box = [obj]
         dist.broadcast_object_list(box, src, group=dist.group.WORLD)
         return box[0]
@@ -122,4 +127,15 @@ class ProcessStrategy(ParallelStrategy):
         if reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
             # Lightning would divide in integers, and a metric's batch sizes differ on uneven ranks.
             tensor = tensor.double()
+        self._meet(Meeting.SUM)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self._meet(Meeting.VALUES)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _meet(self, meeting: Meeting) -> None:
+        # A rank that waits here for others that gather a weight would wait for ever.
+        if self._door is not None and _distributed_is_initialized():
+            self._door.meet(meeting)

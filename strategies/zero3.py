@@ -160,7 +160,6 @@ class Zero3Strategy(ProcessStrategy):
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
         dtypes = gather_dtypes(module, self.precision_plugin.precision, self._keep_in_fp32)
         group = dist.group.WORLD if _distributed_is_initialized() else None
-        previous = self.engine
         self.engine = Zero3Engine(
             module,
             self.optimizers,
@@ -172,8 +171,7 @@ class Zero3Strategy(ProcessStrategy):
             # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
             reduce_buffers=2 if self.root_device.type == "cuda" else 1,
         )
-        if previous is not None:
-            previous.close()
+        self._door = self.engine.collectives
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             take_over_state(self.engine, index, optimizer, state)
         for child in module.modules():

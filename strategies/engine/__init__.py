@@ -14,14 +14,16 @@ visit                 a unit's turn in backward
 ====================  ==================================================================================================
 """
 
-from .collectives import GroupCollectives, LocalCollectives, PairwiseCollectives, make_collectives
+from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives, make_collectives
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
 from .resting import ResidencyError, is_sharded
 
 __all__ = [
+    "DivergenceError",
     "GroupCollectives",
     "LocalCollectives",
+    "Meeting",
     "PairwiseCollectives",
     "ResidencyError",
     "UnitPolicy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .collectives import DivergenceError, LocalCollectives
+from .collectives import DivergenceError, LocalCollectives, Meeting
 from .unit import Exchange, Unit
 
 
@@ -58,7 +58,7 @@ class Agreement:
     def describe(self, label: int) -> str:
         """What the label of an exchange stands for."""
         if label < 0:
-            return "end its backward pass"
+            return Meeting(label).description
         index, exchange = divmod(label, len(Exchange))
         verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
         return f"{verb} unit {self._units[index].name}"

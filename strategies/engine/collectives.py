@@ -5,6 +5,7 @@ Tests substitute the object to count, delay or break a collective.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -47,6 +48,30 @@ class DivergenceError(RuntimeError):
     """Ranks exchange different things: one took another branch, or ran another number of steps."""
 
 
+class Meeting(enum.IntEnum):
+    """Labels of exchanges that concern no unit."""
+
+    AGREEMENT = -1
+    SUM = -2
+    VALUES = -3
+    OBJECTS = -4
+    BARRIER = -5
+
+    @property
+    def description(self) -> str:
+        """What a rank is about to do there."""
+        return _MEETINGS[self]
+
+
+_MEETINGS = {
+    Meeting.AGREEMENT: "end its backward pass (or its part in an evaluation step)",
+    Meeting.SUM: "reduce a value over the ranks (a logged value, a norm, an early stop)",
+    Meeting.VALUES: "broadcast or all-gather values",
+    Meeting.OBJECTS: "broadcast or collect Python objects (a path, a plan)",
+    Meeting.BARRIER: "wait for the others at a barrier",
+}
+
+
 class LocalCollectives:
     """One rank: everything is already where it belongs.
 
@@ -61,6 +86,9 @@ class LocalCollectives:
     def __init__(self) -> None:
         self.trace: list[int] = []
         self.describe: Callable[[int], str] = str
+
+    def meet(self, meeting: Meeting) -> None:
+        """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at ``[r * shard, (r + 1) * shard)``."""
@@ -115,6 +143,7 @@ class GroupCollectives(LocalCollectives):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """See :meth:`LocalCollectives.all_reduce`."""
+        self.meet(Meeting.SUM)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
         return tensor
 
@@ -125,12 +154,14 @@ class GroupCollectives(LocalCollectives):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """See :meth:`LocalCollectives.broadcast`."""
+        self.meet(Meeting.VALUES)
         # As bytes: gloo does not know every dtype.
         dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
         return tensor
 
     def all_gather_object(self, value: object) -> list[object]:
         """See :meth:`LocalCollectives.all_gather_object`."""
+        self.meet(Meeting.OBJECTS)
         values: list[object] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
@@ -149,7 +180,6 @@ class PairwiseCollectives(GroupCollectives):
 
     # Message tags. A payload's tag includes its label, so that payloads of different exchanges never meet.
     _LABEL, _AGREE, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3, 4
-    AGREEMENT = -1  # label of agree()
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
         super().__init__(group, control)
@@ -179,6 +209,10 @@ class PairwiseCollectives(GroupCollectives):
         works += [self._group.send([shards[r]], r, tag) for r in self._others]
         return _OrderedSum(shards, self.rank, staging, works, partial(self._receive, tag), self._landed)
 
+    def meet(self, meeting: Meeting) -> None:
+        """See :meth:`LocalCollectives.meet`."""
+        self._exchange_label(meeting).wait()
+
     def _exchange_label(self, label: int) -> _SameLabel:
         mine = self._labels.get(label)
         if mine is None:
@@ -201,9 +235,9 @@ class PairwiseCollectives(GroupCollectives):
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
+        self.meet(Meeting.AGREEMENT)
         if self.world_size > 8:  # pairs grow with the square of ranks
             return super().agree(values)
-        self._exchange_label(self.AGREEMENT).wait()
         sent, *theirs = self._ballots(values.numel())
         sent.copy_(values)
         works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]
