@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -296,17 +296,22 @@ class Zero3Strategy(ProcessStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def gathered(self, module: nn.Module | None = None, modify: bool = False) -> AbstractContextManager[None]:
-        """Inside, the parameters of ``module`` have their full values; to be entered by all ranks.
+    def gathered(
+        self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, modify: bool = False
+    ) -> AbstractContextManager[None]:
+        """Inside, parameters have their full values; to be entered by all ranks, and read or written by any.
 
         Args:
-            module: a module of the model; all of it by default.
+            what: a module of the model, or some parameters; the whole model by default.
             modify: store rank 0's values at exit.
+
+        Raises:
+            ResidencyError: at exit, a parameter was changed without ``modify``.
         """
-        module = module or self.lightning_module
-        if self.engine is None or module is None:
+        what = self.lightning_module if what is None else what
+        if self.engine is None or what is None:
             return nullcontext()
-        return self.engine.access.gathered(list(module.parameters()), modify)
+        return self.engine.access.gathered(what, modify)
 
     def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
         """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.

@@ -138,13 +138,17 @@ class Access:
         return values
 
     @contextmanager
-    def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+    def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
         """Inside, the parameters are ordinary and full; collective at entry, and at exit with ``modify``.
 
         Args:
-            parameters: what to gather; those that no engine owns are left alone.
+            what: a module or parameters; those that this engine does not own are left alone.
             modify: at exit rank 0's values are stored, whatever the other ranks wrote.
+
+        Raises:
+            ResidencyError: at entry, a parameter is in use; at exit, one was written without ``modify``.
         """
+        parameters = what.parameters() if isinstance(what, nn.Module) else [what] if isinstance(what, Tensor) else what
         wanted = [self._owner[id(p)] for p in parameters if id(p) in self._owner]
         wanted = [(unit, entry) for unit, entry in wanted if not unit.whole]
         values: dict[str, Tensor] = {}
@@ -153,8 +157,11 @@ class Access:
             values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
         _require_unused(wanted)
         slots = [_lend(unit, entry, values[entry.name]) for unit, entry in wanted]
+        before = [entry.parameter._version for _, entry in wanted]
         try:
             yield
+            if not modify:
+                _require_unwritten(wanted, before)
         finally:
             for (_, entry), slot in zip(wanted, slots, strict=True):
                 values[entry.name] = entry.parameter.data
@@ -173,6 +180,15 @@ def _require_unused(wanted: list[tuple[Unit, Entry]]) -> None:
         if unit.pins or unit.lent:
             where = "its unit's forward" if unit.pins else "another `gathered`"
             raise ResidencyError(f"Parameter {entry.name!r} is in use: `gathered` does not work inside {where}.")
+
+
+def _require_unwritten(wanted: list[tuple[Unit, Entry]], before: list[int]) -> None:
+    for (_, entry), version in zip(wanted, before, strict=True):
+        if entry.parameter._version != version:
+            raise ResidencyError(
+                f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost. To store rank 0's values use "
+                "`with strategy.gathered(..., modify=True):`."
+            )
 
 
 def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:

@@ -122,6 +122,23 @@ class ReadWhenGathered(Case):
             run.log(*run.model.state_dict().values())
         with run.gathered(run.model.blocks[1]):
             run.log(run.model.blocks[1].up.weight @ torch.ones(DIM))
+        with run.gathered(run.model.blocks[1].up.weight):
+            run.log(run.model.blocks[1].up.weight)
+        with run.gathered([run.model.head.weight, run.model.blocks[1].up.bias]):
+            run.log(run.model.head.weight, run.model.blocks[1].up.bias)
+        super().train(run)
+
+
+@case
+class WriteWithoutModify(Case):
+    """A write inside `gathered` without `modify=True`"""
+
+    refused = "'head.weight' was changed inside `gathered`, and the change is lost"
+
+    def train(self, run):
+        super().train(run)
+        with run.gathered(run.model), torch.no_grad():
+            run.model.head.weight.mul_(2.0)
         super().train(run)
 
 

@@ -190,8 +190,8 @@ class Run:
         mean = sum(part.float() if part.dtype.itemsize < 4 else part for part in parts) / self.world_size
         p.grad = (torch.view_as_complex(mean) if grad.is_complex() else mean).to(p.dtype)
 
-    def gathered(self, module: nn.Module, modify: bool = False) -> AbstractContextManager[None]:
-        """Inside, the parameters of `module` have their full values."""
+    def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:
+        """Inside, parameters have their full values."""
         return nullcontext()
 
     def parameters(self) -> dict[str, Tensor]:
@@ -236,8 +236,8 @@ class Zero3Run(Run):
     def backward(self) -> AbstractContextManager[None]:
         return self.engine.backward()
 
-    def gathered(self, module: nn.Module, modify: bool = False) -> AbstractContextManager[None]:
-        return self.engine.access.gathered(list(module.parameters()), modify)
+    def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:
+        return self.engine.access.gathered(what, modify)
 
     def _full(self, flat: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -312,7 +312,7 @@ class Fsdp2Run(_Redirect):
         super().set_up()
 
     @contextmanager
-    def gathered(self, module: nn.Module, modify: bool = False) -> Iterator[None]:
+    def gathered(self, what: Any, modify: bool = False) -> Iterator[None]:
         from torch.distributed.fsdp import FSDPModule
 
         modules = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
