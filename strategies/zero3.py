@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,18 +26,20 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from .adapted import adapt
 from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_over_state
 from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine, make_collectives
+from .evaluation import EvaluationStrategy
 from .optimizers import require_elementwise
+from .param_groups import ParamGroups
 from .precision import convert, gather_dtypes
-from .processes import ProcessStrategy, StartMethod
-from .turns import Turn, plan_turns
+from .processes import StartMethod
 
 _NAMES: dict[str, StartMethod] = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_notebook": "fork"}
 
 
-class Zero3Strategy(ProcessStrategy):
+class Zero3Strategy(EvaluationStrategy):
     """Trains with parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3, arXiv 1910.02054).
 
     A LightningModule that trains with ``strategy="ddp"`` trains with ``strategy="zero3"`` to the same losses.
@@ -64,8 +66,6 @@ class Zero3Strategy(ProcessStrategy):
     strategy_name = "zero3"
     registered_names = tuple(_NAMES)
 
-    engine: Zero3Engine | None
-
     def __init__(
         self,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -91,8 +91,6 @@ class Zero3Strategy(ProcessStrategy):
             timeout,
             start_method,
         )
-        self.engine = None
-        self._turns: Iterator[Turn] = iter(())
         self.unit_policy = unit_policy
         self._keep_in_fp32 = tuple(keep_in_fp32)
         self._data = DataHooks(data)
@@ -102,11 +100,7 @@ class Zero3Strategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._data.take_over(self._trainer)
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        adapt(self._trainer.callbacks)
 
     # ------------------------------------------------------------------------------------------------ precision
 
@@ -158,20 +152,10 @@ class Zero3Strategy(ProcessStrategy):
             require_elementwise(optimizer)
         names = {id(p): name for name, p in module.named_parameters()}
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
-        dtypes = gather_dtypes(module, self.precision_plugin.precision, self._keep_in_fp32)
         group = dist.group.WORLD if _distributed_is_initialized() else None
-        self.engine = Zero3Engine(
-            module,
-            self.optimizers,
-            device=self.root_device,
-            collectives=make_collectives(group, self.root_device),
-            unit_policy=self.unit_policy,
-            debug=self._debug,
-            slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
-            # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
-            reduce_buffers=2 if self.root_device.type == "cuda" else 1,
-        )
-        self._door = self.engine.collectives
+        self._door = make_collectives(group, self.root_device)
+        self.engine = self._build_engine()
+        self._groups = ParamGroups(self.optimizers, self._build_engine)
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             take_over_state(self.engine, index, optimizer, state)
         for child in module.modules():
@@ -179,6 +163,22 @@ class Zero3Strategy(ProcessStrategy):
                 child.to(self.root_device)
         _update_properties(module, device=self.root_device)
         self._report_differing(self.engine)
+
+    def _build_engine(self) -> Zero3Engine:
+        module = self.lightning_module
+        assert module is not None
+        dtypes = gather_dtypes(module, self.precision_plugin.precision, self._keep_in_fp32)
+        return Zero3Engine(
+            module,
+            self.optimizers,
+            device=self.root_device,
+            collectives=self._door,
+            unit_policy=self.unit_policy,
+            debug=self._debug,
+            slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
+            # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
+            reduce_buffers=2 if self.root_device.type == "cuda" else 1,
+        )
 
     def _report_differing(self, engine: Zero3Engine) -> None:
         everyone = engine.collectives.all_gather_object(engine.differing[:3])
@@ -229,66 +229,18 @@ class Zero3Strategy(ProcessStrategy):
         self._data.on_train_batch_start(self._trainer)
 
     @override
-    def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        self._plan_turns(self.lightning_module.trainer._evaluation_loop.max_batches)
-
-    @override
-    def on_test_start(self) -> None:
-        self.on_validation_start()
-
-    @override
-    def on_predict_start(self) -> None:
-        assert self.lightning_module is not None
-        self._plan_turns(self.lightning_module.trainer.predict_loop.max_batches)
-
-    def _plan_turns(self, batches: Sequence[int | float]) -> None:
-        """Agree on who has how many batches, so that nobody waits for a rank that has none left; collective."""
-        assert self.engine is not None and self.lightning_module is not None
-        self.engine.structure.check()
-        self.engine.buffers.synchronize()
-        everyone = self.engine.collectives.all_gather_object(list(batches))
-        self._turns = iter(())
-        if all(float(n).is_integer() for counts in everyone for n in counts):  # infinite: a stream without a length
-            before, turns = plan_turns(everyone, self.global_rank)
-            self._turns = iter(turns)
-            self.engine.joint.assist(before)
-
-    @contextmanager
-    def _evaluation_turn(self) -> Generator[None, None, None]:
-        assert self.engine is not None
-        turn = next(self._turns, Turn(joint=False, assist=0))
-        step = self.engine.step()
-        with self.engine.joint.run(step) if turn.joint else step:
-            yield
-        self.engine.joint.assist(turn.assist)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_groups()
         assert self.engine is not None
         with self.engine.step():
             return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_turn():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_turn():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_turn():
-            return super().predict_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None and self.engine is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._groups.require_cleared(self.engine)
         # Gradients are complete before `on_after_backward` looks at them.
         with self.engine.backward():
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
@@ -312,6 +264,20 @@ class Zero3Strategy(ProcessStrategy):
         if self.engine is None or what is None:
             return nullcontext()
         return self.engine.access.gathered(what, modify)
+
+    @contextmanager
+    def param_groups(self) -> Generator[None, None, None]:
+        """Inside, optimizers' param groups hold the module's own parameters, to be edited; between steps, on all ranks."""
+        if self.engine is None:
+            yield
+            return
+        with self._groups.shown(self.engine):
+            yield
+        self._follow_groups()
+
+    def _follow_groups(self) -> None:
+        assert self.engine is not None
+        self.engine = self._groups.follow(self.engine)
 
     def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
         """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.
@@ -375,12 +341,14 @@ class Zero3Strategy(ProcessStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full state in torch's layout on rank 0, empty elsewhere; collective."""
+        self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         return full_optimizer_state(self.engine, self.optimizers.index(optimizer), optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._follow_groups()
         assert self.engine is not None
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_full_optimizer_state(self.engine, index, optimizer, state)

@@ -58,7 +58,7 @@ LAYERS = [
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/__init__"], TORCH),
-    (["strategies/checkpoint", "strategies/optimizers"], TORCH),
+    (["strategies/checkpoint", "strategies/optimizers", "strategies/param_groups"], TORCH),
     (["strategies/checkpoints/__init__"], NOTHING),
     (["strategies/checkpoints/inspect"], TORCH),
     (["strategies/data/device"], TORCH),
@@ -71,7 +71,8 @@ LAYERS = [
     (["strategies/data/hooks"], TORCH),
     (["strategies/data/__init__"], TORCH),
     # Lightning from here on.
-    (["strategies/precision", "strategies/processes"], LIGHTNING),
+    (["strategies/adapted", "strategies/precision", "strategies/processes"], LIGHTNING),
+    (["strategies/evaluation"], LIGHTNING),
     (["strategies/zero3"], LIGHTNING),
     (["strategies/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__init__"], LIGHTNING),

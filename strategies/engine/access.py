@@ -61,8 +61,13 @@ class Access:
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.resting.Home.full_value`."""
-        unit, entry = self._owner[id(parameter)]
-        return unit.values()[entry.name].clone()
+        return self.full_values([parameter])[0].clone()
+
+    def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """See :meth:`~.resting.Home.full_values`."""
+        owners = [self._owner[id(p)] for p in parameters]
+        values = {unit: unit.values() for unit in dict.fromkeys(unit for unit, _ in owners)}
+        return [values[unit][entry.name] for unit, entry in owners]
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.resting.Home.write`."""

@@ -155,11 +155,12 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
     differing = []
     for unit in units:
         _materialize(unit, owners)
+        initial = _initial_values(unit)
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
             views = chunk.views(buffer)
             with torch.no_grad():
-                locals_ = [_initial_value(entry.parameter) for entry in chunk.entries]
+                locals_ = [initial[entry.name] for entry in chunk.entries]
                 for value, view in zip(locals_, views, strict=True):
                     view.copy_(value)
                 collectives.broadcast(buffer)
@@ -174,10 +175,18 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
     return differing
 
 
-def _initial_value(p: nn.Parameter) -> Tensor:
-    """The full value, from the shards of the engine of an earlier run if one has them."""
-    home = home_of(p)
-    return p.detach() if home is None else home.full_value(p)
+def _initial_values(unit: Unit) -> dict[str, Tensor]:
+    """Name -> full value, from the shards of the engine of an earlier run if one has them."""
+    values, earlier = {}, {}
+    for entry in unit.entries:
+        home = home_of(entry.parameter)
+        if home is None:
+            values[entry.name] = entry.parameter.detach()
+        else:
+            earlier.setdefault(home, []).append(entry)
+    for home, entries in earlier.items():
+        values.update(zip([e.name for e in entries], home.full_values(e.parameter for e in entries), strict=True))
+    return values
 
 
 def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:

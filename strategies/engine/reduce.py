@@ -86,7 +86,7 @@ class Reducer:
         for k, unit in enumerate(trained):
             self._ranges[unit.index].rivals = [self._ranges[trained[j].index] for j in layout.overlapping(k)]
         self._flying: _Range | None = None
-        self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> window it was last written in
+        self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> last written in (0: zeros)
         self._mark: torch.cuda.Event | None = None
 
     def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
@@ -186,7 +186,7 @@ class Reducer:
 
     def _first_in_window(self, chunk: Chunk, piece: int, group: FlatGroup) -> bool:
         key = (id(chunk), piece)
-        first = self._windows.get(key) != group.window
+        first = self._windows.get(key, 0) != group.window
         self._windows[key] = group.window
         return first
 

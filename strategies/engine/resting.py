@@ -12,6 +12,7 @@ the same. An ordinary parameter pays nothing.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,9 @@ class Home(Protocol):
 
     def full_value(self, parameter: nn.Parameter) -> Tensor:
         """The whole value, detached; collective, allowed at any time."""
+
+    def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The whole values, detached, of parameters that share this home; collective, each unit is gathered once."""
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Store a full value that all ranks have; local."""
@@ -142,6 +146,8 @@ class RestingParameter(nn.Parameter):
             return _home(args[0]).set_gradient(args[0], args[1])
         if name == "__repr__":
             return f"RestingParameter({_home(args[0]).describe(args[0])}, shape={tuple(args[0].shape)})"
+        if func is torch.equal and (args[0] is args[1] or args[0].shape != args[1].shape):
+            return args[0] is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
         if name in _LIKE and isinstance(args[0], RestingParameter):

@@ -51,15 +51,14 @@ class Structure:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse param groups that hold parameters of the model: since set-up an optimizer steps on flat shards.
+    """Refuse param groups that hold parameters of the model: an optimizer steps on flat shards.
 
     Raises:
-        ValueError: such a group was added.
+        ValueError: such a group was added since the forward of this step.
     """
     for index, group in enumerate(optimizer.param_groups):
         if any(is_sharded(p) for p in group["params"]):
             raise ValueError(
-                f"Param group {index} of {type(optimizer).__name__} was added after the model was sharded; its parameters "
-                "would not be trained. Give all parameters to the optimizer in `configure_optimizers`, and switch them on and "
-                "off with `requires_grad`."
+                f"Param group {index} of {type(optimizer).__name__} was added within a step, and the gradients of its "
+                "parameters were not kept. Add it between steps (in `on_train_epoch_start` or `on_train_batch_start`)."
             )

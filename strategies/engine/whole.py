@@ -103,8 +103,8 @@ class WholeReducer(Reducer):
             if grad.is_sparse:
                 grad = grad.to_dense()
             if grad is view:  # shown since the last backward; autograd added to it
-                _require_current(parameter, windows.get(key) == group.window)
-            elif windows.get(key) == group.window:
+                _require_current(parameter, windows.get(key, 0) == group.window)
+            elif windows.get(key, 0) == group.window:
                 view.add_(grad.detach())
             else:
                 view.copy_(grad.detach())
@@ -143,7 +143,7 @@ class WholeReducer(Reducer):
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""
         for key, (view, group) in self._targets.items():
-            if self._windows.get(key) != group.window:
+            if self._windows.get(key, 0) != group.window:
                 view.zero_()
                 self._windows[key] = group.window
 

@@ -146,24 +146,103 @@ class ForeignTensor(Case):
         return (model(batch) * self.scale).square().mean()
 
 
-@case
-class AddParamGroup(Case):
-    """`add_param_group` during training"""
+class HalfTrained(Case):
+    """An optimizer that has some of the parameters"""
 
-    pitfalls = (21, 24)
-    refused = refused_on_one = "Param group 1 of SGD was added after.*configure_optimizers"
+    compare_gradients = False  # of the others the reference keeps gradients that nobody asked for
 
     def optimizers(self, model):
         return [torch.optim.SGD(model.blocks[1:].parameters(), lr=0.1, momentum=0.9)]
+
+    def added(self, model):
+        return {"params": [*model.head.parameters(), model.blocks[0].up.weight], "lr": 0.05}
 
     def train(self, run):
         super().train(run)
         for p in run.model.parameters():
             p.grad = None
-        run.optimizer.add_param_group({"params": list(run.model.head.parameters()), "lr": 0.05})
+        run.optimizer.add_param_group(self.added(run.model))
         super().train(run)
 
-    compare_gradients = False
+
+@case
+class AddParamGroup(HalfTrained):
+    """`add_param_group` during training"""
+
+    pitfalls = (21, 24)
+    worlds = (1, 2, 3)
+
+
+@case
+class AddParamGroupAdam(HalfTrained):
+    """`add_param_group` during training, state with step counts"""
+
+    pitfalls = (21, 24)
+
+    def optimizers(self, model):
+        unused = [p for p in model.blocks[1:].parameters() if p.ndim == 1]
+        matrices = [p for p in model.blocks[1:].parameters() if p.ndim == 2]
+        return [torch.optim.NAdam([{"params": matrices}, {"params": unused, "lr": 0.02}], lr=0.01)]
+
+    def loss(self, model, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls % 2:  # the second block has half the steps of the others
+            return model(batch).square().mean()
+        x = model.stem(batch)
+        for block in (model.blocks[0], *model.blocks[2:]):
+            x = block(x)
+        return model.head(x).square().mean()
+
+    def train(self, run):
+        self.calls = 0
+        super().train(run)
+
+
+@case
+class AddParamGroupTwice(HalfTrained):
+    """`add_param_group` twice, and a group taken away again"""
+
+    pitfalls = (21,)
+
+    def train(self, run):
+        super().train(run)
+        run.optimizer.zero_grad()
+        run.optimizer.add_param_group({"params": run.model.stem.weight, "momentum": 0.5})
+        for p in run.model.parameters():
+            p.grad = None
+        Case.train(self, run)
+        del run.optimizer.param_groups[1]
+        Case.train(self, run)
+
+
+@case
+class AddParamGroupBeforeZeroGrad(HalfTrained):
+    """`add_param_group` for parameters that had gradients, and no `zero_grad` before the next backward"""
+
+    refused = refused_on_one = "was added to an optimizer whose gradients have not been cleared.*zero_grad"
+
+    def train(self, run):
+        Case.train(self, run)
+        run.optimizer.add_param_group(self.added(run.model))
+        loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
+        with run.backward():
+            loss.backward()
+        run.optimizer.step()
+
+
+@case
+class AddParamGroupAfterBackward(HalfTrained):
+    """`add_param_group` between backward and `optimizer.step()`"""
+
+    refused = refused_on_one = "Param group 1 of SGD was added within a step.*between steps"
+
+    def train(self, run):
+        Case.train(self, run)
+        loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
+        with run.backward():
+            loss.backward()
+        run.optimizer.add_param_group(self.added(run.model))
+        run.optimizer.step()
 
 
 @case
@@ -267,6 +346,35 @@ class OneOptimizerSteps(TwoOptimizers):
                 loss.backward()
             make.step()
             make.zero_grad()
+            if step % 2:
+                judge.step()
+                judge.zero_grad()
+            run.log(loss)
+
+
+@case
+class GradientsKeptWhileGroupsChange(TwoOptimizers):
+    """`add_param_group` on one optimizer while another keeps its gradients"""
+
+    pitfalls = (14, 21)
+
+    def optimizers(self, model):
+        make = torch.optim.SGD([p for p in model.make.parameters() if p.ndim == 2], lr=0.1, momentum=0.9)
+        return [make, torch.optim.Adam(model.judge.parameters(), lr=0.01)]
+
+    compare_gradients = False
+
+    def train(self, run):
+        make, judge = run.optimizers
+        for step in range(2 * STEPS):
+            if step == STEPS:  # the judge has gradients of one step, and will get those of a second
+                make.add_param_group({"params": [p for p in run.model.make.parameters() if p.ndim == 1]})
+            loss = run.step(lambda model, step=step: model.judge(model.make(self.batch(step, run.rank))).square().mean())
+            for p in run.model.make.parameters():
+                p.grad = None
+            with run.backward():
+                loss.backward()
+            make.step()
             if step % 2:
                 judge.step()
                 judge.zero_grad()

@@ -221,19 +221,26 @@ class Zero3Run(Run):
     def set_up(self) -> None:
         from lightning_zero3.strategies.engine import Zero3Engine, make_collectives, partition
         from lightning_zero3.strategies.optimizers import require_elementwise
+        from lightning_zero3.strategies.param_groups import ParamGroups
 
         partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own
         self.optimizers = self.case.optimizers(self.model)
         for optimizer in self.optimizers:
             require_elementwise(optimizer)
         cpu = torch.device("cpu")
-        self.engine = Zero3Engine(self.model, self.optimizers, device=cpu, collectives=make_collectives(dist.group.WORLD, cpu))
+        collectives = make_collectives(dist.group.WORLD, cpu)
+        self.engine = Zero3Engine(self.model, self.optimizers, device=cpu, collectives=collectives)
+        self.param_groups = ParamGroups(
+            self.optimizers, lambda: Zero3Engine(self.model, self.optimizers, device=cpu, collectives=collectives)
+        )
 
     def step(self, function: Callable[[nn.Module], Any]) -> Any:
+        self.engine = self.param_groups.follow(self.engine)
         with self.engine.step():
             return function(self.model)
 
     def backward(self) -> AbstractContextManager[None]:
+        self.param_groups.require_cleared(self.engine)
         return self.engine.backward()
 
     def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:

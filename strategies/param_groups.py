@@ -1,0 +1,195 @@
+"""Param groups that are edited during training: shards follow what the user does to ``optimizer.param_groups``.
+
+Between edits a group holds flat tensors. When parameters of the module turn up among them, or some are gone, the model is
+sharded anew for the groups as they are now; optimizer state and gradients move along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .engine import Zero3Engine
+from .engine.shards import FlatGroup
+from .engine.unit import Unit
+
+_State = dict[Tensor, dict[str, Any]]  # an optimizer's
+_Kinds = tuple[tuple[str, torch.dtype], ...]  # of elementwise state
+
+
+class ParamGroups:
+    """Keeps the shards of an engine in step with the groups of its optimizers.
+
+    Args:
+        optimizers: as given to the engine.
+        shard: builds an engine for groups that hold the module's own parameters, in the place of the one before.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], shard: Callable[[], Zero3Engine]) -> None:
+        self._optimizers, self._shard = optimizers, shard
+        self._added: dict[int, str] = {}  # optimizer -> a parameter that it has since the last backward
+
+    def follow(self, engine: Zero3Engine) -> Zero3Engine:
+        """The engine for the groups as they are now: ``engine`` itself unless they were edited; collective then."""
+        if not self._edited(engine):
+            return engine
+        self._show(engine)
+        return self._regroup(engine)
+
+    @contextmanager
+    def shown(self, engine: Zero3Engine) -> Iterator[None]:
+        """Inside, the groups hold the module's own parameters, which all ranks may read and compare; collective.
+
+        What was edited has its effect with the next :meth:`follow`.
+        """
+        self._show(engine)
+        within, engine.access.in_step = engine.access.in_step, True
+        try:
+            yield
+        finally:
+            engine.access.in_step = within
+            self._hide(engine)
+
+    def require_cleared(self, engine: Zero3Engine) -> None:
+        """To be called before a backward.
+
+        Raises:
+            ValueError: gradients from before an edit are kept, and what the added parameters would have is not known.
+        """
+        if self._added:
+            engine.adopt_gradients()  # they may have been cleared one by one
+        for flat in engine.groups:
+            if flat.key.optimizer in self._added and flat.shows_gradients:
+                raise ValueError(
+                    f"Parameter {self._added[flat.key.optimizer]!r} was added to an optimizer whose gradients have not been "
+                    "cleared since; its own gradients from before are not known. Call `zero_grad()` after `add_param_group`."
+                )
+        self._added = {}
+
+    def _edited(self, engine: Zero3Engine) -> bool:
+        for index, optimizer in enumerate(self._optimizers):
+            inside = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            if sorted(inside) != sorted(id(p) for flat in _flats(engine, index) for p in flat.parameters):
+                return True
+        return False
+
+    def _show(self, engine: Zero3Engine) -> None:
+        """Let each group hold the parameters that it stands for, then those that were added to it."""
+        by_name = {entry.name: entry.parameter for unit in engine.units for entry in unit.entries}
+        for index, optimizer in enumerate(self._optimizers):
+            number = {id(p): flat.key.group for flat in _flats(engine, index) for p in flat.parameters}
+            for group in optimizer.param_groups:
+                known = dict.fromkeys(number[id(p)] for p in group["params"] if id(p) in number)
+                added = [p for p in group["params"] if id(p) not in number]
+                group["params"][:] = [by_name[name] for g in known for name in engine.optimizer_names[index][g]] + added
+
+    def _hide(self, engine: Zero3Engine) -> None:
+        """Put the flat tensors back, if the groups still have the members that the engine has sharded."""
+        names = {id(entry.parameter): entry.name for unit in engine.units for entry in unit.entries}
+        found = [[[names.get(id(p)) for p in group["params"]] for group in o.param_groups] for o in self._optimizers]
+        if found != engine.optimizer_names:
+            return
+        for index, optimizer in enumerate(self._optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                flats = [flat for flat in _flats(engine, index) if flat.key.group == g]
+                for flat in flats:
+                    flat.attach(optimizer, group)
+                group["params"][:] = [p for flat in flats for p in flat.parameters]
+
+    def _regroup(self, engine: Zero3Engine) -> Zero3Engine:
+        # For a while there are two sets of shards and of optimizer state.
+        before = [dict(optimizer.state) for optimizer in self._optimizers]
+        engine.adopt_gradients()
+        engine.reducer.hide()
+        new = self._shard()
+        for index, optimizer in enumerate(self._optimizers):
+            _move_state(engine, new, index, optimizer, before[index])
+            known = {name for names in engine.optimizer_names[index] for name in names}
+            for name in (name for names in new.optimizer_names[index] for name in names if name not in known):
+                self._added[index] = name
+        _move_gradients(engine, new)
+        return new
+
+
+def _flats(engine: Zero3Engine, index: int) -> list[FlatGroup]:
+    return [flat for flat in engine.groups if flat.key.optimizer == index]
+
+
+def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
+    for before in old.units:
+        present = [entry for entry in before.trained if old.gradients.has_gradient(entry)]
+        full = Unit.full(before, lambda flat: flat.grad) if present else {}
+        for entry in present:
+            new.access.set_gradient(entry.parameter, full[entry.name])
+    new.adopt_gradients()
+    new.reducer.show(bytes(new.gradients.used))
+
+
+def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optimizer, before: _State) -> None:
+    known = _agree_on_state(old, index, before)
+    kinds = sorted({kind for _, present in known.values() for kind in present}, key=str)
+    moved = {kind: _move_tensors(old, new, index, before, *kind) for kind in kinds}
+    optimizer.state.clear()
+    for flat in _flats(new, index):
+        places = sorted((start, entry.name) for entry, start, _ in new.gradients.owned_spans(flat))
+        # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
+        marks = [_mark(known.get(name)) for _, name in places]
+        flat.cut([places[k][0] for k in range(1, len(places)) if marks[k] != marks[k - 1]])
+        for segment in flat.segments:
+            name = next((name for start, name in places if segment.start <= start < segment.stop), None)
+            if name in known:
+                scalars, present = known[name]
+                state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
+                state |= {kind[0]: segment.view(moved[kind][flat]).clone() for kind in present}
+                optimizer.state[segment.parameter] = state
+
+
+def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str, tuple[dict[str, Any], _Kinds]]:
+    """By parameter name: its state that is not elementwise, and the kinds of its elementwise state; collective.
+
+    A rank may own nothing of a group, and all must move alike.
+    """
+    mine: dict[str, tuple[dict[str, Any], _Kinds]] = {}
+    for flat in _flats(engine, index):
+        spans = engine.gradients.owned_spans(flat)
+        for segment in flat.segments:
+            state = before.get(segment.parameter, {})
+            kinds = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
+            scalars = {k: v for k, v in state.items() if k not in kinds}
+            if state:
+                names = [entry.name for entry, at, _ in spans if segment.start <= at < segment.stop]
+                mine |= dict.fromkeys(names, (scalars, tuple(kinds.items())))
+    merged: dict[str, tuple[dict[str, Any], _Kinds]] = {}
+    for theirs in engine.collectives.all_gather_object(mine):
+        merged = {**theirs, **merged}
+    return merged
+
+
+def _mark(state: tuple[dict[str, Any], _Kinds] | None) -> Any:
+    return state and ({k: v.item() if isinstance(v, Tensor) else v for k, v in state[0].items()}, state[1])
+
+
+def _move_tensors(
+    old: Zero3Engine, new: Zero3Engine, index: int, before: _State, key: str, dtype: torch.dtype
+) -> dict[FlatGroup, Tensor]:
+    """One kind of elementwise state, gathered unit by unit and cut for the new groups; collective."""
+    sources = {flat: torch.zeros(flat.numel, dtype=dtype, device=flat.data.device) for flat in _flats(old, index)}
+    for flat, source in sources.items():
+        for segment in flat.segments:
+            value = before.get(segment.parameter, {}).get(key)
+            if isinstance(value, Tensor) and value.dtype == dtype:
+                segment.view(source).copy_(value)
+    targets = {flat: torch.zeros(flat.numel, dtype=dtype, device=flat.data.device) for flat in _flats(new, index)}
+    for before_unit, unit in zip(old.units, new.units, strict=True):
+        full = Unit.full(before_unit, sources.get, dtype)  # not WholeUnit's, which would look at its former parameters
+        for chunk in unit.chunks:
+            buffer = torch.zeros(chunk.layout.numel, dtype=dtype, device=new.device)
+            for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
+                view.copy_(full[entry.name])
+            chunk.store_shard(chunk.shard_of(buffer, new.collectives.rank), targets.get)
+    return targets
