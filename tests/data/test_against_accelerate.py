@@ -1,40 +1,188 @@
-"""Random cases against Accelerate's own samplers, where it is installed."""
+"""Index for index what Accelerate gives each process: vectors made by it, and random cases run beside it."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import skip_first_batches as accelerates_skip
+from accelerate.state import PartialState
+from data.datasets import Indices, Stream, as_list, shards
+from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_zero3.strategies.data.order import RowPlan, stream_rows, take
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.data import DataOptions, shard_dataloader, skip_first_batches
 
-data_loader = pytest.importorskip("accelerate.data_loader")
-from torch.utils.data import BatchSampler  # noqa: E402
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
+]
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "accelerate.json").read_text())["vectors"]
+PREPARED = ("prepare_map", "shard_iterable", "seedable_shuffle", "generator_shuffle", "skip_first_batches")
+
+
+def vectors(*kinds):
+    return [v for v in VECTORS if v["kind"].startswith(kinds)]
+
+
+def user_loader(vector):
+    """The loader that was given to Accelerate."""
+    n, kwargs = vector["n"], {"batch_size": vector["batch_size"], "drop_last": vector["drop_last"]}
+    if "iterable" in vector["kind"]:
+        return DataLoader(Stream(n, length="nolen" not in vector["kind"]), **kwargs)
+    if vector["kind"] == "generator_shuffle":
+        # Accelerate gives the sampler a generator that is seeded from torch's.
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(vector["seed"]))
+        sampler = RandomSampler(Indices(n), generator=torch.Generator().manual_seed(drawn.item()))
+        return DataLoader(Indices(n), sampler=sampler, **kwargs)
+    return DataLoader(Indices(n), shuffle=vector["shuffle"], **kwargs)
+
+
+def options_of(config, sharding=None):
+    """Accelerate's choices as ours."""
+    split = "split" if config.get("split_batches") else "batch"
+    tail = "wrap" if config.get("even_batches", True) else "uneven"
+    if sharding == "dispatch":
+        tail = "level"
+    return {"sharding": sharding or split, "tail": tail, "exact_evaluation": False, "seed": config.get("data_seed", 0)}
+
+
+def epochs(loader, count, skip=0):
+    found = []
+    for epoch in range(count):
+        loader.set_epoch(epoch)
+        found.append([as_list(batch) for batch in (skip_first_batches(loader, skip) if skip else loader)])
+    return found
+
+
+@pytest.mark.parametrize("vector", vectors(*PREPARED), ids=lambda v: v["id"])
+def test_prepared_loaders(vector):
+    # The stage is test, because in training we refuse ranks with different numbers of batches.
+    loaders = shards(lambda: user_loader(vector), vector["world"], "test", **options_of(vector["config"]))
+    expected = vector["per_process"]
+    if vector["kind"] == "skip_first_batches_seedable":
+        expected = [rank[:1] for rank in expected]  # Accelerate repeats the epoch; ours goes on to the next
+    for rank, loader in enumerate(loaders):
+        assert epochs(loader, len(expected[rank]), vector["skip_first_batches"]) == expected[rank]
+        if vector["len"][rank] is not None:
+            assert len(loader) == vector["len"][rank]
+
+
+@pytest.mark.parametrize("vector", vectors("SeedableRandomSampler", "SkipBatchSampler"), ids=lambda v: v["id"])
+def test_samplers(vector):
+    if vector["kind"] == "SeedableRandomSampler":
+        make = lambda: DataLoader(Indices(vector["n"]), batch_size=vector["n"], shuffle=True)  # noqa: E731
+        (loader,) = shards(make, 1, seed=vector["data_seed"])
+        assert [batches[0] for batches in epochs(loader, 3)] == vector["epochs_0_1_2"]
+        return
+    world = vector.get("world", 1)
+    loaders = shards(lambda: DataLoader(Indices(vector["n"]), batch_size=vector["batch_size"]), world)
+    found = [epochs(loader, 1, vector["skip"])[0] for loader in loaders]
+    assert found == vector.get("per_process", [vector.get("batches")])
+
+
+def read_dispatched(rank, world):
+    found = {}
+    for vector in vectors("dispatch"):
+        if vector["world"] == world:
+            split = world if vector["config"].get("split_batches") else 1
+            loader = user_loader({**vector, "batch_size": vector["batch_size"] // split})
+            options = DataOptions(**options_of(vector["config"], "dispatch"))
+            loader = shard_dataloader(loader, rank=rank, world_size=world, stage="test", options=options)
+            found[vector["id"]] = epochs(loader, len(vector["per_process"][rank]), vector["skip_first_batches"])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_dispatched_loaders(world):
+    expected = {v["id"]: v["per_process"] for v in vectors("dispatch") if v["world"] == world}
+    results = run_ranks(read_dispatched, world, timeout=30)
+    assert {key: [result[key] for result in results] for key in results[0]} == expected
+    assert len(expected) >= 8
+
+
+def random_case(rng):
+    """A loader's arguments and Accelerate's choices."""
+    world, batch, split = rng.randint(2, 6), rng.randint(1, 5), rng.random() < 0.3
+    case = {
+        "world": world,
+        "n": rng.randint(1, 70),
+        "batch_size": batch * world if split else batch,
+        "drop_last": rng.random() < 0.3,
+        "kind": rng.choice(["sequential", "seedable", "generator", "stream"]),
+        "skip": rng.choice([0, 0, 1, 2]),
+        "config": {"split_batches": split, "even_batches": rng.random() < 0.6, "data_seed": rng.randint(0, 99)},
+    }
+    if case["kind"] == "stream":
+        case["config"]["even_batches"] = True  # Accelerate knows no other end of a stream
+    return case
+
+
+def make_loader(case):
+    kwargs = {"batch_size": case["batch_size"], "drop_last": case["drop_last"]}
+    if case["kind"] == "stream":
+        return DataLoader(Stream(case["n"]), **kwargs)
+    generator = torch.Generator().manual_seed(case["config"]["data_seed"]) if case["kind"] == "generator" else None
+    shuffled = case["kind"] != "sequential"
+    sampler = RandomSampler(Indices(case["n"]), generator=generator) if shuffled else None
+    return DataLoader(Indices(case["n"]), sampler=sampler, **kwargs)
+
+
+def by_accelerate(case, rank):
+    config = case["config"]
+    loader = prepare_data_loader(
+        make_loader(case),
+        num_processes=case["world"],
+        process_index=rank,
+        split_batches=config["split_batches"],
+        even_batches=config["even_batches"],
+        use_seedable_sampler=case["kind"] == "seedable",
+        data_seed=config["data_seed"],
+    )
+    found = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        rest = accelerates_skip(loader, case["skip"]) if case["skip"] else loader
+        rest.set_epoch(epoch)  # its own loaders lose the epoch when batches are skipped
+        found.append([as_list(batch) for batch in rest])
+    return found
 
 
 def test_random_cases():
     rng = random.Random(1)
-    for case in range(1000):
-        split, even, drop = (rng.random() < 0.5 for _ in range(3))
-        world, batch, n = rng.randint(1, 8), rng.randint(1, 6), rng.randint(0, 80)
-        source = BatchSampler(range(n), batch * world if split else batch, drop)
-        plan = RowPlan(n, batch, world, "wrap" if even else "uneven", drop)
-        rows = list(stream_rows(iter(range(n)), plan, lambda: None))
-        for rank in range(world):
-            expected = list(data_loader.BatchSamplerShard(source, world, rank, split, even))
-            ours = [cell for row in range(plan.rows) if (cell := take(range(n), plan, row, rank))]
-            assert ours == expected, (case, plan, split)
-            assert [row.cells[rank] for row in rows if row.cells[rank]] == expected
-            if not split or even:  # Accelerate's len is one too large for some ranks otherwise
-                shard = data_loader.BatchSamplerShard(source, world, rank, split, even)
-                if n or split:
-                    assert plan.batches(rank) == len(shard) or (split and drop)
+    PartialState(cpu=True)
+    for number in range(600):
+        case = random_case(rng)
+        # It gives no rank anything of an epoch that it cannot fill once; we refuse that, see test_bad_input.
+        try:
+            loaders = shards(lambda: make_loader(case), case["world"], "test", **options_of(case["config"]))  # noqa: B023
+        except ValueError as error:
+            assert "batches for only" in str(error)
+            assert [] in [by_accelerate(case, rank)[0] for rank in range(case["world"])]
+            continue
+        for rank, loader in enumerate(loaders):
+            assert epochs(loader, 2, case["skip"]) == by_accelerate(case, rank), (number, rank, case)
 
 
-def test_random_streams():
-    rng = random.Random(2)
-    for _ in range(500):
-        split, drop = (rng.random() < 0.5 for _ in range(2))
-        world, batch, n = rng.randint(1, 6), rng.randint(1, 5), rng.randint(0, 60)
-        rows = list(stream_rows(iter(range(n)), RowPlan(0, batch, world, "wrap", drop), lambda: None))
-        for rank in range(world):
-            shard = data_loader.IterableDatasetShard(range(n), batch * world if split else batch, drop, world, rank, split)
-            assert [i for row in rows for i in row.cells[rank]] == list(shard)
+def dispatch_beside_accelerate(rank, world):
+    """Random loaders, read by both; returns the cases in which they differ."""
+    rng, differing = random.Random(3), []
+    PartialState(cpu=True)
+    for _ in range(60):
+        case = {**random_case(rng), "world": world, "kind": rng.choice(["sequential", "stream"]), "skip": 0}
+        case["batch_size"] = rng.randint(1, 5)
+        case["n"] += case["drop_last"] * world * case["batch_size"]  # with less than one step Accelerate broadcasts None
+        theirs = prepare_data_loader(make_loader(case), dispatch_batches=True, put_on_device=True)
+        options = DataOptions(**options_of(case["config"], "dispatch"))
+        ours = shard_dataloader(make_loader(case), rank=rank, world_size=world, stage="test", options=options)
+        found = [as_list(batch) for batch in ours], [as_list(batch) for batch in theirs]
+        if found[0] != found[1]:
+            differing.append((case, *found))
+    return differing
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_dispatched_cases(world):
+    assert run_ranks(dispatch_beside_accelerate, world, timeout=60) == [[]] * world

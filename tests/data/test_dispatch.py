@@ -83,30 +83,45 @@ def with_workers(rank):
     return make_loader(Stream(22), 2, batch_size=2)
 
 
-def test_layout_is_that_of_accelerate():
-    results = run_ranks(read, 2, only_rank_zero, "fit", None, None, {}, timeout=20)
-    expected = [[[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18]], [[4, 5, 6, 7], [12, 13, 14, 15], [19, 20, 21]]]
-    assert [batches for batches, _, _ in results] == expected
+RESUMED = [stateful, stateless, shuffled]
+EVALUATED = [only_rank_zero, shuffled, with_workers]
 
 
-@pytest.mark.parametrize("make", [stateful, stateless, shuffled])
-@pytest.mark.parametrize("save, load", [(2, 2), (2, 3), (3, 1)])
+def read_all(rank, world, states):
+    """Every dispatched loader to its end, to its second batch, and from the states of runs that stopped there."""
+    whole = {make.__name__: read(rank, world, make, "fit", None, None, {})[0] for make in (only_rank_zero, *RESUMED)}
+    stopped = {make.__name__: read(rank, world, make, "fit", 2, None, {})[:2] for make in RESUMED}
+    rest = {}
+    for (name, saved_by), state in states.items():
+        make = next(make for make in RESUMED if make.__name__ == name)
+        rest[name, saved_by] = read(rank, world, make, "fit", None, state, {"tail": "balance"})[0]
+    evaluated = {
+        make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in (only_rank_zero, shuffled, with_workers)
+    }
+    return whole, stopped, rest, evaluated
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot go to a position")
-def test_resume(make, save, load):
-    whole = row_major([b for b, _, _ in run_ranks(read, 1, make, "fit", None, None, {}, timeout=20)])
-    first = run_ranks(read, save, make, "fit", 2, None, {}, timeout=20)
-    handed = row_major([batches for batches, _, _ in first])
-    assert handed == whole[: len(handed)]
-    rest = run_ranks(read, load, make, "fit", None, first[0][1], {"tail": "balance"}, timeout=20)
-    assert row_major([batches for batches, _, _ in rest]) == whole[len(handed) :]
+def test_dispatched_loaders_and_their_resumes():
+    states, handed = {}, {}
+    for world in (2, 3):
+        for name, ranks in by_name(run_ranks(read_all, world, {}, timeout=30), 1).items():
+            handed[name, world] = row_major([batches for batches, _ in ranks])
+            states[name, world] = ranks[0][1]
+    alone = run_ranks(read_all, 1, {}, timeout=30)[0][0]
+    for world in (1, 2, 3):
+        results = run_ranks(read_all, world, states, timeout=30)
+        for (name, saved_by), ranks in by_name(results, 2).items():
+            done = len(handed[name, saved_by])
+            assert handed[name, saved_by] == row_major([alone[name]])[:done]
+            assert row_major(ranks) == row_major([alone[name]])[done:], (name, saved_by, world)
+        for ranks in by_name(results, 3).values():
+            assert sorted(row_major(ranks)) == list(range(22)) and len({len(batches) for batches in ranks}) == 1
 
 
-def test_evaluation_and_workers():
-    for make, n in ((only_rank_zero, 22), (shuffled, 22), (with_workers, 22)):
-        results = run_ranks(read, 3, make, "test", None, None, {}, timeout=20)
-        seen = [i for batches, _, _ in results for batch in batches for i in batch]
-        assert sorted(seen) == list(range(n))
-        assert len({len(batches) for batches, _, _ in results}) == 1
+def by_name(results, part):
+    """Of each loader: what every rank found."""
+    return {name: [result[part][name] for result in results] for name in results[0][part]}
 
 
 class Breaks(IterableDataset):

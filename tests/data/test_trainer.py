@@ -1,19 +1,18 @@
-"""Inside the real Trainer, on several ranks: resume, evaluation, lengths."""
+"""Inside the Trainer, on several ranks: kill and resume, evaluation, lengths."""
 
-import warnings
+import itertools
+from functools import partial
 
 import pytest
 import torch
 from data.datasets import Indices, make_loader, row_major
-from data.trainers import SEED, Killed, Recorder, StopAfter, make_trainer
+from data.trainers import Recorder, fit, fit_and_resume, make_trainer, order_of
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def order_of(epoch, n):
-    return torch.randperm(n, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+WORLDS = (1, 2, 3, 4)
 
 
 def flat(ranks, epoch):
@@ -21,181 +20,193 @@ def flat(ranks, epoch):
     return row_major([[batch for e, _, batch in rank if e == epoch] for rank in ranks])
 
 
-def fit_and_stop(rank, world, folder, n, batch, stop, options, trainer_kwargs, ckpt=None, shuffle=True, workers=0):
-    torch.manual_seed(11)
-    loaders = {
-        "train": lambda: make_loader(Indices(n), workers, batch_size=batch, shuffle=shuffle),
-        "validate": lambda: make_loader(Indices(7), 0, batch_size=2),
-    }
-    model = Recorder(loaders)
-    callbacks = [StopAfter(stop)] if stop else []
-    trainer = make_trainer(folder, options, callbacks=callbacks, **trainer_kwargs)
-    try:
-        trainer.fit(model, ckpt_path=ckpt)
-    except Killed:
-        pass
-    return {
-        "train": model.seen["train"],
-        "validate": model.seen["validate"],
-        "draws": model.draws,
-        "epoch": trainer.current_epoch,
-        "step": trainer.global_step,
-        "accumulate": trainer.accumulate_grad_batches,
-    }
+# ---- one world size, every way to run --------------------------------------------------------
+
+WAYS = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "validation inside the epoch": {"val_check_interval": 2},
+    "sanity check": {"num_sanity_val_steps": 2},
+    "max_steps": {"max_steps": 11, "max_epochs": -1},
+    "limit_train_batches": {"limit_train_batches": 3},
+    "overfit_batches": {"overfit_batches": 2},
+    "reload": {"reload_dataloaders_every_n_epochs": 1},
+    "estimated_stepping_batches": {"asks_for_steps": True},
+    "persistent workers": {},
+    "StatefulDataLoader": {},
+}
+BATCH = 2
 
 
-def resume_everywhere(rank, world, folder, n, batch, options, trainer_kwargs, workers=0):
-    """One whole run, then a resume from every one of its checkpoints."""
-    args = (n, batch, None, options, trainer_kwargs)
-    whole = fit_and_stop(rank, world, folder, *args, workers=workers)
-    resumed = {}
-    for step in range(1, whole["step"]):
-        resumed[step] = fit_and_stop(rank, world, f"{folder}/again", *args, ckpt=f"{folder}/step={step}.ckpt", workers=workers)
-    return whole, resumed
+def samples(world):
+    return 6 * world + 1  # four batches on every rank, the last of them not full
 
 
-@pytest.mark.parametrize(
-    "world, workers, kwargs",
-    [
-        (1, 0, {}),
-        (2, 0, {}),
-        (2, 0, {"accumulate_grad_batches": 2}),
-        (2, 0, {"val_check_interval": 2}),
-        (2, 0, {"max_steps": 11, "max_epochs": -1}),
-        (2, 2, {}),
-    ],
-)
-def test_resume_from_every_checkpoint(tmp_path, world, workers, kwargs):
-    n, batch = 13, 2
-    results = run_ranks(resume_everywhere, world, str(tmp_path), n, batch, {}, kwargs, workers, timeout=100)
-    per_epoch = -(-n // (batch * world))
-    accumulate = kwargs.get("accumulate_grad_batches", 1)
-    steps_per_epoch = -(-per_epoch // accumulate)
-    for epoch in (0, 1):
-        assert flat([whole["train"] for whole, _ in results], epoch)[:n] == order_of(epoch, n)
-    for whole, resumed in results:
-        assert len(resumed) >= 3
-        for step, again in resumed.items():
-            epoch, within = divmod(step, steps_per_epoch)
-            done = epoch * per_epoch + min(within * accumulate, per_epoch)
-            assert again["train"] == whole["train"][done:], f"from step {step}"
-            assert again["draws"] == whole["draws"][done:], f"from step {step}"
-            assert (again["epoch"], again["step"]) == (whole["epoch"], whole["step"])
-    draws = [whole["draws"] for whole, _ in results]
-    assert world == 1 or not set(draws[0]) & set(draws[1]), "ranks have dropout streams of their own"
+def resume_every_way(rank, world, folder):
+    found = {}
+    for way, kwargs in WAYS.items():
+        loader = StatefulDataLoader if way == "StatefulDataLoader" else make_loader
+        workers = {"workers": 2, "persistent_workers": True, "prefetch_factor": 3} if way == "persistent workers" else {}
+        loaders = {
+            "train": partial(loader, Indices(samples(world)), batch_size=BATCH, shuffle=True, **workers),
+            "validate": lambda: make_loader(Indices(7), batch_size=2),
+        }
+        found[way] = fit_and_resume(f"{folder}/{way}", loaders, **kwargs)
+    return found
 
 
-def test_epochs_are_not_shuffled_if_the_user_did_not_ask(tmp_path):
-    results = run_ranks(fit_and_stop, 2, str(tmp_path), 12, 2, None, {}, {}, None, False)
-    assert flat([r["train"] for r in results], 0) == flat([r["train"] for r in results], 1) == list(range(12))
-
-
-@pytest.mark.parametrize("save, load", [(4, 1), (4, 2), (4, 3), (1, 4), (3, 2), (2, 3)])
-def test_resume_on_another_world(tmp_path, save, load):
-    n, batch = 26, 2
-    stop = 2
-    saved = run_ranks(fit_and_stop, save, str(tmp_path), n, batch, stop, {}, {}, timeout=60)
-    ckpt = f"{tmp_path}/step={stop}.ckpt"
-    results = run_ranks(fit_and_stop, load, str(tmp_path / "again"), n, batch, None, {}, {}, ckpt, timeout=60)
-    handed = flat([r["train"] for r in saved], 0)
-    assert handed == order_of(0, n)[: stop * save * batch]
-    rest = flat([r["train"] for r in results], 0)
-    assert rest[: n - len(handed)] == order_of(0, n)[len(handed) :]
-    assert len(rest) < n - len(handed) + load * batch
-    assert flat([r["train"] for r in results], 1)[:n] == order_of(1, n)
-    per_epoch = -(-n // (load * batch))
-    for result in results:
-        first = [index for epoch, index, _ in result["train"] if epoch == 0]
-        assert first[-1] == per_epoch - 1 and result["epoch"] == 2
-        assert [index for epoch, index, _ in result["train"] if epoch == 1] == list(range(per_epoch))
-
-
-def test_the_global_batch_is_kept_by_accumulation(tmp_path):
-    saved = run_ranks(fit_and_stop, 4, str(tmp_path), 32, 2, 2, {}, {})
-    options = {"on_world_change": "keep_global_batch"}
-    ckpt = f"{tmp_path}/step=2.ckpt"
-    results = run_ranks(fit_and_stop, 2, str(tmp_path / "again"), 32, 2, None, options, {}, ckpt)
-    assert {r["accumulate"] for r in results} == {2}
-    assert {r["step"] for r in results} == {8}
-    assert flat([r["train"] for r in results], 0) == order_of(0, 32)[16:]
-    assert flat([r["train"] for r in saved], 0) == order_of(0, 32)[:16]
-    with pytest.raises(AssertionError, match=r"3 ranks and 6 \(6 x 1\).*8 / 6 is none"):
-        run_ranks(fit_and_stop, 3, str(tmp_path / "no"), 32, 2, None, options, {}, ckpt)
-
-
-def evaluate(rank, world, folder, n, batch, stage):
-    model = Recorder({stage: lambda: make_loader(Indices(n), 0, batch_size=batch)})
-    trainer = make_trainer(folder, {}, every=0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        output = getattr(trainer, stage)(model)
-    assert not any("exactly once" in str(w.message) for w in caught)
-    return model.seen[stage], output[0]["mean"] if stage != "predict" else None
-
-
-@pytest.mark.parametrize("world, n, batch", [(2, 7, 2), (3, 13, 4), (3, 10, 3), (4, 9, 2), (2, 5, 1)])
-def test_evaluation_counts_every_sample_once(tmp_path, world, n, batch):
-    for stage in ("validate", "test", "predict"):
-        results = run_ranks(evaluate, world, str(tmp_path), n, batch, stage)
-        assert row_major([seen for seen, _ in results]) == list(range(n))
-        if stage != "predict":
-            assert {mean for _, mean in results} == {sum(range(n)) / n}
-
-
-def steps_asked_for(rank, world, folder, ckpt):
-    model = Recorder({"train": lambda: make_loader(Indices(16), batch_size=2, shuffle=True)}, asks_for_steps=True)
-    trainer = make_trainer(folder, {})
-    trainer.fit(model, ckpt_path=ckpt)
-    return model.seen["train"], model.steps
-
-
-def test_asking_for_the_number_of_steps_loses_no_state(tmp_path):
-    whole = run_ranks(steps_asked_for, 2, str(tmp_path), None)
-    again = run_ranks(steps_asked_for, 2, str(tmp_path / "again"), f"{tmp_path}/step=3.ckpt")
-    for (seen, steps), (rest, steps_again) in zip(whole, again, strict=True):
-        assert rest == seen[3:] and steps == steps_again == 8
-
-
-def fit_without_sharding(rank, world, folder):
-    loader = make_loader(Indices(8), batch_size=2)
-    model = Recorder({"train": lambda: loader})
-    trainer = make_trainer(folder, {}, use_distributed_sampler=False, max_epochs=1)
-    trainer.fit(model)
-    return [batch for _, _, batch in model.seen["train"]], trainer.train_dataloader is loader
-
-
-def test_a_user_who_shards_is_left_alone(tmp_path):
-    assert run_ranks(fit_without_sharding, 2, str(tmp_path)) == [([[0, 1], [2, 3], [4, 5], [6, 7]], True)] * 2
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_from_every_checkpoint_in_every_way(tmp_path, world):
+    results = run_ranks(resume_every_way, world, str(tmp_path), timeout=100)
+    n = samples(world)
+    for way in WAYS:
+        ranks = [result[way] for result in results]
+        count = {"limit_train_batches": 3 * world * BATCH, "overfit_batches": 2 * world * BATCH}.get(way, n)
+        for epoch in (0, 1):
+            # Lightning reads the data that is to be overfitted in its own order.
+            expected = list(range(n)) if way == "overfit_batches" else order_of(epoch, n)
+            assert flat([rank["train"] for rank in ranks], epoch)[: min(count, n)] == expected[:count], way
+        for rank in ranks:
+            assert len(rank["differing"]) >= 3
+            assert not any(rank["differing"].values()), (way, rank["differing"])
+        if way == "estimated_stepping_batches":
+            assert {rank["steps"] for rank in ranks} == {2 * 4}
+        if world == 2 and way == "plain":
+            assert not set(ranks[0]["draws"]) & set(ranks[1]["draws"]), "ranks have dropout streams of their own"
 
 
 def fit_in_other_ways(rank, world, folder):
-    """Options of the Trainer that touch loaders; returns what was seen under each."""
-    seen = {}
+    def shuffled(n=16):
+        return make_loader(Indices(n), batch_size=2, shuffle=True)
 
-    def fit(name, **kwargs):
-        loaders = {"train": lambda: make_loader(Indices(16), batch_size=2, shuffle=True)}
-        loaders["validate"] = lambda: make_loader(Indices(5), batch_size=2)
-        model = Recorder(loaders)
-        trainer = make_trainer(folder, {}, every=0, **kwargs)
-        trainer.fit(model)
-        seen[name] = model.seen["train"]
-        return trainer, model
-
-    fit("limit", limit_train_batches=2)
-    fit("overfit", overfit_batches=2)
-    fit("reload", reload_dataloaders_every_n_epochs=1)
-    fit("sanity", num_sanity_val_steps=2)
-    trainer, model = fit("twice", max_epochs=1)
+    module, trainer = fit(folder, {"train": shuffled}, every=0, max_epochs=1)
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(model)
-    seen["twice"] = model.seen["train"]
-    return seen
+    trainer.fit(module)
+    found = {"second fit": module.seen["train"]}
+    module, _ = fit(folder, {"train": lambda: make_loader(Indices(12), batch_size=2)}, every=0)
+    found["not shuffled"] = module.seen["train"]
+    loader = make_loader(Indices(8), batch_size=2)
+    module, trainer = fit(folder, {"train": lambda: loader}, every=0, max_epochs=1, use_distributed_sampler=False)
+    found["left alone"] = [batch for _, _, batch in module.seen["train"]], trainer.train_dataloader is loader
+    return found
 
 
 def test_other_ways_to_fit(tmp_path):
-    results = run_ranks(fit_in_other_ways, 2, str(tmp_path))
-    for name in ("limit", "overfit", "reload", "sanity", "twice"):
-        count = 8 if name in ("limit", "overfit") else 16
-        for epoch in (0, 1):
-            expected = list(range(16)) if name == "overfit" else order_of(epoch, 16)
-            assert flat([r[name] for r in results], epoch) == expected[:count], name
+    results = run_ranks(fit_in_other_ways, 2, str(tmp_path), timeout=60)
+    for epoch in (0, 1):
+        assert flat([r["second fit"] for r in results], epoch) == order_of(epoch, 16)
+        assert flat([r["not shuffled"] for r in results], epoch) == list(range(12))
+    assert [r["left alone"] for r in results] == [([[0, 1], [2, 3], [4, 5], [6, 7]], True)] * 2
+
+
+# ---- from every world size to every other ----------------------------------------------------
+
+SMALL, WORKERS = 10, (0, 2)
+
+
+def small_loaders(workers):
+    kwargs = {"persistent_workers": True} if workers else {}
+    return {"train": lambda: make_loader(Indices(SMALL), workers, batch_size=2, shuffle=True, **kwargs)}
+
+
+def save_every_step(rank, world, folder):
+    """The samples of one epoch with each number of workers, with a checkpoint after each step."""
+    seen = {}
+    for workers in WORKERS:
+        module, _ = fit(f"{folder}/{world}-{workers}", small_loaders(workers), max_epochs=1)
+        seen[workers] = module.seen["train"]
+    return seen
+
+
+def resume_all(rank, world, folder):
+    """What each checkpoint of each world size continues with, to the end of the second epoch."""
+    rest = {}
+    for save, workers in itertools.product(WORLDS, WORKERS):
+        for step in range(1, rows_of(SMALL, save) + 1):
+            ckpt = f"{folder}/{save}-{workers}/step={step}.ckpt"
+            module, trainer = fit(f"{folder}/again", small_loaders(workers), ckpt=ckpt, every=0)
+            rest[save, workers, step] = module.seen["train"], trainer.current_epoch
+    return rest
+
+
+def rows_of(n, world, batch=2):
+    return -(-n // (batch * world))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_kill_at_every_batch_and_resume_on_every_world(tmp_path):
+    handed = {}  # (world, workers) -> samples handed over, in the global order
+    for world in WORLDS:
+        results = run_ranks(save_every_step, world, str(tmp_path), timeout=60)
+        for workers in WORKERS:
+            handed[world, workers] = flat([r[workers] for r in results], 0)
+            assert handed[world, workers][:SMALL] == order_of(0, SMALL)
+    cases = 0
+    for load in WORLDS:
+        results = run_ranks(resume_all, load, str(tmp_path), timeout=100)
+        for key in results[0]:
+            save, workers, step = key
+            done = min(step * save * 2, SMALL)
+            ranks = [result[key][0] for result in results]
+            rest = flat(ranks, 0)
+            # Exactly the rest, each sample once and in order; then the wrap-around that fills the last step.
+            assert rest[: SMALL - done] == order_of(0, SMALL)[done:], (key, load)
+            assert len(rest) < SMALL - done + load * 2 and (done < SMALL or not rest), (key, load)
+            assert flat(ranks, 1)[:SMALL] == order_of(1, SMALL), (key, load)
+            for rank, (seen, epoch) in zip(ranks, (result[key] for result in results), strict=True):
+                assert seen == rank and epoch == 2
+                indices = [index for e, index, _ in seen if e == 0]
+                assert indices == list(range(rows_of(SMALL, load) - len(indices), rows_of(SMALL, load))), (key, load)
+                assert [index for e, index, _ in seen if e == 1] == list(range(rows_of(SMALL, load)))
+            cases += 1
+    assert cases == len(WORLDS) * len(WORKERS) * sum(rows_of(SMALL, save) for save in WORLDS)
+
+
+def keep_global_batch(rank, world, folder, ckpt):
+    """Stops after two steps if there is no checkpoint to continue from."""
+    loaders = {"train": lambda: make_loader(Indices(32), batch_size=2, shuffle=True)}
+    options = {"on_world_change": "keep_global_batch"}
+    module, trainer = fit(folder, loaders, options, ckpt, max_steps=-1 if ckpt else 2)
+    return module.seen["train"], trainer.accumulate_grad_batches, trainer.global_step
+
+
+def test_the_global_batch_is_kept_by_accumulation_or_refused(tmp_path):
+    saved = run_ranks(keep_global_batch, 4, str(tmp_path), None, timeout=30)
+    assert flat([seen for seen, _, _ in saved], 0) == order_of(0, 32)[:16]
+    ckpt = f"{tmp_path}/step=2.ckpt"
+    results = run_ranks(keep_global_batch, 2, str(tmp_path / "again"), ckpt, timeout=30)
+    assert {(accumulate, step) for _, accumulate, step in results} == {(2, 8)}
+    assert flat([seen for seen, _, _ in results], 0) == order_of(0, 32)[16:]
+    with pytest.raises(AssertionError, match=r"3 ranks and 6 \(6 x 1\).*8 / 6 is none"):
+        run_ranks(keep_global_batch, 3, str(tmp_path / "no"), ckpt, timeout=30)
+
+
+# ---- evaluation ------------------------------------------------------------------------------
+
+SIZES = [(7, 2), (13, 4), (10, 3), (9, 2), (5, 1)]  # samples, batch size
+
+
+def evaluate(rank, world, folder):
+    found = {}
+    for stage, (n, batch) in itertools.product(("validate", "test", "predict"), SIZES):
+        module = Recorder({stage: lambda n=n, batch=batch: make_loader(Indices(n), batch_size=batch)})
+        output = getattr(make_trainer(folder, {}, every=0), stage)(module)
+        found[stage, n, batch] = module.seen[stage], output if stage == "predict" else output[0]["mean"]
+    loaders = {"test": lambda: [make_loader(Indices(n), batch_size=2) for n in (7, 5)]}
+    module = Recorder(loaders)
+    module.test_step = lambda batch, batch_idx, dataloader_idx=0: module.seen["test"].append((dataloader_idx, batch.tolist()))
+    make_trainer(folder, {}, every=0, limit_test_batches=2).test(module, verbose=False)
+    return found, module.seen["test"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_evaluation_counts_every_sample_once(tmp_path, world):
+    results = run_ranks(evaluate, world, str(tmp_path), timeout=60)
+    for stage, n, batch in results[0][0]:
+        ranks = [found[stage, n, batch] for found, _ in results]
+        assert row_major([seen for seen, _ in ranks]) == list(range(n)), (stage, n, batch)
+        for seen, output in ranks:
+            expected = [torch.tensor(cell) for cell in seen] if stage == "predict" else sum(range(n)) / n
+            assert str(output) == str(expected)
+    for index, n in enumerate((7, 5)):  # several loaders, and a limit
+        assert row_major([[b for i, b in seen if i == index] for _, seen in results]) == list(range(min(n, 4 * world)))

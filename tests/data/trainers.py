@@ -1,61 +1,20 @@
-"""A real Trainer with a thin strategy around `DataHooks`, for the tests."""
+"""A Trainer with strategy zero3 and a module that writes down what it was given."""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_zero3.strategies.data import DataHooks, DataOptions
+from lightning_zero3 import DataOptions, Zero3Strategy
 
 SEED = 5
 
 
-class SharedData(DDPStrategy):
-    """DDP, with nothing but the loaders taken over."""
-
-    def __init__(self, options):
-        super().__init__(process_group_backend="gloo", timeout=timedelta(seconds=60))
-        self.data = DataHooks(options)
-
-    @property
-    def _trainer(self):
-        return self.lightning_module.trainer
-
-    def setup_environment(self):
-        super().setup_environment()
-        self.data.take_over(self._trainer)
-
-    def setup(self, trainer):
-        super().setup(trainer)
-        self.data.seed_ranks(trainer)
-
-    def process_dataloader(self, dataloader):
-        return self.data.shard(self._trainer, dataloader)
-
-    def reduce(self, tensor, group=None, reduce_op="mean"):
-        # Lightning divides the sum of the batch sizes by the number of ranks in integers, so the mean
-        # of a metric is wrong where ranks have different numbers of samples.
-        if isinstance(tensor, torch.Tensor) and reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
-
-    def on_train_start(self):
-        self.data.on_train_start(self._trainer)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.data.on_train_batch_start(self._trainer)
-
-    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
-        self.data.save(self._trainer, checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path, weights_only=False):
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self.data.load(checkpoint)
-        return checkpoint
+def order_of(epoch, n):
+    """The order of ``n`` shuffled samples: what one process draws with seed + epoch."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
 
 
 class Recorder(LightningModule):
@@ -67,6 +26,7 @@ class Recorder(LightningModule):
         self.loaders = loaders
         self.asks_for_steps = asks_for_steps
         self.seen = {"train": [], "validate": [], "test": [], "predict": []}
+        self.steps_before = []  # optimizer steps before each training batch
         self.draws = []
         self.steps = None
 
@@ -84,6 +44,7 @@ class Recorder(LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.seen["train"].append((self.current_epoch, batch_idx, plain(batch)))
+        self.steps_before.append(self.global_step)
         self.draws.append(torch.rand(()).item())
         return self.layer(torch.ones(1)).sum()
 
@@ -106,21 +67,6 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class StopAfter(Callback):
-    """Ends the process's run abruptly, as a kill would."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if len(module.seen["train"]) == self.batches:
-            raise Killed
-
-
-class Killed(Exception):
-    pass
-
-
 def plain(batch):
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
@@ -137,11 +83,38 @@ def make_trainer(folder, options, every=1, callbacks=(), **kwargs):
         **{
             "accelerator": "cpu",
             "devices": world,
-            "strategy": SharedData(DataOptions(**{"seed": SEED, **options})),
+            "strategy": Zero3Strategy(data=DataOptions(**{"seed": SEED, **options}), timeout=timedelta(seconds=60)),
             "callbacks": [checkpoints, *callbacks] if every else list(callbacks),
             "default_root_dir": folder,
+            "enable_checkpointing": bool(every),
             "max_epochs": 2,
             **quiet,
             **kwargs,
         }
     )
+
+
+def fit(folder, loaders, options=None, ckpt=None, asks_for_steps=False, **kwargs):
+    """One run; returns its module and Trainer."""
+    torch.manual_seed(11)
+    module = Recorder(loaders, asks_for_steps)
+    trainer = make_trainer(folder, options or {}, **kwargs)
+    trainer.fit(module, ckpt_path=ckpt)
+    return module, trainer
+
+
+def fit_and_resume(folder, *args, **kwargs):
+    """A whole run, and runs resumed from each of its checkpoints but the last."""
+    module, trainer = fit(folder, *args, **kwargs)
+    resumed = {}
+    for step in range(1, trainer.global_step):
+        again, resumed_trainer = fit(f"{folder}/again", *args, ckpt=f"{folder}/step={step}.ckpt", **kwargs)
+        done = next((k for k, before in enumerate(module.steps_before) if before >= step), len(module.steps_before))
+        same = {
+            "samples": again.seen["train"] == module.seen["train"][done:],
+            "draws": again.draws == module.draws[done:],
+            "epochs": resumed_trainer.current_epoch == trainer.current_epoch,
+            "steps": resumed_trainer.global_step == trainer.global_step,
+        }
+        resumed[step] = [name for name, is_same in same.items() if not is_same]
+    return {"train": module.seen["train"], "draws": module.draws, "differing": resumed, "steps": module.steps}

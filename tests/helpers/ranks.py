@@ -29,6 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -143,8 +144,6 @@ def _start(jobs: list[_Job], alive_reader: Connection, processes: list[Any]) -> 
 
 
 def _start_fork_server() -> None:
-    from multiprocessing import forkserver
-
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     saved = {name: os.environ.get(name) for name in _ONE_THREAD}
     os.environ.update(_ONE_THREAD)
@@ -243,6 +242,7 @@ def _kill_groups(processes: list[Any]) -> None:
 
 def _rank_main(job: _Job, alive_reader: Connection) -> None:
     os.setpgid(0, 0)
+    _share_fork_server()
     threading.Thread(target=_die_with_parent, args=(alive_reader,), daemon=True).start()
     os.environ.clear()
     os.environ.update(job.environ)
@@ -260,6 +260,16 @@ def _rank_main(job: _Job, alive_reader: Connection) -> None:
         # Not sys.exit: clean-up of a broken process group can wait for peers for ever.
         os._exit(1)
     _write(job.path("result"), result)
+
+
+def _share_fork_server() -> None:
+    """Let loaders' workers come from the server that this rank came from, whose address it knows.
+
+    By itself it would start a server of its own, which imports torch for seconds.
+    """
+    server = forkserver._forkserver
+    if getattr(server, "_forkserver_address", None) and getattr(server, "_forkserver_authkey", True):  # no key before 3.14
+        server.ensure_running = resource_tracker.ensure_running
 
 
 def _die_with_parent(alive_reader: Connection) -> None:
