@@ -123,7 +123,8 @@ def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> No
         ValueError: on every rank, naming the first difference.
     """
     mine = [
-        f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, group {g}, unit {u.name}"
+        f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, "
+        f"requires_grad {e.parameter.requires_grad}, group {g}, unit {u.name}"
         for u in units
         for c in u.chunks
         for g, e in zip(c.layout.groups, c.entries, strict=True)

@@ -79,6 +79,10 @@ class OtherTrained(Model):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class OtherFrozen(Model):
+    build = OtherTrained.build
+
+
 class OtherGroups(Model):
     def configure_optimizers(self):
         names = ["norm", "head"][self.rank]
@@ -163,6 +167,7 @@ CASES = {
     ),
     "other shape": (OtherShape, {}, {}, ["The ranks have different models", "rank 0 has [", "rank 1 has [net.blocks.2"]),
     "other trained": (OtherTrained, {}, {}, ["The ranks have different models", "net.norm.weight", "not trained"]),
+    "other frozen": (OtherFrozen, {}, {}, ["The ranks have different models", "net.norm.weight", "requires_grad False"]),
     "other groups": (OtherGroups, {}, {}, ["The ranks have different models"]),
     "added after set-up": (AddedAfterSetUp, {}, {}, ["net.late.weight", "after"]),
     "lazy layer": (LazyLayer, {}, {}, ["Parameter 'net.lazy.weight' has no shape yet"]),
