@@ -19,7 +19,8 @@ class LeakDetector:
 
     Memory in use goes up and down within a window; only what is never given back lifts the lowest
     level. It is a leak when the floor rose in every one of the last `windows` windows, by at least
-    `least_growth` bytes together. After a report the same growth must come again before the next.
+    `least_growth` bytes together. The next report takes twice as many windows and twice the growth, so
+    that a long run with a leak is told of it a few times.
     """
 
     window: int = 10  # samples
@@ -40,12 +41,14 @@ class LeakDetector:
             return None
         self.floors.append(self._lowest)
         self._lowest = None
-        recent = self.floors[-self.windows - 1 :]
-        rises = [later[0] - earlier[0] for earlier, later in zip(recent, recent[1:], strict=False)]
+        del self.floors[: -self.windows - 1]
+        rises = [later[0] - earlier[0] for earlier, later in zip(self.floors, self.floors[1:], strict=False)]
         if len(rises) < self.windows or min(rises) <= 0 or sum(rises) < self.least_growth:
             return None
+        (_, first), (_, last) = self.floors[0], self.floors[-1]
         del self.floors[:-1]
-        return sum(rises) / (recent[-1][1] - recent[0][1])
+        self.windows, self.least_growth = 2 * self.windows, 2 * self.least_growth
+        return sum(rises) / (last - first)
 
     @property
     def suspicious(self) -> bool:

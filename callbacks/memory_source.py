@@ -8,7 +8,6 @@ import ctypes
 import os
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -42,7 +41,7 @@ class Sample(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """Figures that cost more to read, taken only on logging steps."""
+    """Figures that cost more to read, taken on logging steps."""
 
     capacity: int  # of the device, or of the machine
     free: int  # to anyone
@@ -73,11 +72,15 @@ class MemorySource(Protocol):
         """Whether the device must not be asked now: a CUDA graph is being captured."""
         ...
 
+    def close(self) -> None:
+        """No more readings."""
+        ...
 
-def choose_source(device: torch.device, share: float) -> MemorySource:
-    """The source for a run on this device; `share` of the time may go into figures that cost more."""
+
+def choose_source(device: torch.device) -> MemorySource:
+    """The source for a run on this device."""
     if device.type != "cuda":
-        return ProcessSource(share / 2)
+        return ProcessSource()
     if torch.cuda.memory.get_allocator_backend() in ("native", "cudaMallocAsync"):
         return CUDASource(device)
     return DriverSource(device)
@@ -143,14 +146,17 @@ class CUDASource:
         """Allocator calls from a capture could invalidate it."""
         return torch.cuda.is_current_stream_capturing()
 
+    def close(self) -> None:
+        """Nothing to give back."""
 
-class DriverSource:
+
+class DriverSource(CUDASource):
     """A pluggable allocator keeps no figures; the driver knows only what the whole device has used."""
 
-    name, device_type = "driver", "cuda"
+    name = "driver"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._peak = 0
 
     def read(self, thorough: bool = False) -> Sample:
@@ -168,10 +174,6 @@ class DriverSource:
     def reset_peaks(self) -> None:
         """Start again at the next sample."""
         self._peak = 0
-
-    def is_busy(self) -> bool:
-        """See `CUDASource.is_busy`."""
-        return torch.cuda.is_current_stream_capturing()
 
 
 class _HeapInfo(ctypes.Structure):
@@ -192,8 +194,7 @@ class ProcessSource:
 
     name, device_type = "process", "cpu"
 
-    def __init__(self, heap_share: float = 0.001) -> None:
-        self._heap_share = heap_share  # of the time, at most, goes into asking malloc
+    def __init__(self) -> None:
         self._status = self._open("/proc/self/status", os.O_RDONLY)
         self._clear = self._open("/proc/self/clear_refs", os.O_WRONLY)
         self._pid = os.getpid()
@@ -201,7 +202,6 @@ class ProcessSource:
         if self._heap is not None:
             self._heap.restype = _HeapInfo
         self._inactive = 0
-        self._next_heap_s = 0.0
 
     @staticmethod
     def _open(path: str, flags: int) -> int | None:
@@ -212,26 +212,20 @@ class ProcessSource:
         """An inherited descriptor would show the parent's figures."""
         if os.getpid() != self._pid:
             self.close()
-            self.__init__(self._heap_share)  # type: ignore[misc]
+            self.__init__()  # type: ignore[misc]
 
     def read(self, thorough: bool = False) -> Sample:
-        """One small read of /proc, about 10 µs."""
+        """One small read of /proc; `thorough` asks malloc too."""
         self._reopen_after_fork()
         resident, peak = self._read_resident()
         live = self._read_heap() if thorough else None
         return Sample(resident, resident, peak, peak, self._inactive, live)
 
     def _read_heap(self) -> int | None:
-        """Bytes in use, unless malloc was asked a short while ago.
-
-        It walks its free chunks for the answer: a microsecond in a young heap, milliseconds in an old
-        one. So it is asked again only when that is at most `heap_share` of the time since.
-        """
-        if self._heap is None or time.perf_counter() < self._next_heap_s:
+        """Bytes in use. malloc walks its free chunks: a microsecond in a young heap, milliseconds in an old one."""
+        if self._heap is None:
             return None
-        begun = time.thread_time()  # a thread that waits for a core costs nothing
         heap = self._heap()
-        self._next_heap_s = time.perf_counter() + (time.thread_time() - begun) / self._heap_share
         self._inactive = heap.fordblks
         return heap.uordblks + heap.hblkhd
 

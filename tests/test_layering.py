@@ -94,6 +94,7 @@ LAYERS = [
     (["callbacks/memory_allocations", "callbacks/memory_oom", "callbacks/memory_phases"], LIGHTNING),
     (["callbacks/memory_figures"], LIGHTNING),
     (["callbacks/memory_report"], LIGHTNING),
+    (["callbacks/memory_run"], LIGHTNING),
     (["callbacks/*"], LIGHTNING),
     (["callbacks/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__main__"], LIGHTNING),

@@ -18,10 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from helpers.ranks import run_ranks
-from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker
+from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker, StepTimer
 from lightning_zero3.callbacks.memory_figures import GIB, KEYS
 from lightning_zero3.callbacks.memory_ledger import CATEGORIES
 from lightning_zero3.callbacks.memory_phases import PHASES
+from lightning_zero3.callbacks.memory_run import Recording
 from lightning_zero3.callbacks.memory_source import Sample, Surroundings
 
 MIB = 2**20
@@ -130,7 +131,7 @@ def ledger_case(rank, world_size, kind, folder):
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, *args):
-            seen["calls"] = tracker.gatherer.calls
+            seen["calls"] = tracker._run.gatherer.calls
             if kind == "ddp":
                 seen["buckets"] = trainer.strategy.model._get_ddp_logging_data()["bucket_sizes"]
 
@@ -232,6 +233,9 @@ class Scripted:
     def is_busy(self):
         return False
 
+    def close(self):
+        pass
+
 
 class Spending(Model):
     """Uses a known amount in every phase."""
@@ -264,14 +268,11 @@ class WithSource(CUDAMemoryTracker):
     def make_source(self, device):
         return self.scripted
 
-    def _watch_cuda(self, device):
-        pass
-
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_every_phase_gets_its_own_peak(accumulate, tmp_path, capsys):
     # Every step is read closely, however long reading takes on this machine.
-    tracker = WithSource(report=str(tmp_path / "memory.html"), detail_share=float("inf"))
+    tracker = WithSource(report=str(tmp_path / "memory.html"), time_share=None)
     tracker.scripted = source = Scripted()
     saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2)
     _, logger = fit(
@@ -330,7 +331,7 @@ def test_validate_and_predict_alone(tmp_path):
     trainer = Trainer(accelerator="cpu", logger=False, callbacks=[tracker], enable_progress_bar=False)
     trainer.validate(BoringModel(), verbose=False)
     trainer.predict(BoringModel())
-    assert tracker.meter is None
+    assert tracker._run is None
 
 
 def test_no_number_changes_and_no_extra_hook_for_the_optimizer(tmp_path):
@@ -361,9 +362,9 @@ class Leaking(Model):
 
 def leak_case(rank, world_size, folder):
     """A young process, whose malloc may be asked at every step."""
-    tracker = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, detail_share=0.05)
+    tracker = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, time_share=0.2)
     fit(tracker, tmp_path=folder, model=Leaking(), max_steps=100)
-    sound = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, detail_share=0.05)
+    sound = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, time_share=0.2)
     fit(sound, tmp_path=folder, max_steps=60)
     return tracker.leaks, sound.leaks
 
@@ -411,7 +412,7 @@ def test_a_failing_report_hides_nothing(tmp_path, caplog, monkeypatch):
         raise OSError("disk full")
 
     tracker = CUDAMemoryTracker()
-    monkeypatch.setattr(tracker, "_collect_oom", fail)
+    monkeypatch.setattr(Recording, "explain_oom", fail)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         fit(tracker, tmp_path=tmp_path, model=Exploding())
     assert "disk full" in caplog.text and "report on an out-of-memory error failed" in caplog.text
@@ -436,7 +437,8 @@ def test_the_report_asks_no_other_rank(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reset": "always"}, "reset.*phase, step, never"),
+        ({"time_share": 0.0}, "time_share.*above 0"),
+        ({"time_share": 50}, "time_share.*at most 1"),
         ({"every_n_steps": 0}, "every_n_steps.*at least 1"),
         ({"report_png": True}, "report_png.*report="),
         ({"leak_window": -1}, "leak_window"),
@@ -453,14 +455,16 @@ def test_from_yaml(tmp_path):
 trainer:
   callbacks:
     - class_path: lightning_zero3.callbacks.CUDAMemoryTracker
-      init_args: {every_n_steps: 5, reset: step, report: memory.html, per_unit: true, leak_growth_mib: 2}
+      init_args: {every_n_steps: 5, reset_peaks: false, time_share: null, report: memory.html, per_unit: true}
     - class_path: lightning_zero3.callbacks.StepTimer
       init_args: {every_n_steps: 5}
 """
     )
     trainer = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
     tracker = next(callback for callback in trainer.callbacks if isinstance(callback, CUDAMemoryTracker))
-    assert (tracker.every_n_steps, tracker.reset, tracker.report) == (5, "step", "memory.html")
+    assert (tracker.every_n_steps, tracker.reset_peaks, tracker.time_share) == (5, False, float("inf"))
+    assert (tracker.report, tracker.per_unit) == ("memory.html", True)
+    assert next(callback for callback in trainer.callbacks if isinstance(callback, StepTimer)).every_n_steps == 5
 
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
@@ -484,14 +488,17 @@ Timed, Nothing = make_timed(CUDAMemoryTracker), make_timed(Callback)
 
 
 def overhead_case(rank, world_size, folder):
-    """All hooks of a step together, logging every 50 steps, in the thread's own time."""
-    steps, spent = 300, []
+    """(share of the step, seconds) of all hooks of a step together, logging every 50, in the thread's own time."""
+    steps, found = 300, []
     for _ in range(3):  # the best of three: other processes cost caches
         tracker = Timed(table=False, every_n_steps=50)
         clock = Nothing()  # reading the clock takes microseconds itself
+        begun = time.perf_counter()
         fit(clock, tracker, tmp_path=folder, model=Slow(), max_steps=steps)
-        spent.append((tracker.spent - clock.spent) / steps)
-    return min(spent)
+        step = (time.perf_counter() - begun) / steps
+        spent = (tracker.spent - clock.spent) / steps
+        found.append((spent / step, spent))
+    return min(found)
 
 
 class Slow(Model):
@@ -503,9 +510,9 @@ class Slow(Model):
 
 
 def test_overhead_is_below_one_percent_of_a_10_ms_step(tmp_path):
-    (per_step,) = run_ranks(overhead_case, 1, tmp_path)
-    print(f"tracker: {per_step * 1e6:.0f} µs per step")
-    assert per_step < 0.01 * 0.010
+    ((share, spent),) = run_ranks(overhead_case, 1, tmp_path)
+    print(f"tracker: {spent * 1e6:.0f} µs per step, {share:.2%} of it")
+    assert share < 0.01  # of a step of 10 ms, longer where other processes hold it up
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------
