@@ -50,14 +50,15 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
         places = _places_by_launcher(read, request)
     address, port = _meeting_point(read, places)
     read.note("device_type", f"{devices.count} x {devices.type} visible")
-    read.note("backend", f"torch's default for {devices.type}")
+    chosen = request.backend if request is not None else None
+    read.note("backend", "process_group_backend" if chosen else f"torch's default for {devices.type}")
     world = World(
         launcher.name,
         **places,
         main_address=address,
         main_port=port,
         device_type=devices.type,
-        backend=devices.backend,
+        backend=chosen or devices.backend,
         why=tuple(read.why.items()),
     )
     if request is not None:

@@ -61,6 +61,8 @@ class EvaluationStrategy(ProcessStrategy):
         with self.engine.joint.run(step) if turn.joint else step:
             yield
         self.engine.joint.assist(turn.assist)
+        if self._signals is not None and not turn.joint:
+            self._signals.between_batches()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -9,24 +10,25 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
+from lightning.fabric.utilities.distributed import _distributed_is_initialized, _sync_ddp_if_available
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
+from .cluster import choose, identify
 from .engine import LocalCollectives, Meeting
+from .host import bind_to_numa_node, limit_threads, visible_devices
+from .rendezvous import end_process_group, start_process_group
+from .signals import AgreedSignals
+from .world import Request, World
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -44,6 +46,8 @@ class ProcessStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: StartMethod = "popen",
+        start_timeout: timedelta = timedelta(minutes=5),
+        cpu_affinity: bool = True,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
@@ -51,6 +55,19 @@ class ProcessStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method: StartMethod = start_method
         self._door: LocalCollectives | None = None  # once the model is sharded: all that ranks do together is told apart
+        self._start_timeout = start_timeout
+        self._cpu_affinity = cpu_affinity
+        self._signals: AgreedSignals | None = None
+        self.world: World | None = None  # who this process is, from `setup_environment` on
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """How processes find each other: Lightning's, or ours for launchers that Lightning does not know."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, cluster_environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = None if cluster_environment is None else choose(cluster_environment)
 
     @property
     def is_distributed(self) -> bool:
@@ -96,14 +113,40 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.cluster_environment is not None and self.parallel_devices is not None
+        self.set_world_ranks()
+        request = Request(
+            self.num_processes, self.num_nodes, self._start_method, bool(_IS_INTERACTIVE), self._process_group_backend
+        )
+        self.world = identify(self.cluster_environment, visible_devices(self.parallel_devices[0].type), request)
         super().setup_environment()
         reset_seed()
-        self.set_world_ranks()
-        if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
-        assert self.cluster_environment is not None
+        limit_threads(self.world.local_world_size)
+        if self._cpu_affinity:
+            bind_to_numa_node(self.root_device)
+        self._process_group_backend = self.world.backend
         device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device)
+        start_process_group(self.world, self.world.backend, self._timeout, self._start_timeout, device)
+        if self.world.world_size > 1:  # for users' own tools; torchrun has set them already
+            os.environ.update(MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port))
+        rank_zero_info(
+            f"zero3: {self.world.world_size} rank(s) on {self.world.num_nodes} node(s), {self.world.backend}, started by "
+            f"{self.world.launcher}"
+        )
+        assert self.lightning_module is not None
+        self._signals = AgreedSignals.take_over(self.lightning_module.trainer)
+
+    @override
+    def teardown(self) -> None:
+        # Not super().teardown(), which would move the module's resting parameters to the CPU.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        module = self.lightning_module
+        if module is not None and module._trainer is not None and module._trainer.interrupted:
+            end_process_group(failed=True)  # else at exit: users gather and save after `fit`
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -22,12 +22,13 @@ class Devices:
 
 @dataclass(frozen=True)
 class Request:
-    """What the Trainer was asked for: ``devices``, ``num_nodes``, and how Lightning starts processes if it has to."""
+    """What the Trainer was asked for: ``devices``, ``num_nodes``, how to start processes if need be, and a backend if given."""
 
     processes: int = 1
     nodes: int = 1
     start_method: str = "popen"
     interactive: bool = False
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,28 @@ class World:
     why: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        because = dict(self.why)
         for small, large in (("rank", "world_size"), ("local_rank", "local_world_size")):
             if not 0 <= getattr(self, small) < getattr(self, large):
                 raise LaunchError(
-                    f"{small} {getattr(self, small)} ({because.get(small)}) is not below {large} {getattr(self, large)} "
-                    f"({because.get(large)}): two launchers have mixed their variables. Unset those that are left over."
+                    f"{small} {getattr(self, small)} ({self.because(small)}) is not below {large} {getattr(self, large)} "
+                    f"({self.because(large)}): two launchers have mixed their variables. Unset those that are left over."
                 )
         if self.local_world_size > self.world_size:
             raise LaunchError(
-                f"This node has {self.local_world_size} processes ({because.get('local_world_size')}), but there are "
-                f"{self.world_size} in all ({because.get('world_size')}). Unset the variable that is left over."
+                f"This node has {self.local_world_size} processes ({self.because('local_world_size')}), but there are "
+                f"{self.world_size} in all ({self.because('world_size')}). Unset the variable that is left over."
             )
         if not 0 <= self.main_port < 2**16:
-            raise LaunchError(f"{because.get('main_port')} is not a port. Set MASTER_PORT to a number from 1024 to 65535.")
+            raise LaunchError(f"{self.because('main_port')} is not a port. Set MASTER_PORT to a number from 1024 to 65535.")
+
+    def because(self, item: str) -> str:
+        """What decided ``item``: a variable and its value, or a rule."""
+        return dict(self.why).get(item, "given")
+
+    @property
+    def meeting_point(self) -> str:
+        """Address and port of rank 0, and where they come from."""
+        return f"{self.main_address}:{self.main_port} ({self.because('main_address')}; {self.because('main_port')})"
 
     @property
     def num_nodes(self) -> int:
@@ -89,7 +98,7 @@ def require_requested(world: World, request: Request) -> None:
     asked = request.processes * request.nodes
     if asked != world.world_size:
         raise LaunchError(
-            f"{world.launcher} started {world.world_size} processes ({dict(world.why)['world_size']}), but "
+            f"{world.launcher} started {world.world_size} processes ({world.because('world_size')}), but "
             f"Trainer(devices={request.processes}, num_nodes={request.nodes}) asks for {asked}. Use "
             f"Trainer(devices={world.local_world_size}, num_nodes={world.num_nodes}), or start {asked} processes."
         )
@@ -99,7 +108,7 @@ def require_devices(world: World, devices: Devices) -> None:
     """Raise :class:`LaunchError` if two processes would share a device."""
     if devices.type != "cpu" and world.local_world_size > devices.count:
         raise LaunchError(
-            f"{world.local_world_size} processes on this node ({dict(world.why)['local_world_size']}), but this one sees "
+            f"{world.local_world_size} processes on this node ({world.because('local_world_size')}), but this one sees "
             f"{devices.count} {devices.type} device(s). Start fewer, or let every process see all devices of its node "
             "(CUDA_VISIBLE_DEVICES alike for all; SLURM: --gpu-bind=none)."
         )

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-)
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -61,6 +59,8 @@ class Zero3Strategy(EvaluationStrategy):
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
             With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
+        start_timeout: how long a process waits for the others to come up, before an error names those that did not.
+        cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
     """
 
     strategy_name = "zero3"
@@ -80,6 +80,8 @@ class Zero3Strategy(EvaluationStrategy):
         keep_in_fp32: Sequence[str] = (),
         data: DataOptions | None = None,
         debug: bool = False,
+        start_timeout: timedelta = timedelta(minutes=5),
+        cpu_affinity: bool = True,
     ) -> None:
         super().__init__(
             accelerator,
@@ -90,6 +92,8 @@ class Zero3Strategy(EvaluationStrategy):
             process_group_backend,
             timeout,
             start_method,
+            start_timeout,
+            cpu_affinity,
         )
         self.unit_policy = unit_policy
         self._keep_in_fp32 = tuple(keep_in_fp32)
@@ -209,12 +213,7 @@ class Zero3Strategy(EvaluationStrategy):
             if isinstance(self._launcher, _MultiProcessingLauncher) and not module._trainer.interrupted:
                 self.engine.unshard()  # the launcher sends rank 0's state_dict to the process that called fit
                 self.engine = None
-        # Not super().teardown(), which would move the module's resting parameters to the CPU.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        super().teardown()
 
     # ------------------------------------------------------------------------------------------------ steps
 

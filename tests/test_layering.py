@@ -31,7 +31,9 @@ LAYERS = [
     # Tensors.
     (
         [
+            "strategies/host",
             "strategies/rng",
+            "strategies/rollcall",
             "strategies/engine/streams",
             "strategies/engine/collectives",
             "strategies/engine/partition",
@@ -39,6 +41,7 @@ LAYERS = [
         ],
         TORCH,
     ),
+    (["strategies/rendezvous"], TORCH),
     (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
@@ -71,7 +74,8 @@ LAYERS = [
     (["strategies/data/hooks"], TORCH),
     (["strategies/data/__init__"], TORCH),
     # Lightning from here on.
-    (["strategies/adapted", "strategies/precision", "strategies/processes"], LIGHTNING),
+    (["strategies/adapted", "strategies/cluster", "strategies/precision", "strategies/signals"], LIGHTNING),
+    (["strategies/processes"], LIGHTNING),
     (["strategies/evaluation"], LIGHTNING),
     (["strategies/zero3"], LIGHTNING),
     (["strategies/__init__"], LIGHTNING),

@@ -1,0 +1,160 @@
+"""Processes that meet, and what they say when they cannot: on every process that is there, and long before a time-out."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.environment import detect
+from lightning_zero3.strategies.rendezvous import current_group_world, end_process_group, start_process_group
+from lightning_zero3.strategies.rollcall import describe_process, roll_call
+from lightning_zero3.strategies.world import Devices, LaunchError
+
+SOON_S = 10  # what all of these take together at most; the shortest time-out in a message is longer
+HOST = socket.gethostname()
+
+
+def world(rank, size, port=77, address="127.0.0.1"):
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    environ = {**local, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return detect({name: str(value) for name, value in environ.items()}, Devices())
+
+
+def call(cards, seconds=SOON_S):
+    """A roll call of threads, each with `(rank, world size, changes to its card)`; the message of each, or None."""
+    store = dist.HashStore()
+
+    def one(rank, size, changes):
+        try:
+            who = world(rank, size)
+            roll_call(store, who, {**describe_process(who, "gloo"), **changes}, time.monotonic() + seconds)
+        except LaunchError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(cards)) as pool:
+        return list(pool.map(one, *zip(*cards, strict=True)))
+
+
+def test_all_there_and_alike():
+    assert call([(0, 3, {}), (1, 3, {}), (2, 3, {})]) == [None] * 3
+
+
+UNLIKE = {
+    "torch": ({"torch": "2.11.0"}, "has torch 2.11.0, but rank 0 ("),
+    "lightning_zero3": ({"lightning_zero3": "0.0.9"}, "has lightning_zero3 0.0.9, but rank 0 ("),
+    "backend": ({"backend": "nccl"}, "has backend nccl, but rank 0 ("),
+}
+
+
+@pytest.mark.parametrize("item", UNLIKE)
+def test_another_version_on_another_node_is_named_on_every_rank(item):
+    changes, expected = UNLIKE[item]
+    messages = call([(0, 3, {}), (1, 3, {"host": "node7", "pid": 5, **changes}), (2, 3, {})])
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"Rank 1 (process 5 on node7) {expected}")
+
+
+def test_a_doubled_rank_is_named_on_every_rank():
+    messages = call([(0, 3, {}), (1, 3, {"host": "node1"}), (1, 3, {"host": "node2"})])
+    assert all("Two processes are rank 1: process " in m for m in messages if m is not None)
+    # The one that came first may have heard the verdict before; rank 0 and the second always hear of it.
+    assert messages[0] is not None and "node1" in messages[0] and "node2" in messages[0]
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    messages = call([(0, 2, {"device": "GPU-a"}), (1, 2, {"device": "GPU-a"})])
+    assert all("Ranks 0 (" in m and "use one GPU, GPU-a" in m and "LOCAL_RANK" in m for m in messages)
+
+
+def test_missing_ranks_are_named():
+    messages = call([(0, 4, {}), (2, 4, {})], seconds=0.5)
+    assert all(m.startswith("Ranks [1, 3] of 4 (WORLD_SIZE=4) did not come to 127.0.0.1:77 (MASTER_ADDR=") for m in messages)
+
+
+def test_another_world_size_is_named():
+    messages = call([(0, 2, {}), (1, 3, {})])
+    assert all("has world_size 3, but rank 0" in m for m in messages)
+
+
+def refusal(who, seconds=SOON_S):
+    with pytest.raises(LaunchError) as caught:
+        start_process_group(who, "gloo", timedelta(seconds=60), timedelta(seconds=seconds))
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        message = refusal(world(0, 2, port))
+        assert time.monotonic() - started < SOON_S
+    assert message.startswith(f"Port {port} (MASTER_PORT={port}) is in use on {HOST}: ") and "Set MASTER_PORT" in message
+
+
+def test_a_host_that_does_not_resolve_is_named(monkeypatch):
+    monkeypatch.setattr("lightning_zero3.strategies.rendezvous._RESOLVE_S", 0.1)
+    message = refusal(world(1, 2, address="no-such-host.invalid"))
+    assert "cannot resolve the host name 'no-such-host.invalid' (MASTER_ADDR=no-such-host.invalid)" in message
+
+
+def test_a_rank_zero_that_is_not_there_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    message = refusal(world(1, 2, port), seconds=1)
+    assert message.startswith(
+        f"Rank 1 on {HOST} could not reach rank 0 at 127.0.0.1:{port} (MASTER_ADDR=127.0.0.1; MASTER_PORT="
+    )
+
+
+def total(rank):
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def groups(rank, size, port):
+    dist.destroy_process_group()  # the test's own
+    who, minute = world(rank, size, port), timedelta(seconds=60)
+    sums, waits = [], []
+    for timeout, end in ((minute, None), (minute, None), (minute / 2, {"failed": True}), (minute, {})):
+        before = dist.group.WORLD
+        start_process_group(who, "gloo", timeout, minute)
+        assert current_group_world() == who
+        sums.append(total(rank))
+        if len(sums) == 2:
+            assert dist.group.WORLD is before  # the same request keeps the group
+        elif len(sums) == 3:
+            assert dist.group.WORLD is not before
+        dist.new_group(list(range(size)))  # ends with the others
+        if end is not None:
+            time.sleep(0.5 * rank)
+            started = time.monotonic()
+            end_process_group(**end)
+            waits.append(time.monotonic() - started)
+            assert not dist.is_initialized() and current_group_world() is None
+    # A group of the user's is left alone, if it has this process in its place.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(LaunchError, match=r"as rank 0 of 1, but variables says rank \d of 2"):
+        start_process_group(who, "gloo", minute, minute)
+    end_process_group()
+    assert dist.is_initialized()
+    return sums, waits
+
+
+def test_groups_start_again_and_end():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (sums, first_waits), (others, second_waits) = run_ranks(groups, 2, port, timeout=60)
+    assert sums == others == [3.0] * 4
+    # Rank 0 serves the store and leaves last; after a failure nobody waits.
+    assert first_waits[0] < 0.4 <= first_waits[1] and max(second_waits) < 0.4
