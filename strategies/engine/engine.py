@@ -129,7 +129,7 @@ class Zero3Engine:
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, self.collectives.rank, used, self.reducer)
         self._agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
-        self.joint = JointSteps(self.units, self.collectives)
+        self.joint = JointSteps(self.units, self.collectives, self._assist_backward)
         self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.close)
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -326,7 +326,7 @@ class Zero3Engine:
                 return
         self._visit(unit)
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, silent: bool = False) -> None:
         if self._pass.active:
             return
         if not self._explicit:
@@ -334,7 +334,7 @@ class Zero3Engine:
             self.reducer.hide()
         self._pass.active = True
         self._pass.muted = self.gradients.begin_windows()
-        if not self._explicit:
+        if not self._explicit and not silent:
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _visit(self, unit: Unit) -> None:
@@ -367,8 +367,8 @@ class Zero3Engine:
         return self.reducer.collector(unit, index, self._pass)
 
     def _end_backward(self) -> None:
-        self._begin_backward_if_silent()
-        # Other ranks may need units that the loss of this one does not depend on: take part in what they exchange.
+        # Other ranks may need units that the loss of this one does not depend on (or none at all): take part in the exchange.
+        self._begin_backward(silent=True)
         while self._schedule.upcoming() is not None:
             self._visit(self.units[self._schedule.advance()])
         self._leave()
@@ -376,12 +376,13 @@ class Zero3Engine:
             held.unuse()
         self._recomputed = []
         late = bytes(self.reducer.is_open(unit) for unit in self.units)
-        used, late, changed = self._agreement.reach(late, self.buffers.changed())
-        for unit in reversed(self.units):
-            if unit.trained and (unit.nested or late[unit.index]):
-                self.reducer.reduce(unit)
-        if any(changed):
-            self.buffers.synchronize(changed)
+        with self.joint.end_of_backward():
+            used, late, changed = self._agreement.reach(late, self.buffers.changed())
+            for unit in reversed(self.units):
+                if unit.trained and (unit.nested or late[unit.index]):
+                    self.reducer.reduce(unit)
+            if any(changed):
+                self.buffers.synchronize(changed)
         self.reducer.finish()
         self.reducer.zero_untouched()
         self.access.forget_gradients()
@@ -389,9 +390,9 @@ class Zero3Engine:
         self._saved.forget()
         self._pass.active = False
 
-    def _begin_backward_if_silent(self) -> None:
-        # The loss of this rank may depend on no unit at all; others still need this rank's part in their reductions.
+    def _assist_backward(self, unit: Unit | None) -> None:
+        """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
         if not self._pass.active:
-            explicit, self._explicit = self._explicit, True
-            self._begin_backward()
-            self._explicit = explicit
+            self._schedule.clear()
+            self._begin_backward(silent=True)
+        self._end_backward() if unit is None else self.reducer.reduce(unit)

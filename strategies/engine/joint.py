@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -12,41 +12,70 @@ from .unit import Exchange, Unit
 
 
 class JointSteps:
-    """Ranks that run announce what they gather; ranks that assist listen."""
+    """Ranks that run announce what they gather and reduce; ranks that assist listen.
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
-        self._units, self._collectives = units, collectives
+    Args:
+        units: all of the model's.
+        collectives: the door to the other ranks.
+        backward: takes part in another rank's backward: in the reduction of a unit's gradients, or (None) in the end.
+    """
+
+    def __init__(self, units: list[Unit], collectives: LocalCollectives, backward: Callable[[Unit | None], None]) -> None:
+        self._units, self._collectives, self._backward = units, collectives, backward
+        self._end_of_backward = 1 + len(units) * len(Exchange)  # what is told; smaller numbers are the units' labels
+        self.running = False  # a step in which other ranks assist
 
     @contextmanager
     def run(self, step: AbstractContextManager[None]) -> Iterator[None]:
         """Around a step of this rank in which others :meth:`assist`."""
         self._release_all()
-        for unit in self._units:
-            unit.announce = self._announce
+        self._announce_all(True)
         try:
             with step:
                 yield
             self._tell(0)
         finally:
-            for unit in self._units:
-                unit.announce = None
+            self._announce_all(False)
             self._release_all()
 
+    @contextmanager
+    def end_of_backward(self) -> Iterator[None]:
+        """Around what all ranks do alike at the end of a backward, those that assist included."""
+        running = self.running
+        if running:
+            self._tell(self._end_of_backward)
+            self._announce_all(False)
+        yield
+        if running:
+            self._announce_all(True)
+
+    def _announce_all(self, running: bool) -> None:
+        self.running = running
+        for unit in self._units:
+            unit.announce = self._announce if running else None
+
     def assist(self, steps: int) -> None:
-        """Take part in what the other ranks gather in ``steps`` steps that this rank does not run."""
+        """Take part in what the other ranks exchange in ``steps`` steps that this rank does not run."""
         for _ in range(steps):
             self._release_all()
             while code := self._tell(0):
-                index, exchange = divmod(code - 1, len(Exchange))
-                unit = self._units[index]
-                if exchange == Exchange.SLOT:
-                    unit.release()
-                    unit.gather()
-                elif exchange == Exchange.COPY:
-                    unit.copy_of_slot()
+                if code == self._end_of_backward:
+                    self._backward(None)
                 else:
-                    unit.values()
+                    index, exchange = divmod(code - 1, len(Exchange))
+                    self._take_part(self._units[index], Exchange(exchange))
             self._release_all()
+
+    def _take_part(self, unit: Unit, exchange: Exchange) -> None:
+        if exchange is Exchange.SLOT:
+            unit.release()
+            unit.gather()
+        elif exchange is Exchange.COPY:
+            unit.copy_of_slot()
+        elif exchange is Exchange.REDUCE:
+            self._backward(unit)
+        else:
+            unit.values()
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
         self._tell(1 + unit.labels[exchange])

@@ -145,6 +145,8 @@ class Reducer:
         if not place.open:
             self._claim(place)
         self.finish()
+        if unit.announce is not None:
+            unit.announce(unit, Exchange.REDUCE)
         for view, written in zip(place.views, place.written, strict=True):
             if not written:
                 view.zero_()
