@@ -6,12 +6,20 @@ keeps its name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
+
+from .averaging import ShardedAverage, ShardedModel, Shards, require_elementwise_average
+from .engine import Zero3Engine
 
 
 class _Finetuning(BaseFinetuning):
@@ -28,7 +36,99 @@ class _Finetuning(BaseFinetuning):
             super().on_train_epoch_start(trainer, pl_module)
 
 
-_ADAPTED: dict[type[Callback], type] = {BaseFinetuning: _Finetuning}
+class _WeightAveraging(WeightAveraging):
+    """Averages shards. The average exists from the strategy's set-up on; a checkpoint that came earlier waits for it."""
+
+    _loaded: dict[str, Any] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._average_model = None
+
+    def start_average(self, model: ShardedModel, trainer: pl.Trainer) -> None:
+        require_elementwise_average(type(self).__name__, self._average_of)
+        device = self._device or model.engine.device
+        self._average_model = ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self.on_load_checkpoint(trainer, trainer.lightning_module, loaded)
+
+    def _average_of(self, models: list[nn.Module]) -> Iterator[Tensor]:
+        average = AveragedModel(models[0], **self._kwargs)
+        for model in models:
+            average.update_parameters(model)
+        return average.module.parameters()
+
+    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        self._average_model.module.follow(old, new)
+
+    @override
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._average_model is None and trainer.state.fn == TrainerFn.FITTING:
+            self._loaded = checkpoint
+        else:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+    @override
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        self._average_model.module.exchange()
+
+    @override
+    def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
+        self._average_model.module.store(buffers=True)
+
+
+class _StochasticWeightAveraging(StochasticWeightAveraging):
+    """The same for the older callback, whose average is a plain copy of the module."""
+
+    _loaded: dict[str, Any] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._average_model = None
+
+    def start_average(self, model: ShardedModel, trainer: pl.Trainer) -> None:
+        require_elementwise_average(type(self).__name__, self._average_of)
+        self._average_model = deepcopy(Shards(model))
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._average_model.load_state_dict(loaded)
+
+    def _average_of(self, models: list[nn.Module]) -> Iterator[Tensor]:
+        average = deepcopy(models[0])
+        n_averaged = torch.tensor(0)
+        for model in models:
+            StochasticWeightAveraging.update_parameters(average, model, n_averaged, self._avg_fn)
+        return average.parameters()
+
+    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        self._average_model.follow(old, new)
+
+    @override
+    def _load_average_model_state(self, model_state: Any) -> None:
+        if self._average_model is None:
+            self._loaded = model_state
+        else:
+            super()._load_average_model_state(model_state)
+
+    @staticmethod
+    @override
+    def update_parameters(average_model: Shards, model: pl.LightningModule, n_averaged: Tensor, avg_fn: Any) -> None:
+        StochasticWeightAveraging.update_parameters(average_model, average_model.current(), n_averaged, avg_fn)
+
+    @staticmethod
+    @override
+    def transfer_weights(src_pl_module: Shards, dst_pl_module: pl.LightningModule) -> None:
+        src_pl_module.store(buffers=False)
+
+
+_ADAPTED: dict[type[Callback], type] = {
+    BaseFinetuning: _Finetuning,
+    WeightAveraging: _WeightAveraging,
+    StochasticWeightAveraging: _StochasticWeightAveraging,
+}
 
 
 def adapt(callbacks: Sequence[Callback]) -> None:
@@ -39,3 +139,17 @@ def adapt(callbacks: Sequence[Callback]) -> None:
             if isinstance(callback, base) and not isinstance(callback, adapted):
                 names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}  # `state_key` is made of it
                 callback.__class__ = type(cls.__name__, (adapted, cls), names)
+
+
+def start_averages(model: ShardedModel, trainer: pl.Trainer) -> None:
+    """The model has been sharded for training: callbacks that average weights begin."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, _WeightAveraging | _StochasticWeightAveraging):
+            callback.start_average(model, trainer)
+
+
+def follow(callbacks: Sequence[Callback], old: Zero3Engine, new: Zero3Engine) -> None:
+    """The model has been sharded anew; collective."""
+    for callback in callbacks:
+        if isinstance(callback, _WeightAveraging | _StochasticWeightAveraging):
+            callback.follow(old, new)

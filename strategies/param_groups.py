@@ -6,7 +6,7 @@ sharded anew for the groups as they are now; optimizer state and gradients move 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,11 +185,30 @@ def _move_tensors(
             if isinstance(value, Tensor) and value.dtype == dtype:
                 segment.view(source).copy_(value)
     targets = {flat: torch.zeros(flat.numel, dtype=dtype, device=flat.data.device) for flat in _flats(new, index)}
-    for before_unit, unit in zip(old.units, new.units, strict=True):
-        full = Unit.full(before_unit, sources.get, dtype)  # not WholeUnit's, which would look at its former parameters
+    relay(old, new, sources, targets, dtype)
+    return targets
+
+
+def relay(
+    old: Zero3Engine,
+    new: Zero3Engine,
+    sources: Mapping[FlatGroup, Tensor],
+    targets: Mapping[FlatGroup, Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Lay flat tensors of one engine out as those of another for the same model, gathered unit by unit; collective.
+
+    Args:
+        old: whose groups ``sources`` belong to.
+        new: whose groups ``targets`` belong to.
+        sources: by group; zeros where one is missing.
+        targets: by group; to be written.
+        dtype: of all the tensors; the parameters' own if None.
+    """
+    for before, unit in zip(old.units, new.units, strict=True):
+        full = Unit.full(before, sources.get, dtype)  # not WholeUnit's, which would look at its former parameters
         for chunk in unit.chunks:
-            buffer = torch.zeros(chunk.layout.numel, dtype=dtype, device=new.device)
+            buffer = torch.zeros(chunk.layout.numel, dtype=dtype or chunk.master_dtype, device=new.device)
             for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
                 view.copy_(full[entry.name])
             chunk.store_shard(chunk.shard_of(buffer, new.collectives.rank), targets.get)
-    return targets

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from .adapted import adapt
+from .adapted import adapt, follow, start_averages
 from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_over_state
 from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine, make_collectives
@@ -141,6 +141,8 @@ class Zero3Strategy(EvaluationStrategy):
             # On the module's own parameters, as the user wrote it; the engine re-points every group to its flat shard.
             self.setup_optimizers(trainer)
         self._shard()
+        if fitting:
+            start_averages(self, trainer)
         self._data.seed_ranks(trainer)
         self.setup_precision_plugin()
 
@@ -276,7 +278,9 @@ class Zero3Strategy(EvaluationStrategy):
 
     def _follow_groups(self) -> None:
         assert self.engine is not None
-        self.engine = self._groups.follow(self.engine)
+        before, self.engine = self.engine, self._groups.follow(self.engine)
+        if self.engine is not before:
+            follow(self._trainer.callbacks, before, self.engine)
 
     def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
         """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.

@@ -64,6 +64,7 @@ LAYERS = [
     (["strategies/checkpoint", "strategies/optimizers", "strategies/param_groups"], TORCH),
     (["strategies/checkpoints/__init__"], NOTHING),
     (["strategies/checkpoints/inspect"], TORCH),
+    (["strategies/averaging"], TORCH),
     (["strategies/data/device"], TORCH),
     (["strategies/data/seeding", "strategies/data/source", "strategies/data/stream"], TORCH),
     (["strategies/data/sampler"], TORCH),

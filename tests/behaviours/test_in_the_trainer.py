@@ -8,7 +8,7 @@ import re
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 
 from behaviours.harness import DIM, Chain
 from helpers.ranks import run_ranks
-
-READ = "was read outside a step.*strategy.gathered"
 
 
 class Module(pl.LightningModule):
@@ -47,18 +45,41 @@ class Module(pl.LightningModule):
         return []
 
 
-class Ema(Module):
-    refused = READ
+class Averaged(Module):
+    """The validation loss is that of the average."""
 
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(self.net(batch).square().mean().item())
+
+
+class Ema(Averaged):
     def callbacks(self):
         return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5))]
 
 
-class Swa(Module):
-    refused = READ
+class EmaOfSomeSteps(Averaged):
+    def callbacks(self):
+        return [EMAWeightAveraging(decay=0.7, update_every_n_steps=2, update_starting_at_step=3)]
 
+
+class EmaWhileUnfreezing(Averaged):
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5)), *Unfreezing().callbacks()]
+
+
+class Swa(Averaged):
     def callbacks(self):
         return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+
+
+class NotElementwise(Module):
+    refused = "averaging function of WeightAveraging does not average each element by itself.*get_ema_avg_fn"
+
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=lambda average, weight, n: weight / weight.norm())]
 
 
 class Unfreezing(Module):
@@ -159,7 +180,19 @@ class ExceptionOnce(Module):
 
 MODULES = {
     cls.__name__: cls
-    for cls in (Module, Ema, Swa, Unfreezing, UnfreezingTwice, UnfreezingByFlag, SkippedSteps, GradientNorms)
+    for cls in (
+        Module,
+        Ema,
+        EmaOfSomeSteps,
+        EmaWhileUnfreezing,
+        Swa,
+        NotElementwise,
+        Unfreezing,
+        UnfreezingTwice,
+        UnfreezingByFlag,
+        SkippedSteps,
+        GradientNorms,
+    )
     + (ClippedByValue, ClippedByNorm, Manual, ExceptionOnce)
 }
 

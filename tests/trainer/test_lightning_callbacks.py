@@ -1,0 +1,113 @@
+"""Callbacks of Lightning's that own weights or param groups: interrupted, resumed, and their files read by other strategies."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from helpers.models import Lit, Recipe
+from helpers.parity import assert_tensors_close, trainer, zero3
+from helpers.ranks import run_ranks
+
+EPOCHS, RESUME_AFTER = 4, 1
+
+
+class Backbone(Lit):
+    """A model of which one half is frozen at first."""
+
+    def __init__(self, recipe):
+        super().__init__(recipe, lambda module: {})
+        self.backbone = self.net.blocks
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(self.net.loss(batch).item())
+
+
+SGD = Recipe(steps=2, pass_frozen=False)
+ADAM = Recipe(steps=2, pass_frozen=False, optimizer="adamw")
+KINDS = {
+    "average": (SGD, WeightAveraging),
+    "ema": (ADAM, lambda: EMAWeightAveraging(decay=0.8)),
+    "swa": (SGD, lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)),
+    "finetuning": (ADAM, lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1)),
+}
+
+
+# Statistics are each rank's own: two ranks of ddp are the reference.
+NORM = Recipe(steps=2, net="norm")
+NORM_KINDS = {
+    "average": (NORM, WeightAveraging),
+    "average of weights": (NORM, lambda: WeightAveraging(use_buffers=False)),
+    "swa": (NORM, lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)),
+}
+
+
+def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS):
+    """Losses and final weights of every kind of run, from the start or from the files in ``read``."""
+    found = {}
+    for kind, (recipe, callback) in kinds.items():
+        module = Backbone(recipe) if recipe.net == "lm" else Lit(recipe, lambda module: {})
+        saver = ModelCheckpoint(folder / kind, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+        runner = trainer(
+            zero3(unit_policy=["Block"] if recipe.net == "lm" else None) if strategy == "zero3" else strategy,
+            world_size,
+            max_epochs=EPOCHS,
+            callbacks=[callback(), saver],
+            enable_checkpointing=True,
+            limit_val_batches=1,
+        )
+        runner.fit(module, ckpt_path=None if read is None else read / kind / f"epoch={RESUME_AFTER}.ckpt")
+        average = getattr(runner.callbacks[0], "_average_model", None)
+        if strategy == "zero3" and average is not None:
+            assert sum(p.numel() for p in average.parameters()) == sum(g.numel for g in runner.strategy.engine.groups)
+        state = runner.strategy.lightning_module_state_dict()
+        found[kind] = module.losses, {k: v.clone() for k, v in state.items()}
+    return found
+
+
+def in_one(*args):
+    return run_ranks(fit_all, 1, "auto", *args)
+
+
+def in_two(*args):
+    return run_ranks(fit_all, 2, "zero3", *args)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    one, two, rest = folder / "one", folder / "two", folder / "rest"
+    return {
+        "whole": (in_one(one), in_two(two)),
+        "resumed": (in_one(rest, one), in_two(rest, two)),
+        "the other's file": (in_one(rest, one), in_two(rest, one)),
+        "our file": (in_one(rest, one), in_one(rest, two)),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", ["whole", "resumed", "the other's file", "our file"])
+def test_as_in_one_process(run, kind, runs):
+    expected, found = runs[run]
+    losses, state = expected[0][kind]
+    assert len(losses) >= 3 * (EPOCHS - RESUME_AFTER - 1)
+    mean = sum(torch.tensor(rank[kind][0]) for rank in found) / len(found)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    assert_tensors_close(found[0][kind][1], state)
+
+
+def fit_norms(rank, world_size, strategy, folder):
+    return fit_all(rank, world_size, strategy, folder, kinds=NORM_KINDS)
+
+
+def test_buffers_are_averaged_as_by_ddp(tmp_path):
+    expected, *_ = run_ranks(fit_norms, 2, "ddp", tmp_path / "ddp")
+    found, *_ = run_ranks(fit_norms, 2, "zero3", tmp_path / "zero3")
+    for kind, (_, state) in expected.items():
+        assert any("running_mean" in name for name in state)
+        assert_tensors_close(found[kind][1], state, where=kind)
