@@ -1,8 +1,6 @@
 """`StepTimer`: where the time of a step goes, by CUDA events, without waiting for the device."""
 
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from ..strategies.engine import HostClock, make_clock
 from .memory_ranks import RankGatherer, spread, to_metrics
 
 Part = Literal["data", "forward", "backward", "optimizer", "other"]
@@ -21,62 +20,21 @@ KEYS = {
     "time/backward_ms": "ms: backward, with the communication inside of it",
     "time/optimizer_ms": "ms: clipping and the optimizer's step",
     "time/other_ms": "ms: callbacks, logging, validation and checkpoints between batches",
-    "time/communication_ms": "ms: in collectives, as far as the strategy tells",
+    "time/communication_ms": "ms: in collectives, beside the computation too, where the strategy tells",
 }
-
-
-class WallClock:
-    """Marks on the host, for runs without CUDA."""
-
-    def mark(self) -> float:
-        """Now."""
-        return time.perf_counter()
-
-    def is_done(self, mark: float) -> bool:
-        """Always."""
-        return True
-
-    def between(self, first: float, second: float) -> float:
-        """Milliseconds."""
-        return (second - first) * 1000
-
-
-class EventClock:
-    """Marks in the current CUDA stream; they are read when the device has passed them."""
-
-    def __init__(self) -> None:
-        self._unused: list[torch.cuda.Event] = []
-
-    def mark(self) -> torch.cuda.Event:
-        """Record an event; recycled ones, since creating them costs more than recording."""
-        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def is_done(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has passed it; asking does not wait."""
-        return mark.query()
-
-    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        """Milliseconds on the device."""
-        return first.elapsed_time(second)
-
-    def recycle(self, marks: list[torch.cuda.Event]) -> None:
-        """These will not be asked again."""
-        self._unused.extend(marks)
 
 
 class StepTimer(Callback):
     """Logs the time of each part of a step, the mean since the last logging step, under `KEYS`.
 
     With CUDA the parts are timed by events in the stream of the training, so a part is what the device
-    spent on it, and nothing waits: events that the device has not reached are read at a later logging
-    step. Without CUDA the host's clock is used. Over several ranks a key is the slowest rank's, with
-    `/min`, `/mean` and `/max_rank`, from one packed all-gather.
+    spent on it, and nothing waits: steps that the device has not finished count at a later logging step.
+    Without CUDA the host's clock is used. Over several ranks a key is the slowest rank's, with `/min`,
+    `/mean` and `/max_rank`, from one packed all-gather.
 
     `time/communication_ms` is logged where the strategy can tell: one that has
-    `communication_seconds() -> float` (total so far), and DDP, which times its own gradient reduction at
-    the iterations that it samples. Elsewhere the key is absent.
+    `communication_seconds() -> float` (total so far), as zero3 does, and DDP, which times its own
+    gradient reduction at the iterations that it samples. Elsewhere the key is absent.
 
     Args:
         every_n_steps: optimizer steps between logging; None takes the Trainer's `log_every_n_steps`.
@@ -89,17 +47,17 @@ class StepTimer(Callback):
         self._clear()
 
     def _clear(self) -> None:
-        self.clock: Any = None
+        self.clock: HostClock | None = None
         self.gatherer: RankGatherer | None = None
-        self._marks: deque[tuple[Part, Any]] = deque()  # a part and when it began, oldest first
-        self._totals = dict.fromkeys(PARTS, 0.0)  # ms, of the marks that were read
-        self._steps = 0
+        self._marks: deque[tuple[Part, Any, bool]] = deque()  # a part, when it began, whether a step ended there
+        self._totals = dict.fromkeys(PARTS, 0.0)  # seconds, of the steps that were read
+        self._steps = 0  # that were read
         self._last_step = self._last_logged = 0
         self._communicated: float | None = None  # seconds, at the last logging step
 
-    def make_clock(self, device: torch.device) -> Any:
+    def make_clock(self, device: torch.device) -> HostClock:
         """Override to feed times of your own."""
-        return EventClock() if device.type == "cuda" else WallClock()
+        return make_clock(device)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,10 +68,12 @@ class StepTimer(Callback):
         self._communicated = _communicated_seconds(trainer)
         self._begin("data")
 
-    def _begin(self, part: Part) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    def _begin(self, part: Part, ends_step: bool = False) -> None:
+        if self.clock is None:  # validation before training
             return
-        self._marks.append((part, self.clock.mark()))
+        mark = self.clock.mark()
+        if mark is not None:
+            self._marks.append((part, mark, ends_step))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -131,53 +91,50 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._begin("other")
-        if trainer.global_step != self._last_step:
-            self._last_step = trainer.global_step
-            self._steps += 1
+        ended = trainer.global_step != self._last_step
+        self._last_step = trainer.global_step
+        self._begin("other", ends_step=ended)
         every = self.every_n_steps or trainer.log_every_n_steps
         if every and trainer.global_step // every > self._last_logged // every:
             self._last_logged = trainer.global_step
             self._log(trainer)
+        elif len(self._marks) > 1000:  # of rare logging
+            self._read()
         self._begin("data")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.clock is not None:
-            self._begin("other")
+        self._begin("other")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.clock is not None:
-            self._begin("data")
+        self._begin("data")
 
     def _read(self) -> None:
-        """Add up the marks that the device has passed; the last one of them stays as the next beginning."""
-        read = []
-        while len(self._marks) > 1 and self.clock.is_done(self._marks[1][1]):
-            part, begun = self._marks.popleft()
+        """Add up the steps that the device has finished; the end of the last one stays as the next beginning."""
+        assert self.clock is not None
+        ends = [position for position, (_, _, ends_step) in enumerate(self._marks) if ends_step and position]
+        while ends and not self.clock.is_done(self._marks[ends[-1]][1]):
+            ends.pop()
+        for _ in range(ends[-1] if ends else 0):
+            part, begun, _ = self._marks.popleft()
             self._totals[part] += self.clock.between(begun, self._marks[0][1])
-            read.append(begun)
-        recycle: Callable[[list[Any]], None] | None = getattr(self.clock, "recycle", None)
-        if recycle is not None:
-            recycle(read)
+            self.clock.recycle(begun)
+        self._steps += len(ends)
 
     def _log(self, trainer: Trainer) -> None:
+        """One collective, in which every rank takes part, also one whose device has finished no step yet."""
         assert self.gatherer is not None
         self._read()
-        steps = max(1, self._steps)
+        ms = 1000 / self._steps if self._steps else float("nan")
         now, before = _communicated_seconds(trainer), self._communicated
-        communicated = float("nan") if now is None or before is None else (now - before) * 1000 / steps
-        if now is None and (per_step := _ddp_communication_ms(trainer)) is not None:
-            communicated = per_step
-        figures = [sum(self._totals.values()) / steps, *(self._totals[part] / steps for part in PARTS), communicated]
-        spreads = spread(list(KEYS), self.gatherer.gather(figures))
-        metrics = to_metrics(spreads, self.gatherer.world_size, list(KEYS))
+        figures = [sum(self._totals.values()) * ms, *(self._totals[part] * ms for part in PARTS)]
+        figures.append(_ddp_communication_ms(trainer) if now is None or before is None else (now - before) * ms)
+        metrics = to_metrics(spread(list(KEYS), self.gatherer.gather(figures)), self.gatherer.world_size, list(KEYS))
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         self._totals = dict.fromkeys(PARTS, 0.0)
-        self._steps = 0
-        self._communicated = now
+        self._steps, self._communicated = 0, now
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -199,10 +156,9 @@ def _communicated_seconds(trainer: Trainer) -> float | None:
     return float(tell()) if tell is not None else None
 
 
-def _ddp_communication_ms(trainer: Trainer) -> float | None:
-    """The mean over the iterations that DDP has sampled."""
+def _ddp_communication_ms(trainer: Trainer) -> float:
+    """The mean over the iterations that DDP has sampled; NaN where it has not, or there is no DDP."""
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
-        return None
-    nanoseconds = model._get_ddp_logging_data().get("avg_backward_comm_time", 0)
-    return nanoseconds / 1e6 if nanoseconds else None
+        return float("nan")
+    return model._get_ddp_logging_data().get("avg_backward_comm_time", 0) / 1e6 or float("nan")

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
 from .cluster import choose, identify
-from .engine import LocalCollectives, Meeting
+from .engine import CollectiveTimer, LocalCollectives, Meeting
 from .host import bind_to_numa_node, limit_threads, visible_devices
 from .rendezvous import end_process_group, start_process_group
 from .signals import AgreedSignals
@@ -55,6 +55,7 @@ class ProcessStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method: StartMethod = start_method
         self._door: LocalCollectives | None = None  # once the model is sharded: all that ranks do together is told apart
+        self._timer: CollectiveTimer | None = None
         self._start_timeout = start_timeout
         self._cpu_affinity = cpu_affinity
         self._signals: AgreedSignals | None = None
@@ -182,3 +183,14 @@ class ProcessStrategy(ParallelStrategy):
         # A rank that waits here for others that gather a weight would wait for ever.
         if self._door is not None and _distributed_is_initialized():
             self._door.meet(meeting)
+
+    def communication_seconds(self) -> float:
+        """Time in gathers, reductions and agreements on this rank since the first call, see :class:`~.engine.CollectiveTimer`.
+
+        The first call begins to measure, after the model has been set up.
+        """
+        if self._door is None:
+            return 0.0
+        if self._timer is None or self._timer.door is not self._door:
+            self._timer = CollectiveTimer(self._door, self.root_device)
+        return self._timer.seconds()

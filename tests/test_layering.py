@@ -42,7 +42,7 @@ LAYERS = [
         TORCH,
     ),
     (["strategies/rendezvous"], TORCH),
-    (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),
+    (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/timing"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
     (["strategies/engine/whole"], TORCH),

@@ -18,17 +18,21 @@ from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Me
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
 from .resting import ResidencyError, is_sharded
+from .timing import CollectiveTimer, HostClock, make_clock
 
 __all__ = [
+    "CollectiveTimer",
     "DivergenceError",
     "GroupCollectives",
+    "HostClock",
     "LocalCollectives",
     "Meeting",
     "PairwiseCollectives",
     "ResidencyError",
     "UnitPolicy",
     "Zero3Engine",
-    "is_sharded",
-    "make_collectives",
     "find_units",
+    "is_sharded",
+    "make_clock",
+    "make_collectives",
 ]

@@ -9,8 +9,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+import lightning_zero3  # noqa: F401  (registers the strategy)
+from helpers.ranks import run_ranks
 from lightning_zero3.callbacks import StepTimer
 from lightning_zero3.callbacks.step_timer import KEYS
+from lightning_zero3.strategies.engine import CollectiveTimer, HostClock, LocalCollectives, PairwiseCollectives
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
 
@@ -99,8 +102,8 @@ def test_a_strategy_that_knows_tells_its_communication(tmp_path):
     assert [row["time/communication_ms"] for _, row in rows] == pytest.approx([5.0, 5.0])
 
 
-class Delayed:
-    """A device that reaches a mark only `behind` marks after it was recorded."""
+class Delayed(HostClock):
+    """A device that reaches a mark only `behind` marks after it was recorded; between two marks lies a second."""
 
     def __init__(self, behind):
         self.now = 0.0
@@ -114,23 +117,57 @@ class Delayed:
     def is_done(self, mark):
         return mark <= self.now - self.behind
 
-    def between(self, first, second):
-        return second - first
-
-    def recycle(self, marks):
+    def recycle(self, *marks):
         self.recycled += len(marks)
 
 
-def test_marks_that_the_device_has_not_reached_are_read_later(tmp_path):
-    clock = Delayed(behind=3)
+def test_steps_that_the_device_has_not_finished_count_later(tmp_path):
+    clock = Delayed(behind=7)
     timer = StepTimer()
     timer.make_clock = lambda device: clock
-    seen = []
-    read = timer._read
-    timer._read = lambda: (read(), seen.append(len(timer._marks)))
-    fit(timer, tmp_path)
-    # Five marks a step: what is younger than three marks stays, and all others are used up.
-    assert seen == [4, 4] and clock.recycled == clock.now - 1 - 4
+    rows = fit(timer, tmp_path, max_steps=6)
+    # Five marks a step. At each logging step the last two steps are not finished; the mean is over whole steps.
+    assert [step for step, _ in rows] == [4, 6]
+    times = [[row[f"time/{part}_ms"] for part in ("data", "forward", "backward", "optimizer", "other")] for _, row in rows]
+    assert times == [[1000.0] * 4 + [500.0], [1000.0] * 5]  # nothing other came before the first step
+    assert [row["time/step_ms"] for _, row in rows] == [4500.0, 5000.0]
+    assert clock.recycled == 5 * 4 - 1  # the mark that ended step 4 is where step 5 begins
+
+
+class Slowed(PairwiseCollectives):
+    """Each gather takes 5 ms to start and each reduction 3 ms to wait for, at least."""
+
+    calls = 0
+
+    def all_gather(self, buffer, label=0):
+        type(self).calls += 1
+        time.sleep(0.005)
+        return super().all_gather(buffer, label)
+
+    def reduce_scatter(self, buffer, label=0):
+        type(self).calls += 1
+        pending = super().reduce_scatter(buffer, label)
+        wait = pending.wait
+        pending.wait = lambda: (time.sleep(0.003), wait())[1]
+        return pending
+
+
+def communication_case(rank, world_size, folder):
+    from lightning_zero3.strategies.engine import collectives
+
+    collectives.PairwiseCollectives = Slowed
+    rows = fit(StepTimer(), folder, strategy="zero3", devices=world_size)
+    return rows, Slowed.calls
+
+
+def test_zero3_tells_its_communication(tmp_path):
+    (rows, calls), _ = run_ranks(communication_case, 2, tmp_path)
+    assert calls >= 2 * 4
+    for _, row in rows:
+        # One unit: a gather and a reduction each step.
+        assert 8 <= row["time/communication_ms"] < 8 + 60
+        assert row["time/communication_ms"] < row["time/step_ms"]
+        assert row["time/communication_ms/min"] >= 8
 
 
 def test_wrong_argument():
@@ -143,3 +180,25 @@ def test_wrong_argument():
 def test_events_on_the_gpu_without_waiting(tmp_path):
     rows = fit(StepTimer(), tmp_path, accelerator="gpu", devices=1, max_steps=8)
     assert all(row["time/forward_ms"] > 0 for _, row in rows[1:])
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_collectives_on_the_gpu_are_timed_by_events():
+    """A "gather" that multiplies matrices: its time by events is its time by a clock around a synchronisation."""
+
+    class Multiplying(LocalCollectives):
+        def all_gather(self, buffer, label=0):
+            for _ in range(20):
+                torch.mm(buffer, buffer)
+            return super().all_gather(buffer, label)
+
+    door, buffer = Multiplying(), torch.ones(4096, 4096, device="cuda")
+    door.all_gather(buffer)
+    torch.cuda.synchronize()
+    timer = CollectiveTimer(door, buffer.device)
+    begun = time.perf_counter()
+    door.all_gather(buffer)
+    assert timer.seconds() == 0.0  # asking does not wait
+    torch.cuda.synchronize()
+    assert timer.seconds() == pytest.approx(time.perf_counter() - begun, rel=0.2)
