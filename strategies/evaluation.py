@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from .engine import Zero3Engine
-from .processes import ProcessStrategy
 from .turns import Turn, plan_turns
+from .watched import WatchedStrategy
 
 
-class EvaluationStrategy(ProcessStrategy):
+class EvaluationStrategy(WatchedStrategy):
     """Runs validation, test and prediction steps of a model that ``engine`` has sharded."""
 
     engine: Zero3Engine | None

@@ -33,6 +33,7 @@ from .optimizers import require_elementwise
 from .param_groups import ParamGroups
 from .precision import convert, gather_dtypes
 from .processes import StartMethod
+from .watch import WatchOptions
 
 _NAMES: dict[str, StartMethod] = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_notebook": "fork"}
 
@@ -61,6 +62,7 @@ class Zero3Strategy(EvaluationStrategy):
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
         start_timeout: how long a process waits for the others to come up, before an error names those that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
+        watch: time limits of the thread that finds ranks which died, hang or are slow; None for no such thread.
     """
 
     strategy_name = "zero3"
@@ -82,6 +84,7 @@ class Zero3Strategy(EvaluationStrategy):
         debug: bool = False,
         start_timeout: timedelta = timedelta(minutes=5),
         cpu_affinity: bool = True,
+        watch: WatchOptions | None = WatchOptions(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__(
             accelerator,
@@ -99,6 +102,7 @@ class Zero3Strategy(EvaluationStrategy):
         self._keep_in_fp32 = tuple(keep_in_fp32)
         self._data = DataHooks(data)
         self._debug = debug
+        self._watch_options = watch
 
     @override
     def setup_environment(self) -> None:
@@ -160,6 +164,7 @@ class Zero3Strategy(EvaluationStrategy):
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
         group = dist.group.WORLD if _distributed_is_initialized() else None
         self._door = make_collectives(group, self.root_device)
+        self.show_progress()
         self.engine = self._build_engine()
         self._groups = ParamGroups(self.optimizers, self._build_engine)
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
@@ -208,6 +213,7 @@ class Zero3Strategy(EvaluationStrategy):
 
     @override
     def teardown(self) -> None:
+        self.stop_watch()
         module = self.lightning_module
         if module is not None and module._trainer is not None and self.engine is not None:
             if module._trainer.state.fn == TrainerFn.FITTING and self._layer_sync:

@@ -24,7 +24,8 @@ LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "typ
 # library. Modules of one row do not import each other.
 LAYERS = [
     # Integers and strings.
-    (["strategies/launchers", "strategies/world", "strategies/turns"], NOTHING),
+    (["strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
+    (["strategies/symptoms"], NOTHING),
     (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/data/order"], NUMPY),
     (["strategies/data/options"], NOTHING),
@@ -77,6 +78,8 @@ LAYERS = [
     # Lightning from here on.
     (["strategies/adapted", "strategies/cluster", "strategies/precision", "strategies/signals"], LIGHTNING),
     (["strategies/processes"], LIGHTNING),
+    (["strategies/watch"], LIGHTNING),
+    (["strategies/watched"], LIGHTNING),
     (["strategies/evaluation"], LIGHTNING),
     (["strategies/zero3"], LIGHTNING),
     (["strategies/__init__"], LIGHTNING),

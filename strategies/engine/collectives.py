@@ -6,7 +6,7 @@ Tests substitute the object to count, delay or break a collective.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,7 @@ class LocalCollectives:
     Attributes:
         trace: labels of the exchanges since the last :meth:`agree`.
         describe: what a label stands for, for errors.
+        progress: index of the unit whose forward or backward ran last, and exchanges begun; others may look at it.
     """
 
     rank = 0
@@ -86,6 +87,7 @@ class LocalCollectives:
     def __init__(self) -> None:
         self.trace: list[int] = []
         self.describe: Callable[[int], str] = str
+        self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
     def meet(self, meeting: Meeting) -> None:
         """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
@@ -130,12 +132,14 @@ class GroupCollectives(LocalCollectives):
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
+        self.progress[1] += 1
         self.trace.append(label)
         work = _all_gather(self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS)
         return Pending(buffer, [work] if work is not None else None)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
+        self.progress[1] += 1
         self.trace.append(label)
         shard = buffer.view(self.world_size, -1)[self.rank]
         work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
@@ -149,6 +153,7 @@ class GroupCollectives(LocalCollectives):
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
+        self.progress[1] += 1
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
         return values
 
@@ -193,6 +198,7 @@ class PairwiseCollectives(GroupCollectives):
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
+        self.progress[1] += 1
         tag = self._GATHER + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
@@ -202,6 +208,7 @@ class PairwiseCollectives(GroupCollectives):
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
+        self.progress[1] += 1
         tag = self._REDUCE + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
@@ -238,6 +245,7 @@ class PairwiseCollectives(GroupCollectives):
         self.meet(Meeting.AGREEMENT)
         if self.world_size > 8:  # pairs grow with the square of ranks
             return super().agree(values)
+        self.progress[1] += 1
         sent, *theirs = self._ballots(values.numel())
         sent.copy_(values)
         works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]

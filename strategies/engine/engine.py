@@ -277,6 +277,7 @@ class Zero3Engine:
                 unit.use()
                 self._recomputed.append(unit)
             return
+        self.collectives.progress[0] = unit.index
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()
@@ -345,6 +346,7 @@ class Zero3Engine:
             for held in self._recomputed:
                 held.unuse()
             self._recomputed = []
+        self.collectives.progress[0] = unit.index
         if unit.gather():
             unit.use()
             self._current = unit

@@ -1,0 +1,111 @@
+"""What the reports of all ranks, sent once a second, say about the run: who hangs, who is slow. No clock, no threads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from .position import Activity, Place
+
+ENGINE, ELSEWHERE = "engine", "elsewhere"  # where a rank may wait for others
+_STUCK_BEATS = 3  # so long must a deadlock last, in reports, to be one
+_SLOW_SHARE = 0.25  # so much more of its time than the others a slow rank works
+_RECOVERED_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank says about itself.
+
+    Attributes:
+        number: of the report.
+        machine: see :func:`~.position.machine`.
+        pid: of its process.
+        descriptor: of its :class:`~.position.Position` in that process.
+        place: where it is.
+        busy: share of the last second in which it did not wait for others, 0 to 1.
+        waits: where it waited at the end of that second: ENGINE, ELSEWHERE or "".
+        code: the user's line that ran then.
+    """
+
+    number: int
+    machine: str
+    pid: int
+    descriptor: int
+    place: Place
+    busy: float
+    waits: str
+    code: str
+
+    def pack(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpack(text: str | bytes) -> Beat:
+        """The reverse of :meth:`pack`."""
+        fields = json.loads(text)
+        place = fields.pop("place")
+        return Beat(place=Place(**{**place, "activity": Activity(place["activity"])}), **fields)
+
+
+class Deadlock:
+    """Ranks that wait for each other for ever, though no process is gone: they run different things."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, ...] = ()
+        self._numbers: list[int] = []
+        self._same = 0
+
+    def find(self, beats: Sequence[Beat]) -> tuple[int, int] | None:
+        """A rank that waits in the engine, and one that waits elsewhere or has ended, if that can never end."""
+        state = tuple((b.place, b.waits, b.busy == 0) for b in beats)
+        numbers = [b.number for b in beats]
+        if state != self._last or any(b.busy > 0 and b.place.activity != Activity.ENDED for b in beats):
+            self._same, self._last, self._numbers = 0, state, numbers
+            return None
+        if all(n > m or b.place.activity == Activity.ENDED for n, m, b in zip(numbers, self._numbers, beats, strict=True)):
+            self._same, self._numbers = self._same + 1, numbers
+        if self._same < _STUCK_BEATS:
+            return None
+        # Whoever is elsewhere begins no exchange before the others have come there too.
+        inside = [(b.place.exchanges, r) for r, b in enumerate(beats) if b.waits == ENGINE]
+        gone = [b.waits == ELSEWHERE or b.place.activity == Activity.ENDED for b in beats]
+        outside = [(b.place.exchanges, r) for r, b in enumerate(beats) if gone[r]]
+        if inside and outside and max(inside)[0] > min(outside)[0]:
+            return max(inside)[1], min(outside)[1]
+        return None
+
+
+class Straggler:
+    """A rank that works while the others wait for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._beats = max(2, round(seconds))
+        self._history: deque[Sequence[Beat]] = deque(maxlen=self._beats)
+        self._warned: int | None = None
+
+    def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
+        """A warning, once for each time that a rank becomes slow."""
+        self._history.append(list(beats))
+        if len(self._history) < self._beats or len(beats) < 2:
+            return None
+        shares = [sum(h[r].busy for h in self._history) / len(self._history) for r in range(len(beats))]
+        slowest = max(range(len(beats)), key=shares.__getitem__)
+        others = sorted(s for r, s in enumerate(shares) if r != slowest)
+        ahead = shares[slowest] - others[len(others) // 2]
+        if ahead < _RECOVERED_SHARE or slowest != self._warned:
+            self._warned = None
+        if ahead < _SLOW_SHARE or self._warned is not None:
+            return None
+        self._warned = slowest
+        where = Counter(h[slowest].place.where(unit_name) for h in self._history if h[slowest].busy)
+        code = Counter(h[slowest].code for h in self._history if h[slowest].busy and h[slowest].code)
+        at = f" ({code.most_common(1)[0][0]})" if code else ""
+        return (
+            f"Rank {slowest} holds the others up: in the last {self._beats} s it worked {shares[slowest]:.0%} of the time, the "
+            f"others {others[len(others) // 2]:.0%}. It was most often in {where.most_common(1)[0][0]}{at}; it is at step "
+            f"{beats[slowest].place.step} now."
+        )

@@ -1,0 +1,95 @@
+"""The part of the strategy that says what each rank is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from torch.distributed import distributed_c10d
+from typing_extensions import override
+
+from .engine import Zero3Engine
+from .position import Activity
+from .processes import ProcessStrategy
+from .watch import Watch, WatchOptions
+
+# What a rank does in each method of the strategy.
+_ACTIVITIES = {
+    "training_step": Activity.FORWARD,
+    "backward": Activity.BACKWARD,
+    "optimizer_step": Activity.OPTIMIZER,
+    "validation_step": Activity.VALIDATION,
+    "test_step": Activity.TEST,
+    "predict_step": Activity.PREDICT,
+    "lightning_module_state_dict": Activity.SAVING,
+    "optimizer_state": Activity.SAVING,
+    "save_checkpoint": Activity.SAVING,
+    "load_checkpoint": Activity.LOADING,
+    "on_train_batch_start": Activity.BETWEEN,
+}
+
+
+def _watched(method: Callable[..., Any], activity: Activity) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: WatchedStrategy, *args: Any, **kwargs: Any) -> Any:
+        if self.watch is None:
+            return method(self, *args, **kwargs)
+        if activity is Activity.BETWEEN:
+            assert self.lightning_module is not None
+            self.watch.position.begin_step(self.lightning_module.trainer.global_step)
+            return method(self, *args, **kwargs)
+        with self.watch.doing(activity):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class WatchedStrategy(ProcessStrategy):
+    """Processes that know of each other's ends: the watch is told what each method of a subclass does."""
+
+    watch: Watch | None = None
+    engine: Zero3Engine | None
+    _watch_options: WatchOptions | None = None
+    _runs = 0  # of this process: the same number on all ranks
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, activity in _ACTIVITIES.items():
+            method = getattr(cls, name)
+            if not hasattr(method, "__wrapped__"):
+                setattr(cls, name, _watched(method, activity))
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        WatchedStrategy._runs += 1
+        if self._watch_options is None or not _distributed_is_initialized() or dist.get_world_size() == 1:
+            return
+        # A connection of its own: the training thread may wait in the other one.
+        store = dist.PrefixStore(f"lightning_zero3/watch/{self._runs}", distributed_c10d._get_default_store().clone())
+        self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())
+
+    def show_progress(self) -> None:
+        """The engine writes where it is to where the watch looks."""
+        if self.watch is not None and self._door is not None:
+            self._door.progress = self.watch.position.progress
+            self.watch.unit_name = self._unit_name
+
+    def _unit_name(self, index: int) -> str:
+        units = self.engine.units if self.engine is not None else []
+        return units[index].name if index < len(units) else str(index)
+
+    def stop_watch(self) -> None:
+        """The run is over on this rank."""
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.watch is not None:
+            self.watch.ends_with(exception)

@@ -1,0 +1,153 @@
+"""Starts ranks, lets one fail and writes down what became of all of them."""
+
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from helpers import ranks
+
+LIMIT_S = 60  # no run takes so long; one that does hangs
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    phase: str
+    rank: int
+    world_size: int
+
+
+@dataclass
+class Outcome:
+    said: dict[int, str] = field(default_factory=dict)  # rank -> the last words of its error, "" for none
+    codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
+    seconds: float = 0.0  # from the fault to the end of the last process
+    orphans: int = 0
+    hung: bool = False
+    resumed: bool = False
+    difference: float | None = None  # largest of any loss after the resume, from the run without a fault
+
+
+def run(fault: Fault, timeout: float = LIMIT_S) -> Outcome:
+    """Train with ``fault``, then resume without it."""
+    folder = Path(tempfile.mkdtemp(prefix="fault-"))
+    try:
+        outcome = attempt(folder, fault, fault.world_size, timeout)
+        if outcome.hung:
+            return outcome
+        again = attempt(folder, None, fault.world_size, timeout)
+        outcome.resumed = not again.hung and all(code == 0 for code in again.codes.values())
+        outcome.difference = difference(losses(folder), reference(fault.world_size))
+        return outcome
+    finally:
+        shutil.rmtree(folder)
+
+
+@cache
+def reference(world_size: int) -> dict[tuple[int, int], float]:
+    """(rank, step) -> loss of the run without a fault."""
+    folder = Path(tempfile.mkdtemp(prefix="fault-"))
+    try:
+        outcome = attempt(folder, None, world_size, LIMIT_S)
+        assert all(code == 0 for code in outcome.codes.values()), outcome
+        return losses(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def losses(folder: Path) -> dict[tuple[int, int], float]:
+    """(rank, step) -> loss, of the last attempt that came there."""
+    found = {}
+    for file in folder.glob("losses.*"):
+        for line in file.read_text().splitlines():
+            step, loss = line.split()
+            found[int(file.suffix[1:]), int(step)] = float(loss)
+    return found
+
+
+def difference(mine: dict, theirs: dict) -> float | None:
+    """Largest absolute difference; None if steps are missing."""
+    return max(abs(mine[key] - theirs[key]) for key in theirs) if mine.keys() == theirs.keys() else None
+
+
+def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) -> Outcome:
+    """One run of all ranks."""
+    ranks._start_fork_server()
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    logs = Path(tempfile.mkdtemp(dir=folder, prefix="logs-"))
+    processes = [
+        context.Process(target=_rank_main, args=(rank, world_size, port, str(folder), str(logs), fault))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    frozen = fault.rank if fault is not None and fault.kind == "freeze" else None  # until somebody wakes or kills it
+    running = [p.sentinel for r, p in enumerate(processes) if r != frozen]
+    deadline = time.monotonic() + timeout
+    while running and (done := wait(running, max(0.0, deadline - time.monotonic()))):
+        running = [sentinel for sentinel in running if sentinel not in done]
+    ended = time.time()
+    outcome = Outcome(codes={r: p.exitcode for r, p in enumerate(processes)})
+    outcome.hung = bool(running)
+    outcome.orphans = sum(_in_group(p.pid) for r, p in enumerate(processes) if r != frozen)
+    ranks._kill_groups(processes)
+    if (folder / "fault").exists() and fault is not None:
+        outcome.seconds = ended - float((folder / "fault").read_text())
+    outcome.said = {r: _last_words((logs / str(r)).read_text(errors="replace")) for r in range(world_size)}
+    if os.environ.get("FAULT_LOGS"):
+        for r in range(world_size):
+            print(f"--- rank {r}\n{(logs / str(r)).read_text(errors='replace')}")
+    return outcome
+
+
+def _last_words(log: str) -> str:
+    """The message at the end of the traceback, or what was said about another rank before the process was ended."""
+    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M)
+    said = re.findall(r"((?:Rank \d+ (?:on|died|raised|has|holds)|The ranks|The store).*)$", log, re.M)
+    return errors[-1] if errors else said[-1] if said else ""
+
+
+def _in_group(group: int) -> int:
+    """Live processes of a process group."""
+    count = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        count += int(fields[2]) == group and fields[0] not in "ZX"
+    return count
+
+
+def _rank_main(rank, world_size, port, folder, logs, fault):
+    os.setpgid(0, 0)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="faults",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        **ranks._ONE_THREAD,
+    )
+    ranks._redirect_output(Path(logs, str(rank)))
+    import torch
+
+    from faults.program import train
+
+    torch.set_num_threads(1)
+    train(folder, fault, world_size)

@@ -1,0 +1,218 @@
+"""What every rank runs: a small model is trained, and at one point of it something goes wrong on one rank."""
+
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader, Dataset
+
+from helpers.models import TinyLm, make
+
+SAMPLES, STEPS, FAULT_STEP = 240, 10, 5
+CHECKPOINT_EVERY = 2
+
+
+def kill(folder):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash(folder):
+    ctypes.string_at(0)
+
+
+def leave(folder):
+    os._exit(7)
+
+
+def leave_well(folder):
+    os._exit(0)
+
+
+def fail(folder):
+    raise ValueError("sample 17 is broken")
+
+
+def run_out(folder):
+    raise MemoryError("cannot allocate 80 GiB")
+
+
+def interrupt(folder):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def freeze(folder):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def doze(folder):
+    time.sleep(12)
+
+
+KINDS = {f.__name__.replace("_", " "): f for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, doze)}
+
+
+class Samples(Dataset):
+    def __init__(self, trigger):
+        self.trigger = trigger
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(0, 13, (SAMPLES, 6), generator=generator)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        self.trigger("loading")
+        return self.tokens[index, :-1], self.tokens[index, 1:]
+
+
+class Model(pl.LightningModule):
+    """Calls ``trigger`` with the name of each phase it comes through."""
+
+    def __init__(self, fault, folder, world_size):
+        super().__init__()
+        self.net = make(TinyLm)
+        self.fault, self.folder, self.world_size = fault, Path(folder), world_size
+
+    def trigger(self, phase):
+        fault = self.fault
+        if fault is None or phase != fault.phase or self.global_rank != fault.rank or self.trainer.sanity_checking:
+            return
+        if phase not in ("set-up", "loading") and self.global_step != (0 if phase == "first step" else FAULT_STEP):
+            return
+        if phase == "loading" and self.global_step < FAULT_STEP - 1:
+            return
+        marker = self.folder / "fault"
+        if not marker.exists():
+            marker.write_text(str(time.time()))
+            KINDS[fault.kind](self.folder)
+
+    def setup(self, stage):
+        self.trigger("set-up")
+
+    def training_step(self, batch, batch_idx):
+        self.trigger("first step")
+        if self.here("other order"):
+            self.net.head(self.net.norm(self.net.embed(batch[0])))
+        if self.here("skipped unit"):
+            self.net.blocks = self.net.blocks[:-1]
+        handle = self.net.blocks[1].register_forward_hook(lambda *_: self.trigger("forward"))
+        loss = self.net.loss(batch)
+        handle.remove()
+        if self.fault is not None and self.fault.phase == "backward":
+            loss.register_hook(lambda grad: self.trigger("backward"))
+        with (self.folder / f"losses.{self.global_rank}").open("a") as file:
+            file.write(f"{self.global_step} {loss.item()!r}\n")
+        if self.here("skipped step"):
+            return None
+        return loss
+
+    def here(self, kind):
+        """Whether this is the place where the ranks are to diverge."""
+        fault = self.fault
+        if fault is None or fault.kind != kind or self.global_rank != fault.rank or self.global_step != FAULT_STEP:
+            return False
+        self._mark()
+        return True
+
+    def _mark(self):
+        (self.folder / "fault").write_text(str(time.time()))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.trigger("optimizer step")
+
+    def on_train_batch_end(self, *args):
+        self.trigger("callback")
+        if self.here("lonely barrier"):
+            self.trainer.strategy.barrier()
+        if self.here("lonely save"):
+            self.trainer.save_checkpoint(self.folder / "lonely.ckpt")
+
+    def on_train_end(self):
+        if self.fault is not None and self.fault.kind == "fewer batches" and self.global_rank == self.fault.rank:
+            self._mark()
+
+    def validation_step(self, batch, batch_idx):
+        self.trigger("validation")
+        self.log("val", self.net.loss(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.fault is not None and self.fault.phase == "checkpoint" and self.global_step > CHECKPOINT_EVERY:
+            self.fault_in_checkpoint()
+
+    def fault_in_checkpoint(self):
+        marker = self.folder / "fault"
+        if self.global_rank == self.fault.rank and not marker.exists():
+            marker.write_text(str(time.time()))
+            KINDS[self.fault.kind](self.folder)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        batch = SAMPLES // STEPS // self.world_size
+        samples = Samples(self.trigger)
+        return DataLoader(samples, batch_size=batch)
+
+    def val_dataloader(self):
+        return DataLoader(torch.utils.data.Subset(Samples(lambda phase: None), range(12)), batch_size=2)
+
+
+class DyingWriter(TorchCheckpointIO):
+    """Ends the process when half of a later checkpoint is written."""
+
+    def __init__(self, fault, folder):
+        self.fault, self.folder, self.saved = fault, Path(folder), 0
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved += 1
+        if self.saved > 1 and not (self.folder / "fault").exists():
+            whole = Path(str(path) + ".whole")
+            torch.save(checkpoint, whole)
+            half = whole.read_bytes()[: whole.stat().st_size // 2]
+            whole.unlink()
+            Path(str(path) + ".part").write_bytes(half)
+            (self.folder / "fault").write_text(str(time.time()))
+            KINDS[self.fault.kind](self.folder)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def train(folder, fault, devices, nodes=1):
+    """One attempt; goes on from the last checkpoint in ``folder`` if there is one."""
+    from lightning_zero3 import DataOptions, Zero3Strategy
+    from lightning_zero3.strategies.watch import WatchOptions
+
+    world_size = devices * nodes
+    plugins = [DyingWriter(fault, folder)] if fault is not None and fault.phase == "writing" else None
+    checkpoints = Path(folder) / "checkpoints"
+    fewer = fault is not None and fault.kind == "fewer batches" and int(os.environ["RANK"]) == fault.rank
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=nodes,
+        strategy=Zero3Strategy(
+            unit_policy=["Block"],
+            timeout=timedelta(minutes=5),
+            data=DataOptions(seed=1),
+            watch=WatchOptions(slow=6, lost=6, grace=4),
+        ),
+        plugins=plugins,
+        callbacks=[ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1, save_last=True)],
+        max_epochs=1,
+        val_check_interval=FAULT_STEP,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
+        limit_train_batches=FAULT_STEP if fewer else 1.0,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    last = checkpoints / "last.ckpt"
+    trainer.fit(Model(fault, folder, world_size), ckpt_path=str(last) if last.exists() else None)
