@@ -3,9 +3,10 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .data import DataOptions
+from .watch import WatchOptions
 from .zero3 import Zero3Strategy
 
-__all__ = ["DataOptions", "Zero3Strategy"]
+__all__ = ["DataOptions", "WatchOptions", "Zero3Strategy"]
 
 
 def _full_name(cls: object) -> str:

@@ -52,7 +52,7 @@ def freeze(folder):
 
 
 def doze(folder):
-    time.sleep(12)
+    time.sleep(7)
 
 
 KINDS = {f.__name__.replace("_", " "): f for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, doze)}
@@ -200,7 +200,7 @@ def train(folder, fault, devices, nodes=1):
             unit_policy=["Block"],
             timeout=timedelta(minutes=5),
             data=DataOptions(seed=1),
-            watch=WatchOptions(slow=6, lost=6, grace=4),
+            watch=WatchOptions(slow=3, lost=5, grace=3),
         ),
         plugins=plugins,
         callbacks=[ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1, save_last=True)],

@@ -1,0 +1,92 @@
+"""What the reports of all ranks say, and what a process leaves behind when it is killed."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_zero3.strategies.position import Activity, Neighbour, Place, Position, machine
+from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
+
+PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
+
+
+def beat(number, exchanges=40, busy=0.0, waits=ENGINE, activity=Activity.FORWARD):
+    place = replace(PLACE, exchanges=exchanges, activity=activity)
+    return Beat(number, machine(), os.getpid(), -1, place, busy, waits, "train.py:7 in step")
+
+
+def test_a_report_survives_its_way():
+    assert Beat.unpack(beat(3).pack().encode()) == beat(3)
+
+
+def test_a_place_in_words():
+    assert PLACE.describe(["embed", "blocks.0"].__getitem__) == "forward, unit blocks.0, step 3"
+    assert replace(PLACE, activity=Activity.OPTIMIZER).describe(str) == "the optimizer step, step 3"
+
+
+def find(deadlock, *rounds):
+    return [deadlock.find(beats) for beats in rounds][-1]
+
+
+def test_a_rank_in_the_engine_and_one_elsewhere_never_meet():
+    rounds = [[beat(n, exchanges=41), beat(n, waits=ELSEWHERE)] for n in range(5)]
+    assert find(Deadlock(), *rounds) == (0, 1)
+    assert find(Deadlock(), *rounds[:3]) is None  # too soon to say
+
+
+def test_a_rank_that_has_ended_never_comes():
+    rounds = [[beat(n, exchanges=41), beat(9, activity=Activity.ENDED, waits="", busy=1.0)] for n in range(5)]
+    assert find(Deadlock(), *rounds) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda n: beat(n, exchanges=41),  # both in one exchange: it takes its time
+        lambda n: beat(n, exchanges=41, waits=ELSEWHERE),  # has sent its part of what the other waits for
+        lambda n: beat(n, busy=0.1, waits=ELSEWHERE),  # moves
+        lambda n: beat(n, exchanges=n, waits=ELSEWHERE),  # moves
+        lambda n: beat(0, waits=ELSEWHERE),  # an old report
+    ],
+)
+def test_no_deadlock(other):
+    assert find(Deadlock(), *[[beat(n, exchanges=41), other(n)] for n in range(9)]) is None
+
+
+def test_the_rank_that_works_while_others_wait_is_slow_and_named_once():
+    straggler = Straggler(4)
+    said = [straggler.find([beat(n), beat(n, busy=0.9), beat(n, busy=0.2)], str) for n in range(9)]
+    assert said[:3] == [None] * 3 and said[4:] == [None] * 5
+    assert "Rank 1 holds the others up: in the last 4 s it worked 90% of the time, the others 20%" in said[3]
+    assert "in forward, unit 1 (train.py:7 in step)" in said[3]
+
+
+def test_ranks_that_all_work_are_not_slow():
+    straggler = Straggler(3)
+    assert not any(straggler.find([beat(n, busy=0.9), beat(n, busy=0.8)], str) for n in range(9))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memfd_create and pidfd_open are Linux's")
+def test_the_place_of_a_killed_process_can_be_read():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        position = Position()
+        os.write(writer, str(position.descriptor).encode())
+        time.sleep(0.2)  # the parent has it open by now
+        position.begin_step(7)
+        position.activity = Activity.BACKWARD
+        position.progress[0], position.progress[1] = 2, 99
+        position.leave_words("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+    neighbour = Neighbour(child, int(os.read(reader, 9)))
+    assert not neighbour.ended
+    os.waitpid(child, 0)
+    assert neighbour.ended
+    assert neighbour.place() == Place(Activity.BACKWARD, step=7, unit=2, exchanges=99)
+    assert neighbour.words == "last words"
+    neighbour.close()
