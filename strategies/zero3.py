@@ -213,7 +213,6 @@ class Zero3Strategy(EvaluationStrategy):
 
     @override
     def teardown(self) -> None:
-        self.stop_watch()
         module = self.lightning_module
         if module is not None and module._trainer is not None and self.engine is not None:
             if module._trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
@@ -221,6 +220,7 @@ class Zero3Strategy(EvaluationStrategy):
             if isinstance(self._launcher, _MultiProcessingLauncher) and not module._trainer.interrupted:
                 self.engine.unshard()  # the launcher sends rank 0's state_dict to the process that called fit
                 self.engine = None
+        self.stop_watch()
         super().teardown()
 
     # ------------------------------------------------------------------------------------------------ steps
