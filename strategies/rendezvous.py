@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing.util
+import os
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from .rollcall import describe_process, explained, roll_call
+from .sessions import join_session
 from .world import LOOPBACK, LaunchError, World
 
 _log = logging.getLogger(__name__)
@@ -148,9 +150,12 @@ def _open_store(world: World, timeout: timedelta) -> dist.Store:
         try:
             with explained(f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"):
                 found = next(rendezvous(f"tcp://{host}:{world.main_port}", world.rank, world.world_size, timeout=timeout))
+                store = found[0]
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    store = join_session(store, world.rank, world.world_size, timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
-        _stores[place] = found[0]
+        _stores[place] = store
     return _stores[place]
 
 

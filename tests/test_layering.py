@@ -35,6 +35,7 @@ LAYERS = [
             "strategies/host",
             "strategies/rng",
             "strategies/rollcall",
+            "strategies/sessions",
             "strategies/engine/streams",
             "strategies/engine/collectives",
             "strategies/engine/partition",
