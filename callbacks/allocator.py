@@ -60,7 +60,21 @@ class AllocatorConfig(Callback):
             them all, "refuse" raises where both name an option with different values.
         restore: put the environment and the running allocator back at teardown. In the process that
             starts a "spawn" launcher no hook runs at the end; call `restore_now()` there.
+
+    Attributes:
+        options: those in effect, ours joined with the environment's.
+        decisions: who won where both named an option.
+        proof: what was read back from the allocator; None without CUDA.
     """
+
+    options: dict[str, Value]
+    decisions: list[str]
+    proof: Proof | None = None
+    _allocator: Allocator | None = None  # the running one, which holds our options
+    _undo_text = ""  # what the environment said before
+    _undo_fraction: float | None = None
+    _in_place = False
+    _late = False  # CUDA ran before the environment was written
 
     def __init__(
         self,
@@ -95,14 +109,7 @@ class AllocatorConfig(Callback):
         self.pluggable = pluggable
         self.policy: Policy = environment
         self.restore = restore
-        self.options: dict[str, Value] = {}  # ours joined with the environment's
-        self.decisions: list[str] = []
-        self.proof: Proof | None = None
         self._change = EnvironmentChange()
-        self._allocator: Allocator | None = None  # the running one, which holds our options
-        self._undo_text = ""  # what the environment said before
-        self._undo_fraction: float | None = None
-        self._in_place = False
         self._put_in_place()
 
     def _check(self, name: str, value: Any) -> Value:
@@ -124,7 +131,7 @@ class AllocatorConfig(Callback):
             for name in NAMES:
                 self._change.set(os.environ, name, to_text(self.options))
         self._install_pluggable()
-        self._in_place = True
+        self._in_place, self._late = True, torch.cuda.is_initialized()
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
@@ -183,11 +190,11 @@ class AllocatorConfig(Callback):
             self._undo_fraction = allocator.memory_fraction()
             allocator.set_memory_fraction(fraction)
         proof = prove(self.options, allocator)
-        if not proof.wrong or "backend" in proof.wrong:
-            return proof
-        # CUDA started before the environment was written; the running allocator takes all but `backend`.
-        allocator.apply(to_text(self.options))
-        return prove(self.options, allocator)
+        if "backend" not in proof.wrong and (self._late or proof.wrong):
+            # The running allocator takes all but `backend`; options that cannot be read back must be handed over too.
+            allocator.apply(to_text(self.options))
+            proof = prove(self.options, allocator)
+        return proof
 
     def _compare_ranks(self, proof: Proof | None) -> None:
         """Gather before judging: a rank that raised alone would leave the others waiting."""

@@ -39,7 +39,7 @@ body{margin:0 auto;padding:28px 20px 60px;max-width:900px;background:var(--paper
 h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:36px 0 4px}p{margin:4px 0 12px;color:var(--soft)}
 svg{width:100%%;height:auto;display:block}
 .grid{stroke:var(--rule);stroke-width:1}.tick{fill:var(--soft);font-size:12px}.end{text-anchor:end}
-.name{fill:var(--ink);font-size:13px;text-anchor:end}.inside{fill:#fff;font-size:13px;font-weight:600}
+.name{fill:var(--ink);font-size:13px;text-anchor:end}.inside{fill:#fff;font-size:13px;font-weight:600;paint-order:stroke;stroke:#0007;stroke-width:3px}
 .area{opacity:.85}.line{fill:none;stroke-width:2;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13px;color:var(--soft);margin:6px 0 0}
 i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:7px}
@@ -63,6 +63,7 @@ class ReportData:
     records: Sequence[StepRecord]
     composition: Mapping[str, int]  # of the run's peak
     phase_peaks: Mapping[str, int]
+    close_steps: int  # whose phases were told apart
     ranks: Sequence[Mapping[str, float]]
     allocations: Sequence[Allocation]
     remarks: Sequence[str] = field(default_factory=list)
@@ -80,7 +81,7 @@ def render(data: ReportData) -> str:
     steps = [record.step for record in data.records]
     sections = [
         _section("Memory over time, by category", _category_text(data), time_chart(steps, *_categories(data))),
-        _section("Memory over time, by phase", "The largest use within each phase of a step.", _phases(data)),
+        _section("Memory over time, by phase", _phase_text(data), _phases(data)),
         _section(
             "What the peak is made of",
             f"The peak of this rank, {size_text(sum(data.composition.values()))}.",
@@ -129,6 +130,10 @@ def _categories(data: ReportData) -> tuple[dict[str, list[float]], dict[str, lis
     areas["activations"] = [max(0.0, peak - below) for peak, below in zip(peaks, known, strict=True)]
     lines = {"reserved": [float(record.reserved) for record in data.records]} if data.source == "cuda" else {}
     return areas, lines
+
+
+def _phase_text(data: ReportData) -> str:
+    return f"The largest use within each phase, of the {data.close_steps} steps that were read between their phases."
 
 
 def _phases(data: ReportData) -> str:
@@ -192,7 +197,8 @@ def write_png(path: Path, data: ReportData) -> None:
     areas, lines = _categories(data)
     colors = {name.replace("-", "_"): pair[0] for name, pair in _PALETTE.items()}
     scaled = {name: [value / GIB for value in values] for name, values in areas.items()}
-    over_time.stackplot(steps, *scaled.values(), labels=[*scaled], colors=[colors[name] for name in scaled])
+    labels = [name.replace("_", " ") for name in scaled]
+    over_time.stackplot(steps, *scaled.values(), labels=labels, colors=[colors[name] for name in scaled])
     for name, values in lines.items():
         over_time.plot(steps, [value / GIB for value in values], color=colors[name], label=name)
     over_time.set(title="Memory over time, by category", ylabel="GiB", xlabel="step")
@@ -203,8 +209,8 @@ def write_png(path: Path, data: ReportData) -> None:
     phases.set(title="Memory over time, by phase", ylabel="GiB", xlabel="step")
     phases.legend(loc="lower right", fontsize="small")
     left = 0.0
-    for name, size in sorted(data.composition.items(), key=lambda item: -item[1]):
-        peak.barh([0], [size / GIB], left=left, label=name, color=colors[name])
+    for name, size in sorted(((n, size) for n, size in data.composition.items() if size), key=lambda item: -item[1]):
+        peak.barh([0], [size / GIB], left=left, label=name.replace("_", " "), color=colors[name])
         left += size / GIB
     peak.set(title="What the peak is made of", xlabel="GiB", yticks=[])
     peak.legend(loc="upper center", bbox_to_anchor=(0.5, -0.45), ncols=4, fontsize="small")

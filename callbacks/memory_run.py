@@ -113,15 +113,16 @@ class Recording:
 
     @property
     def title(self) -> str:
-        """What the figures are, and how many steps they are from."""
-        kinds = {"cuda": "CUDA memory", "driver": "device memory (all processes)"}
+        """What the figures are, and of how many steps."""
+        kinds = {"cuda": "CUDA memory", "driver": "Device memory (all processes)"}
         kind = kinds.get(self.source.name, "Resident memory of the process (no CUDA)")
-        return f"{kind} in {self.meter.steps} steps; phases read in {self.meter.close} of them"
+        return f"{kind}, {self.meter.steps} steps"
 
     def table(self, figures: dict[str, Spread]) -> str:
         """For the terminal."""
         shown = {name: figure for name, figure in figures.items() if name.startswith("memory/")}
-        return render_table(self.title, shown, self.gatherer.world_size)
+        title = f"{self.title}; peaks by phase from {self.meter.close} of them"
+        return render_table(title, shown, self.gatherer.world_size)
 
     def report(self, module: LightningModule, names: list[str], gathered: Tensor) -> ReportData:
         """For the page."""
@@ -137,6 +138,7 @@ class Recording:
                 "activations": activations(peak, sample, self.ledger, self.process),
             },
             phase_peaks=dict(self.meter.run_peaks),
+            close_steps=self.meter.close,
             ranks=[dict(zip(names, row, strict=True)) for row in gathered.tolist()],
             allocations=find_allocations(self.source.name, self.source.device_type, module),
             remarks=[*self.leaks],

@@ -1,6 +1,6 @@
 """Find a leak and a fragmented heap with `CUDAMemoryTracker`.
 
-    python examples/find_memory.py            # on a CPU or a GPU, a few seconds
+    python examples/find_memory.py            # on a CPU or a GPU, below a minute
     python examples/find_memory.py --healthy  # the same model without the two faults
 
 Two faults are planted. The model keeps every loss it has seen, each with a tensor of its own, in a list

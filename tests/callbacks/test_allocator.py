@@ -269,6 +269,16 @@ def test_set_too_late_is_applied_at_run_time_proved_and_undone(tmp_path):
     assert allocator.fraction == 1.0
 
 
+def test_an_option_that_cannot_be_read_back_is_handed_to_a_running_allocator(tmp_path, monkeypatch):
+    for running in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda running=running: running)
+        config = WithRecorded(pinned_use_background_threads=True)
+        config.recorded = allocator = RecordedAllocator()
+        fit(config, tmp_path=tmp_path)
+        undone = "pinned_use_background_threads:False"
+        assert allocator.applied == ["pinned_use_background_threads:True", undone] if running else [undone]
+
+
 def test_an_option_without_effect_stops_the_run(tmp_path):
     config = WithRecorded(expandable_segments=True)
     config.recorded = RecordedAllocator(deaf=("expandable_segments",))

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def test_split_k(tmp_path, monkeypatch):
     config = CUDABackendConfig(fp16_reduced_precision_reduction=False, fp16_split_k=False)
     (setting,) = config.settings()
     assert setting.value == (False, False)
+
+
+def test_plan_caches_of_several_devices(monkeypatch):
+    caches = [SimpleNamespace(max_size=4096) for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", caches)
+    for size, expected in (({1: 8}, [4096, 8]), (16, [16, 16])):
+        config = CUDABackendConfig(cufft_plan_cache_size=size)
+        config.setup(None, None, "fit")
+        assert [cache.max_size for cache in caches] == expected
+        config.restore_now()
+        assert [cache.max_size for cache in caches] == [4096, 4096]
+    with pytest.raises(ValueError, match=r"no devices \[2\], this process sees 2"):
+        CUDABackendConfig(cufft_plan_cache_size={2: 8}).setup(None, None, "fit")
 
 
 WRONG = [

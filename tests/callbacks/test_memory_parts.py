@@ -481,7 +481,7 @@ def report_data(source="cuda"):
     allocations = [Allocation(GIB, 3, "attend <script>", ("attend (train.py:12)",)), Allocation(MIB, 1, "embed", ("x",))]
     composition = {**ledger, "graph_pool": 0, "process": 0, "activations": 2 * GIB}
     phases = {"forward": 5 * GIB, "backward": 6 * GIB}
-    return ReportData("CUDA memory", source, records, composition, phases, ranks, allocations, ["a <leak>"])
+    return ReportData("CUDA memory", source, records, composition, phases, 49, ranks, allocations, ["a <leak>"])
 
 
 def test_the_page_is_self_contained_and_complete():
@@ -500,7 +500,7 @@ def test_the_page_is_self_contained_and_complete():
 
 def test_an_empty_run_still_renders():
     data = report_data()
-    empty = ReportData("t", "process", [], {"parameters": 0, "activations": 0}, {}, data.ranks[:1], [])
+    empty = ReportData("t", "process", [], {"parameters": 0, "activations": 0}, {}, 0, data.ranks[:1], [])
     assert "No steps were recorded" in render(empty)
 
 
