@@ -2,11 +2,12 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .checkpoints import CheckpointOptions
 from .data import DataOptions
 from .watch import WatchOptions
 from .zero3 import Zero3Strategy
 
-__all__ = ["DataOptions", "WatchOptions", "Zero3Strategy"]
+__all__ = ["CheckpointOptions", "DataOptions", "WatchOptions", "Zero3Strategy"]
 
 
 def _full_name(cls: object) -> str:

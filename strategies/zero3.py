@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,7 +24,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from .adapted import adapt, follow, start_averages
-from .checkpoint import full_optimizer_state, load_full_optimizer_state, take_over_state
+from .checkpoints import CheckpointOptions, CheckpointStrategy, take_over_state
 from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine, make_collectives
 from .evaluation import EvaluationStrategy
@@ -38,7 +37,7 @@ from .watch import WatchOptions
 _NAMES: dict[str, StartMethod] = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_notebook": "fork"}
 
 
-class Zero3Strategy(EvaluationStrategy):
+class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     """Trains with parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3, arXiv 1910.02054).
 
     A LightningModule that trains with ``strategy="ddp"`` trains with ``strategy="zero3"`` to the same losses.
@@ -59,6 +58,7 @@ class Zero3Strategy(EvaluationStrategy):
             fp32, though they are linear or convolution layers: for those that the model runs with autocast off.
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
             With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
+        checkpoint: sharded directories or full files; see :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
         start_timeout: how long a process waits for the others to come up, before an error names those that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
@@ -81,6 +81,7 @@ class Zero3Strategy(EvaluationStrategy):
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
         keep_in_fp32: Sequence[str] = (),
         data: DataOptions | None = None,
+        checkpoint: CheckpointOptions | None = None,
         debug: bool = False,
         start_timeout: timedelta = timedelta(minutes=5),
         cpu_affinity: bool = True,
@@ -101,6 +102,7 @@ class Zero3Strategy(EvaluationStrategy):
         self.unit_policy = unit_policy
         self._keep_in_fp32 = tuple(keep_in_fp32)
         self._data = DataHooks(data)
+        self._checkpoints = checkpoint or CheckpointOptions()
         self._debug = debug
         self._watch_options = watch
 
@@ -145,6 +147,7 @@ class Zero3Strategy(EvaluationStrategy):
             # On the module's own parameters, as the user wrote it; the engine re-points every group to its flat shard.
             self.setup_optimizers(trainer)
         self._shard()
+        self._load_weights()
         if fitting:
             start_averages(self, trainer)
         self._data.seed_ranks(trainer)
@@ -306,67 +309,6 @@ class Zero3Strategy(EvaluationStrategy):
             "buffers": sum(b.nbytes for b in self.lightning_module.buffers()),
         }
         return {**result, "units": units} if per_unit else result
-
-    # ------------------------------------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # A model on the meta device has no memory to load into before it is sharded.
-        module = self.lightning_module
-        return module is not None and any(p.is_meta for p in module.parameters())
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state dict on rank 0, an empty one elsewhere; collective."""
-        assert self.lightning_module is not None
-        if self.engine is None:
-            return self.lightning_module.state_dict()
-        values = self.engine.access.full_values_on_rank_zero()
-        if not self.is_global_zero:
-            return {}
-        with self.engine.access.substitute(values):
-            state = self.lightning_module.state_dict()
-        # On one rank parameters are views of flat tensors, which would be saved whole with each. Tied ones stay tied.
-        flat = {group.data.untyped_storage().data_ptr() for group in self.engine.groups}
-        copies: dict[tuple[object, ...], Tensor] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in flat:
-                place = (value.data_ptr(), value.shape, value.stride())
-                state[key] = copies.setdefault(place, value.detach().to("cpu", copy=True))
-        return state
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._data.load(checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Full state in torch's layout on rank 0, empty elsewhere; collective."""
-        self._follow_groups()
-        assert self.engine is not None
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return full_optimizer_state(self.engine, self.optimizers.index(optimizer), optimizer)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._follow_groups()
-        assert self.engine is not None
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            load_full_optimizer_state(self.engine, index, optimizer, state)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        self._data.save(self._trainer, checkpoint)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     # ------------------------------------------------------------------------------------------------ registry
 

@@ -3,8 +3,8 @@
 The import registers the strategy and does nothing else: no CUDA, no threads, no processes.
 """
 
-from .strategies import DataOptions, WatchOptions, Zero3Strategy
+from .strategies import CheckpointOptions, DataOptions, WatchOptions, Zero3Strategy
 
 __version__ = "0.1.0"
 
-__all__ = ["DataOptions", "WatchOptions", "Zero3Strategy", "__version__"]
+__all__ = ["CheckpointOptions", "DataOptions", "WatchOptions", "Zero3Strategy", "__version__"]

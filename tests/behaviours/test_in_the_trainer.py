@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from behaviours.harness import DIM, Chain
+from helpers.parity import full_state
 from helpers.ranks import run_ranks
 
 
@@ -219,7 +220,7 @@ def run_all(rank, world_size, names, strategy):
     for name in names:
         module = MODULES[name]()
         trainer = fit(module, strategy, world_size)
-        state = trainer.strategy.lightning_module_state_dict()
+        state = full_state(trainer)
         found[name] = module.seen, {k: v.clone() for k, v in state.items()}
     return found
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.checkpoint import full_optimizer_state, load_full_optimizer_state
+from lightning_zero3.strategies.checkpoints.optimizer_state import full_optimizer_state, load_optimizer_state
 from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
 
 
@@ -45,7 +45,7 @@ def _resume(rank, world_size):
     for mine, theirs in zip(other.groups, engine.groups, strict=True):
         mine.data.copy_(theirs.data)
     other.weights_changed()
-    load_full_optimizer_state(other, 0, resumed, saved)
+    load_optimizer_state(other, 0, resumed, saved)
     _step(model, optimizer, engine)
     _step(again, resumed, other)
     for mine, theirs in zip(other.groups, engine.groups, strict=True):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.parity import assert_same_tensors, trainer, zero3
+from helpers.parity import assert_same_tensors, full_state, trainer, zero3
 from helpers.ranks import run_ranks
 
 
@@ -67,7 +67,7 @@ def _fit(rank, world_size, cases):
             warnings.simplefilter("always")
             fitter.fit(module)
         said = {str(w.message) for w in caught if "autocast is off" in str(w.message)}
-        state = {k: v.clone() for k, v in fitter.strategy.lightning_module_state_dict().items()}
+        state = {k: v.clone() for k, v in full_state(fitter).items()}
         results[name] = module.losses, module.outside, state, said
     return results
 

@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from helpers.models import Lit, Recipe, TinyLm
-from helpers.parity import assert_same_tensors, assert_tensors_close, relative, trainer, zero3
+from helpers.parity import assert_same_tensors, assert_tensors_close, full_state, relative, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 
 # Everything that has state: two moments and a step count in two groups, a scheduler, a tie, a frozen part.
 RECIPE = Recipe(tied=True, optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.1",), steps=4)
@@ -47,8 +48,12 @@ class SpareLit(Lit):
 KINDS = {"plain": (Lit, RECIPE), "spare": (SpareLit, SPARE)}
 
 
+def full():
+    return zero3(checkpoint=CheckpointOptions(kind="full"))
+
+
 def strategy_for(kind):
-    return zero3() if kind == "zero3" else kind
+    return full() if kind == "zero3" else kind
 
 
 def epochs(rank, world_size, what, strategy, until, read=None, write=None):
@@ -59,7 +64,7 @@ def epochs(rank, world_size, what, strategy, until, read=None, write=None):
     runner.fit(module, ckpt_path=read)
     if write is not None:
         runner.save_checkpoint(write)
-    state = runner.strategy.lightning_module_state_dict()
+    state = full_state(runner)
     return module.losses, {name: value.clone() for name, value in state.items()}, runner.global_step
 
 
@@ -170,7 +175,7 @@ def with_callback(rank, world_size, folder):
 
     def fit(module, epochs, callback, **paths):
         options = {"enable_checkpointing": True, "callbacks": [callback], "limit_val_batches": 1.0}
-        runner = trainer(zero3(), world_size, max_epochs=epochs, default_root_dir=folder, **options)
+        runner = trainer(full(), world_size, max_epochs=epochs, default_root_dir=folder, **options)
         runner.fit(module, **paths)
         return runner
 
@@ -179,7 +184,7 @@ def with_callback(rank, world_size, folder):
     path, score = first.best_model_path, first.best_model_score.item()
     (best,) = runner.test(module, ckpt_path="best", verbose=False)
     fresh = Lit(replace(RECIPE, seed=3), no_gradients)
-    runner = trainer(zero3(), world_size, limit_val_batches=1.0)
+    runner = trainer(full(), world_size, limit_val_batches=1.0)
     (loaded,) = runner.validate(fresh, ckpt_path=path, verbose=False)
     runner.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
     again = Lit(RECIPE, no_gradients)

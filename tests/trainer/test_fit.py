@@ -229,7 +229,7 @@ import torch
 torch.set_num_threads(1)
 import lightning_zero3
 from helpers.models import Lit, Recipe
-from helpers.parity import trainer
+from helpers.parity import full_state, trainer
 
 def no_gradients(module):
     return {{}}
@@ -238,7 +238,7 @@ def main():
     module = Lit(Recipe(steps=4), no_gradients)
     runner = trainer({strategy!r}, 2)
     runner.fit(module)
-    state = runner.strategy.lightning_module_state_dict() if module.losses else module.state_dict()
+    state = full_state(runner) if module.losses else module.state_dict()
     out = {{"losses": module.losses, "world_size": runner.world_size, "pid": os.getpid(), "rank": runner.global_rank}}
     out["state"] = {{name: value.tolist() for name, value in state.items()}}
     with open({folder!r} + "/" + str(runner.global_rank) + ".json", "w") as file:

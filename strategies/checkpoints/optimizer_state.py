@@ -1,0 +1,282 @@
+"""Optimizer state in torch's own layout, from and to the flat shards.
+
+Every tensor has its parameter's shape. A full state is what ``torch.optim.Optimizer.state_dict()`` would be on one device, with
+parameters numbered in the order in which the user passed them. A sharded one has parameters by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine import Zero3Engine
+from ..engine.shards import FlatGroup, Segment
+from .slices import Place, SavedTensor, SlicedTensor, places
+
+
+def full_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, Any]:
+    """State of optimizer ``index`` in torch's layout, on the CPU of rank 0; an empty dict elsewhere. Collective."""
+    names = engine.optimizer_names[index]
+    numbers = {name: k for k, name in enumerate(n for group in names for n in group)}
+    groups = [f for f in engine.groups if f.key.optimizer == index]
+    state: dict[int, dict[str, Any]] = {}
+    scalars = _gather_scalars(engine, groups, optimizer)
+    for key, dtype in _tensor_keys(engine, groups, optimizer):
+        flats = {group: _flat_state(group, optimizer, key, dtype) for group in groups}
+        for unit in engine.units:
+            if not unit.trained:
+                continue
+            values = unit.full(lambda group: flats.get(group), dtype)  # noqa: B023 (called at once)
+            if engine.collectives.rank == 0:
+                for name in values.keys() & scalars.keys():
+                    state.setdefault(numbers[name], {})[key] = values[name].cpu().clone()
+    if engine.collectives.rank:
+        return {}
+    for name, items in scalars.items():
+        state.setdefault(numbers[name], {}).update(items)
+    counter = iter(range(len(numbers)))
+    packed = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [next(counter) for _ in members]}
+        for group, members in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+
+def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, Any]:
+    """What this rank holds of the state of optimizer ``index``, by parameter name; local.
+
+    Returns:
+        {"state": {parameter: {key: SlicedTensor or scalar}}, "param_groups": [{option: value, "params": [names]}]}, the layout
+        of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    for name, place in places(engine).items():
+        if place.group is None or place.group.key.optimizer != index:
+            continue
+        for segment, values in _segments_with_state(place.group, optimizer):
+            if segment.start <= place.start < segment.stop:
+                state[name] = {
+                    key: place.slice_of(value, value.dtype, value.device, segment.start) if _elementwise(value) else value
+                    for key, value in values.items()
+                }
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": members}
+        for group, members in zip(optimizer.param_groups, engine.optimizer_names[index], strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    engine: Zero3Engine, index: int, optimizer: Optimizer, saved: dict[str, Any]
+) -> tuple[list[tuple[SavedTensor, SlicedTensor]], list[str]]:
+    """Take this rank's part of a saved state; local.
+
+    Args:
+        engine: holds the optimizer's shards.
+        index: of the optimizer.
+        optimizer: its state and the options of its groups are replaced.
+        saved: in torch's layout, by number or by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
+
+    Returns:
+        what is to be read where, and sentences about parameters that were saved in other groups, or not at all.
+
+    Raises:
+        ValueError: groups without names do not fit the optimizer's, or a saved tensor does not fit its parameter.
+    """
+    saved = _named(saved, engine.optimizer_names[index], index)
+    remarks = _load_group_options(engine.optimizer_names[index], optimizer, saved, index)
+    optimizer.state.clear()
+    reads: list[tuple[SavedTensor, SlicedTensor]] = []
+    keys = _elementwise_keys(saved["state"])
+    for flat in engine.groups:
+        if flat.key.optimizer == index:
+            reads += _load_group(engine, flat, optimizer, saved["state"], keys)
+    return reads, remarks
+
+
+def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state: dict[str, dict[str, Any]]) -> None:
+    """Shard state that the optimizer created with its parameters (Adagrad does), by parameter name; local."""
+    optimizer.state.clear()
+    for flat in engine.groups:
+        if flat.key.optimizer == index:
+            _load_group(engine, flat, optimizer, state, _elementwise_keys(state))
+
+
+def _named(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[str, Any]:
+    """The saved state by parameter name."""
+    groups = saved["param_groups"]
+    if any(isinstance(key, str) for group in groups for key in group["params"]):
+        return {"state": saved.get("state", {}), "param_groups": groups}
+    if [len(g["params"]) for g in groups] != [len(g) for g in names]:
+        raise ValueError(
+            f"Optimizer {index} was saved with param groups of {[len(g['params']) for g in groups]} parameters, but has groups "
+            f"of {[len(g) for g in names]}, and the checkpoint does not say which parameters they are. Build the optimizer as "
+            "in the saved run, or save a sharded checkpoint there."
+        )
+    name_of = {k: name for g, members in zip(groups, names, strict=True) for k, name in zip(g["params"], members, strict=True)}
+    return {
+        "state": {name_of[k]: state for k, state in saved["state"].items() if k in name_of},
+        "param_groups": [{**g, "params": members} for g, members in zip(groups, names, strict=True)],
+    }
+
+
+def _load_group_options(names: list[list[str]], optimizer: Optimizer, saved: dict[str, Any], index: int) -> list[str]:
+    """Each group takes the options of the one saved group that its parameters were in; returns remarks."""
+    saved_in = {name: k for k, group in enumerate(saved["param_groups"]) for name in group["params"]}
+    remarks = []
+    for number, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        homes = {saved_in[name] for name in members if name in saved_in}
+        if not members and number < len(saved["param_groups"]):
+            homes = {number}
+        if len(homes) == 1:
+            group.update({k: v for k, v in saved["param_groups"][homes.pop()].items() if k != "params"})
+        else:
+            came = f"came from groups {sorted(homes)} of" if homes else "were not in"
+            remarks.append(
+                f"Param group {number} of optimizer {index}: its parameters {came} the saved optimizer, so it keeps the "
+                "learning rate and other options of `configure_optimizers`."
+            )
+    mine = {name for members in names for name in members}
+    fresh, dropped = sorted(mine - saved_in.keys()), sorted(saved["state"].keys() - mine)
+    if fresh:
+        remarks.append(f"Optimizer {index} starts without state for {_some(fresh)}, which the saved one did not train.")
+    if dropped:
+        remarks.append(f"The saved state of {_some(dropped)} is not used: optimizer {index} does not train them.")
+    return remarks
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _load_group(
+    engine: Zero3Engine, flat: FlatGroup, optimizer: Optimizer, by_name: dict[str, dict[str, Any]], elementwise: set[str]
+) -> list[tuple[SavedTensor, SlicedTensor]]:
+    mine = [place for place in places(engine).values() if place.group is flat]
+    mine.sort(key=lambda place: place.start)
+    # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
+    marks = [(place.start, _signature(by_name.get(place.entry.name), elementwise)) for place in mine]
+    flat.cut([start for (start, mark), (_, before) in zip(marks[1:], marks, strict=False) if mark != before])
+    reads: list[tuple[SavedTensor, SlicedTensor]] = []
+    for segment in flat.segments:
+        inside = [place for place in mine if segment.start <= place.start < segment.stop]
+        if inside and by_name.get(inside[0].entry.name):
+            states = [by_name[place.entry.name] for place in inside]
+            vectors, scalars = _split(states, elementwise)
+            optimizer.state[segment.parameter] = {
+                **_vector_state(flat, segment, inside, vectors, reads),
+                **_scalar_state(flat, optimizer, scalars),
+            }
+    return reads
+
+
+def _signature(state: dict[str, Any] | None, elementwise: set[str]) -> Any:
+    if not state:
+        return None
+    return tuple((k, float(v) if isinstance(v, Tensor) else v) for k, v in sorted(state.items()) if k not in elementwise)
+
+
+def _elementwise(value: Any) -> bool:
+    return isinstance(value, Tensor | SavedTensor) and len(value.shape) > 0
+
+
+def _elementwise_keys(by_name: dict[str, dict[str, Any]]) -> set[str]:
+    """Keys under which parameters have a value for each element. A parameter without dimensions does not show that itself."""
+    found = {key for state in by_name.values() for key, value in state.items() if _elementwise(value)}
+    tensors = {key for state in by_name.values() for key, value in state.items() if isinstance(value, Tensor)}
+    return found or tensors - {"step"}
+
+
+def _split(states: list[dict[str, Any]], elementwise: set[str]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """(key -> each parameter's values, key -> the scalar that they share)."""
+    keys = states[0].keys()
+    return {k: [state[k] for state in states] for k in keys & elementwise}, {k: states[0][k] for k in keys - elementwise}
+
+
+def _vector_state(
+    flat: FlatGroup,
+    segment: Segment,
+    inside: list[Place],
+    vectors: dict[str, list[Tensor | SavedTensor]],
+    reads: list[tuple[SavedTensor, SlicedTensor]],
+) -> dict[str, Tensor]:
+    result = {}
+    for key, sources in vectors.items():
+        # Dtypes and devices as `Optimizer.load_state_dict` chooses them.
+        floating = flat.data.is_floating_point() and sources[0].dtype.is_floating_point
+        dtype = flat.data.dtype if floating else sources[0].dtype
+        result[key] = torch.zeros(segment.stop - segment.start, dtype=dtype, device=flat.data.device)
+        for place, source in zip(inside, sources, strict=True):
+            _check_shape(place, key, source)
+            target = place.slice_of(result[key], dtype, flat.data.device, segment.start)
+            if isinstance(source, SavedTensor):
+                reads.append((source, target))
+            else:
+                target.fill(source)
+    return result
+
+
+def _scalar_state(flat: FlatGroup, optimizer: Optimizer, scalars: dict[str, Any]) -> dict[str, Any]:
+    group = optimizer.param_groups[flat.key.group]
+    steps_on_device = group.get("fused") or group.get("capturable")
+    result = {}
+    for key, value in scalars.items():
+        device = flat.data.device if steps_on_device or key != "step" else "cpu"
+        result[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+    return result
+
+
+def _check_shape(place: Place, key: str, source: Tensor | SavedTensor) -> None:
+    if source.shape != place.entry.size:
+        raise ValueError(
+            f"Optimizer state {key!r} of parameter {place.entry.name!r} has shape {tuple(source.shape)}, the parameter has "
+            f"{tuple(place.entry.size)}."
+        )
+
+
+def _segments_with_state(group: FlatGroup, optimizer: Optimizer) -> Iterator[tuple[Segment, dict[str, Any]]]:
+    for segment in group.segments:
+        if segment.parameter in optimizer.state:
+            yield segment, optimizer.state[segment.parameter]
+
+
+def _tensor_keys(engine: Zero3Engine, groups: list[FlatGroup], optimizer: Optimizer) -> list[tuple[str, torch.dtype]]:
+    """Elementwise state of any rank: one rank may own nothing of a group, and all must gather alike."""
+    mine = {
+        (key, value.dtype)
+        for group in groups
+        for _, state in _segments_with_state(group, optimizer)
+        for key, value in state.items()
+        if _elementwise(value)
+    }
+    everyone = set().union(*engine.collectives.all_gather_object(mine))
+    return sorted(everyone, key=str)
+
+
+def _flat_state(group: FlatGroup, optimizer: Optimizer, key: str, dtype: torch.dtype) -> Tensor:
+    flat = torch.zeros(group.numel, dtype=dtype, device=group.data.device)
+    for segment, state in _segments_with_state(group, optimizer):
+        if isinstance(state.get(key), Tensor):
+            segment.view(flat).copy_(state[key])
+    return flat
+
+
+def _gather_scalars(engine: Zero3Engine, groups: list[FlatGroup], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Name -> the state that is not elementwise, of every parameter that has state on any rank."""
+    mine: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        spans = engine.gradients.owned_spans(group)
+        for segment, state in _segments_with_state(group, optimizer):
+            scalars = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if not _elementwise(v)}
+            for entry, start, _ in spans:
+                if segment.start <= start < segment.stop:
+                    mine[entry.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
+    merged: dict[str, dict[str, Any]] = {}
+    for theirs in engine.collectives.all_gather_object(mine):
+        for name, scalars in theirs.items():
+            merged.setdefault(name, scalars)
+    return merged

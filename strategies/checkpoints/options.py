@@ -1,0 +1,25 @@
+"""The user's choices about checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """How checkpoints are written and read.
+
+    Args:
+        kind: "sharded" writes a directory in torch's distributed format, every rank its own part; "full" writes one file that
+            any strategy reads. Both kinds are read whatever is chosen here.
+        weights_only: reading rebuilds tensors and plain values only. With False it runs whatever code the checkpoint names:
+            for hyperparameters or callback states of other classes, from a source that you trust.
+    """
+
+    kind: Literal["sharded", "full"] = "sharded"
+    weights_only: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sharded", "full"):
+            raise ValueError(f"CheckpointOptions(kind={self.kind!r}): choose 'sharded' or 'full'.")

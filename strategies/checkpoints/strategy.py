@@ -1,0 +1,164 @@
+"""The part of the strategy that saves and loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..data import DataHooks
+from ..engine import Zero3Engine
+from ..processes import ProcessStrategy
+from .model_state import load_state_dict, sliced_state_dict
+from .optimizer_state import full_optimizer_state, load_optimizer_state, sliced_optimizer_state
+from .options import CheckpointOptions
+
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
+    from .sharded import ShardedCheckpoint
+
+TRAINER_STATE = "meta.pt"
+# Our precision plugins save what Lightning's do, under the name that other strategies look for.
+_SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
+
+
+class CheckpointStrategy(ProcessStrategy):
+    """Saves and loads what an engine holds."""
+
+    engine: Zero3Engine | None
+    _trainer: pl.Trainer
+    _data: DataHooks
+    _checkpoints: CheckpointOptions
+    _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
+    _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
+
+    def _follow_groups(self) -> None:
+        """Bring the shards up to the optimizers' groups; collective."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is made of: sliced tensors on all ranks if it is sharded, else full ones on rank 0; collective."""
+        assert self.lightning_module is not None
+        if self._checkpoints.kind == "full" or self.engine is None:
+            return self.full_state_dict()
+        return sliced_state_dict(self.engine, self.lightning_module)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's full state dict in CPU memory of rank 0, an empty one elsewhere; collective."""
+        assert self.lightning_module is not None
+        if self.engine is None:
+            return self.lightning_module.state_dict()
+        values = self.engine.access.full_values_on_rank_zero()
+        if not self.is_global_zero:
+            return {}
+        with self.engine.access.substitute(values):
+            state = self.lightning_module.state_dict()
+        # On one rank parameters are views of flat tensors, which would be saved whole with each. Tied ones stay tied.
+        flat = {group.data.untyped_storage().data_ptr() for group in self.engine.groups}
+        copies: dict[tuple[object, ...], torch.Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in flat:
+                place = (value.data_ptr(), value.shape, value.stride())
+                state[key] = copies.setdefault(place, value.detach().to("cpu", copy=True))
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """In torch's layout: this rank's slices by parameter name, or the full state on rank 0; collective."""
+        self._follow_groups()
+        assert self.engine is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        index = self.optimizers.index(optimizer)
+        if self._checkpoints.kind == "full":
+            return full_optimizer_state(self.engine, index, optimizer)
+        return sliced_optimizer_state(self.engine, index, optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        self._data.save(self._trainer, checkpoint)
+        if _OWN_SCALER in checkpoint:
+            checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
+        path = Path(self.broadcast(os.fspath(filepath)))
+        if self._checkpoints.kind == "sharded":
+            self._save_sharded(checkpoint, path, storage_options)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                "`storage_options` are for full checkpoints: Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))."
+            )
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer
+        if self.is_global_zero:
+            path.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+        from .sharded import write
+
+        write(state, path)
+        if self.is_global_zero:
+            torch.save(checkpoint, path / TRAINER_STATE)
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
+        self._source = None
+        if path.is_dir():
+            checkpoint = self._open_sharded(path, weights_only)
+        else:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        if _SCALER in checkpoint:
+            checkpoint[_OWN_SCALER] = checkpoint[_SCALER]
+        self._data.load(checkpoint)
+        return checkpoint
+
+    def _open_sharded(self, path: Path, weights_only: bool) -> dict[str, Any]:
+        from .sharded import ShardedCheckpoint
+
+        self._source = ShardedCheckpoint(path, weights_only)
+        state = self._source.state()
+        checkpoint = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=weights_only)
+        checkpoint["state_dict"] = state.pop("state_dict")
+        if state:
+            checkpoint["optimizer_states"] = [state[f"optimizer_{index}"] for index in range(len(state))]
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Remember the weights: each rank reads its part once the model is sharded."""
+        self._weights = checkpoint["state_dict"], strict
+
+    def _load_weights(self) -> None:
+        assert self.engine is not None and self.lightning_module is not None
+        if self._weights is not None:
+            (state, strict), self._weights = self._weights, None
+            for told in load_state_dict(self.engine, self.lightning_module, state, strict, self._source):
+                rank_zero_warn(told)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._follow_groups()
+        assert self.engine is not None
+        reads = []
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            wanted, remarks = load_optimizer_state(self.engine, index, optimizer, state)
+            reads += wanted
+            for told in remarks:
+                rank_zero_warn(told)
+        if self._source is not None:
+            self._source.read(reads)

@@ -1,0 +1,74 @@
+"""Sharded checkpoints: any number of ranks to any other, to the bit, and what torch's own tools make of them."""
+
+import pytest
+import torch
+from checkpoints.runs import Whole, train
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from helpers.models import Recipe
+from helpers.parity import assert_same_tensors, assert_tensors_close, relative
+from helpers.ranks import run_ranks
+
+RECIPES = {
+    "adamw": Recipe(tied=True, optimizer="adamw", frozen=("blocks.1",), steps=4),
+    "momentum": Recipe(optimizer="sgd", steps=4),
+}
+
+
+def save(rank, world_size, folder):
+    """An uninterrupted run of two epochs, and one that is saved after the first."""
+    whole = {name: train(world_size, Whole(recipe), 2) for name, recipe in RECIPES.items()}
+    saved = {name: train(world_size, Whole(recipe), 1, write=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
+    return whole, saved
+
+
+def resume(rank, world_size, folder):
+    return {name: train(world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder):
+    return run_ranks(save, 2, str(folder), timeout=90)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, folder, on_two_ranks):
+    resumed = run_ranks(resume, world_size, str(folder), timeout=90)
+    for name in RECIPES:
+        whole, saved = on_two_ranks[0][0][name], on_two_ranks[0][1][name]
+        first = resumed[0][name]
+        assert_same_tensors(first.start["weights"], saved.weights)
+        compare_states(first.start["optimizers"], saved.optimizers)
+        losses = [sum(step) / world_size for step in zip(*(rank[name].losses for rank in resumed), strict=True)]
+        expected = [sum(step) / 2 for step in zip(*(rank[0][name].losses for rank in on_two_ranks), strict=True)]
+        expected = expected[len(expected) // 2 :]
+        if world_size == 2:
+            assert losses == expected
+            assert_same_tensors(first.weights, whole.weights)
+            for again, before in zip(resumed, on_two_ranks, strict=True):
+                assert torch.equal(again[name].start["random"], before[1][name].random)
+        assert relative(losses, expected) <= 1e-6
+        assert_tensors_close(first.weights, whole.weights, 5e-6)
+
+
+def compare_states(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        assert a["param_groups"] == b["param_groups"]
+        assert a["state"].keys() == b["state"].keys()
+        for k in a["state"]:
+            assert a["state"][k].keys() == b["state"][k].keys()
+            for key, value in a["state"][k].items():
+                assert torch.equal(value, b["state"][k][key]), (k, key)
+
+
+def test_torch_makes_one_file_of_it(folder, on_two_ranks, tmp_path):
+    for name in RECIPES:
+        saved = on_two_ranks[0][1][name]
+        dcp_to_torch_save(folder / f"{name}.ckpt", tmp_path / "one.pt")
+        read = torch.load(tmp_path / "one.pt", weights_only=True)
+        assert_same_tensors(read["state_dict"], saved.weights)
