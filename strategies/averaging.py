@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from .engine import Zero3Engine
+from .engine.shards import FlatGroup
 from .param_groups import relay
 
 
@@ -23,8 +24,8 @@ class ShardedModel(Protocol):
     engine: Zero3Engine
     lightning_module: nn.Module
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the module; collective."""
+    def sliced_state_dict(self, flats: Callable[[FlatGroup], Tensor | None]) -> dict[str, Any]:
+        """The module's, with slices of ``flats``; local."""
 
 
 class Shards(nn.Module):
@@ -80,14 +81,12 @@ class Shards(nn.Module):
             self.register_parameter(f"flat_{k}", nn.Parameter(targets[group].to(flats[0].device), requires_grad=False))
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Of the module, with the values of this copy; collective."""
+        """Of the module, with slices of this copy and its buffers; local."""
         destination = {} if destination is None else destination
-        shared = {buffer.data_ptr() for buffer in self._model.lightning_module.buffers()}
-        self.exchange()
-        for key, value in self._model.lightning_module_state_dict().items():
-            live = isinstance(value, Tensor) and value.data_ptr() in shared
-            destination[prefix + key] = value.clone() if live else value
-        self.exchange()
+        flats = dict(zip(self._model.engine.groups, (p.detach() for p in self.parameters()), strict=True))
+        buffers = dict(zip(map(id, self._model.lightning_module.buffers()), self.buffers(), strict=True))
+        for key, value in self._model.sliced_state_dict(flats.get).items():
+            destination[prefix + key] = buffers.get(id(value), value)
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

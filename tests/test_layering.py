@@ -66,6 +66,7 @@ LAYERS = [
     (["strategies/optimizers", "strategies/param_groups"], TORCH),
     (["strategies/checkpoints/boxes", "strategies/checkpoints/options"], NOTHING),
     (["strategies/checkpoints/slices"], TORCH),
+    (["strategies/checkpoints/gather"], TORCH),
     (["strategies/checkpoints/sharded"], TORCH),
     (["strategies/checkpoints/model_state", "strategies/checkpoints/optimizer_state"], TORCH),
     (["strategies/checkpoints/inspect"], TORCH),

@@ -7,6 +7,7 @@ parameters numbered in the order in which the user passed them. A sharded one ha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,56 +19,90 @@ from ..engine.shards import FlatGroup, Segment
 from .slices import Place, SavedTensor, SlicedTensor, places
 
 
-def full_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, Any]:
-    """State of optimizer ``index`` in torch's layout, on the CPU of rank 0; an empty dict elsewhere. Collective."""
-    names = engine.optimizer_names[index]
-    numbers = {name: k for k, name in enumerate(n for group in names for n in group)}
-    groups = [f for f in engine.groups if f.key.optimizer == index]
-    state: dict[int, dict[str, Any]] = {}
-    scalars = _gather_scalars(engine, groups, optimizer)
-    for key, dtype in _tensor_keys(engine, groups, optimizer):
-        flats = {group: _flat_state(group, optimizer, key, dtype) for group in groups}
-        for unit in engine.units:
-            if not unit.trained:
-                continue
-            values = unit.full(lambda group: flats.get(group), dtype)  # noqa: B023 (called at once)
-            if engine.collectives.rank == 0:
-                for name in values.keys() & scalars.keys():
-                    state.setdefault(numbers[name], {})[key] = values[name].cpu().clone()
-    if engine.collectives.rank:
-        return {}
-    for name, items in scalars.items():
-        state.setdefault(numbers[name], {}).update(items)
-    counter = iter(range(len(numbers)))
-    packed = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [next(counter) for _ in members]}
-        for group, members in zip(optimizer.param_groups, names, strict=True)
-    ]
-    return {"state": dict(sorted(state.items())), "param_groups": packed}
-
-
 def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, Any]:
-    """What this rank holds of the state of optimizer ``index``, by parameter name; local.
+    """The state of optimizer ``index`` by parameter name; collective.
 
     Returns:
         {"state": {parameter: {key: SlicedTensor or scalar}}, "param_groups": [{option: value, "params": [names]}]}, the layout
-        of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+        of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the same on all ranks but for the slices.
     """
-    state: dict[str, dict[str, Any]] = {}
-    for name, place in places(engine).items():
-        if place.group is None or place.group.key.optimizer != index:
-            continue
-        for segment, values in _segments_with_state(place.group, optimizer):
-            if segment.start <= place.start < segment.stop:
-                state[name] = {
-                    key: place.slice_of(value, value.dtype, value.device, segment.start) if _elementwise(value) else value
-                    for key, value in values.items()
-                }
+    flats = [f for f in engine.groups if f.key.optimizer == index]
+    found, kinds = places(engine), _agree_on_state(engine, flats, optimizer)
+    sources = {kind: _StateFlats(optimizer, *kind) for kinds_of in kinds.values() for kind in _elementwise_in(kinds_of)}
+    state = {
+        name: {key: _slice(engine, found[name], key, kind, sources) for key, kind in kinds[name].items()}
+        for members in engine.optimizer_names[index]
+        for name in members
+        if name in kinds
+    }
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": members}
         for group, members in zip(optimizer.param_groups, engine.optimizer_names[index], strict=True)
     ]
     return {"state": state, "param_groups": groups}
+
+
+@dataclass(frozen=True)
+class _Elementwise:
+    """A tensor with a value for each element of the parameter."""
+
+    dtype: torch.dtype
+
+
+def _agree_on_state(engine: Zero3Engine, flats: list[FlatGroup], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Name -> key -> scalar, or what kind of tensor; of every parameter that has state on any rank; collective."""
+    mine: dict[str, dict[str, Any]] = {}
+    for flat in flats:
+        spans = engine.gradients.owned_spans(flat)
+        for segment, state in _segments_with_state(flat, optimizer):
+            kinds = {k: _Elementwise(v.dtype) if _elementwise(v) else v for k, v in state.items()}
+            for entry, start, _ in spans:
+                if segment.start <= start < segment.stop:
+                    mine[entry.name] = {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in kinds.items()}
+    merged: dict[str, dict[str, Any]] = {}
+    for theirs in engine.collectives.all_gather_object(mine):
+        for name, kinds in theirs.items():
+            merged.setdefault(name, kinds)
+    return merged
+
+
+def _elementwise_in(kinds: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
+    return [(key, kind.dtype) for key, kind in kinds.items() if isinstance(kind, _Elementwise)]
+
+
+class _StateFlats:
+    """One kind of an optimizer's state, laid out like the groups' values."""
+
+    def __init__(self, optimizer: Optimizer, key: str, dtype: torch.dtype) -> None:
+        self._optimizer, self._key, self._dtype = optimizer, key, dtype
+        self._joined: tuple[FlatGroup, Tensor] | None = None  # the last one that was asked for, if it is cut into segments
+
+    def __call__(self, group: FlatGroup) -> Tensor:
+        states = {segment.start: state.get(self._key) for segment, state in _segments_with_state(group, self._optimizer)}
+        if len(group.segments) == 1 and isinstance(states.get(0), Tensor):
+            return states[0]
+        if self._joined is None or self._joined[0] is not group:
+            flat = torch.zeros(group.numel, dtype=self._dtype, device=group.data.device)
+            for segment in group.segments:
+                if isinstance(states.get(segment.start), Tensor):
+                    segment.view(flat).copy_(states[segment.start])
+            self._joined = group, flat
+        return self._joined[1]
+
+
+def _slice(engine: Zero3Engine, place: Place, key: str, kind: Any, sources: dict[tuple[str, torch.dtype], _StateFlats]) -> Any:
+    if not isinstance(kind, _Elementwise):
+        return kind
+    return place.slice_of(sources[key, kind.dtype], kind.dtype, engine.device)
+
+
+def numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """A state by parameter name as ``torch.optim.Optimizer.state_dict()`` has it: parameters numbered in the user's order."""
+    numbers = {name: k for k, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
+    return {
+        "state": {numbers[name]: values for name, values in state["state"].items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]],
+    }
 
 
 def load_optimizer_state(
@@ -181,7 +216,7 @@ def _signature(state: dict[str, Any] | None, elementwise: set[str]) -> Any:
 
 
 def _elementwise(value: Any) -> bool:
-    return isinstance(value, Tensor | SavedTensor) and len(value.shape) > 0
+    return isinstance(value, Tensor) and len(value.shape) > 0
 
 
 def _elementwise_keys(by_name: dict[str, dict[str, Any]]) -> set[str]:
@@ -201,7 +236,7 @@ def _vector_state(
     flat: FlatGroup,
     segment: Segment,
     inside: list[Place],
-    vectors: dict[str, list[Tensor | SavedTensor]],
+    vectors: dict[str, list[Tensor]],
     reads: list[tuple[SavedTensor, SlicedTensor]],
 ) -> dict[str, Tensor]:
     result = {}
@@ -212,7 +247,7 @@ def _vector_state(
         result[key] = torch.zeros(segment.stop - segment.start, dtype=dtype, device=flat.data.device)
         for place, source in zip(inside, sources, strict=True):
             _check_shape(place, key, source)
-            target = place.slice_of(result[key], dtype, flat.data.device, segment.start)
+            target = place.slice_within(result[key], segment.start)
             if isinstance(source, SavedTensor):
                 reads.append((source, target))
             else:
@@ -230,7 +265,7 @@ def _scalar_state(flat: FlatGroup, optimizer: Optimizer, scalars: dict[str, Any]
     return result
 
 
-def _check_shape(place: Place, key: str, source: Tensor | SavedTensor) -> None:
+def _check_shape(place: Place, key: str, source: Tensor) -> None:
     if source.shape != place.entry.size:
         raise ValueError(
             f"Optimizer state {key!r} of parameter {place.entry.name!r} has shape {tuple(source.shape)}, the parameter has "
@@ -242,41 +277,3 @@ def _segments_with_state(group: FlatGroup, optimizer: Optimizer) -> Iterator[tup
     for segment in group.segments:
         if segment.parameter in optimizer.state:
             yield segment, optimizer.state[segment.parameter]
-
-
-def _tensor_keys(engine: Zero3Engine, groups: list[FlatGroup], optimizer: Optimizer) -> list[tuple[str, torch.dtype]]:
-    """Elementwise state of any rank: one rank may own nothing of a group, and all must gather alike."""
-    mine = {
-        (key, value.dtype)
-        for group in groups
-        for _, state in _segments_with_state(group, optimizer)
-        for key, value in state.items()
-        if _elementwise(value)
-    }
-    everyone = set().union(*engine.collectives.all_gather_object(mine))
-    return sorted(everyone, key=str)
-
-
-def _flat_state(group: FlatGroup, optimizer: Optimizer, key: str, dtype: torch.dtype) -> Tensor:
-    flat = torch.zeros(group.numel, dtype=dtype, device=group.data.device)
-    for segment, state in _segments_with_state(group, optimizer):
-        if isinstance(state.get(key), Tensor):
-            segment.view(flat).copy_(state[key])
-    return flat
-
-
-def _gather_scalars(engine: Zero3Engine, groups: list[FlatGroup], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Name -> the state that is not elementwise, of every parameter that has state on any rank."""
-    mine: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        spans = engine.gradients.owned_spans(group)
-        for segment, state in _segments_with_state(group, optimizer):
-            scalars = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if not _elementwise(v)}
-            for entry, start, _ in spans:
-                if segment.start <= start < segment.stop:
-                    mine[entry.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
-    merged: dict[str, dict[str, Any]] = {}
-    for theirs in engine.collectives.all_gather_object(mine):
-        for name, scalars in theirs.items():
-            merged.setdefault(name, scalars)
-    return merged

@@ -27,26 +27,61 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .slices import SavedTensor
+from .gather import slices_in
+from .slices import SavedTensor, SlicedTensor
 
 INDEX = ".metadata"
+TRAINER_STATE = "meta.pt"
+OTHERS = "others"  # sharded tensors that are neither the model's nor an optimizer's
+_MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
 
 
-def write(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write this rank's part of a nested state into ``folder``; collective.
+def save(checkpoint: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write a Lightning checkpoint, every rank its part; collective.
 
     Args:
-        state: tensors, :class:`~.slices.SlicedTensor` and plain values; what several ranks have, the first of them writes.
-        folder: empty, on a file system that all ranks see.
+        checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded tensor, wherever it is.
+        folder: exists, is empty, and all ranks see it.
         group: the ranks that write; all of them by default.
     """
+    state = {"state_dict": checkpoint["state_dict"]}
+    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+        state[f"optimizer_{index}"] = optimizer
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    if any(slices_in(rest)):
+        state[OTHERS] = {}  # averages of weights, and what else callbacks keep
+        rest = _take_slices(rest, (), state[OTHERS])
     with _quiet():
         # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        dcp.save(dict(state), storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
+        dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(rest, folder / TRAINER_STATE)
+
+
+def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
+    """``tree`` with every slice moved to ``into`` and a mark in its place."""
+    if isinstance(tree, SlicedTensor):
+        name = ".".join(path)
+        into[name] = tree
+        return {_MARK: name}
+    if isinstance(tree, dict):
+        return {key: _take_slices(item, (*path, str(key)), into) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_take_slices(item, (*path, str(k)), into) for k, item in enumerate(tree))
+    return tree
+
+
+def _put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Undo :func:`_take_slices`."""
+    if isinstance(tree, dict):
+        return tensors[tree[_MARK]] if tree.keys() == {_MARK} else {k: _put_back(item, tensors) for k, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_put_back(item, tensors) for item in tree)
+    return tree
 
 
 class ShardedCheckpoint:
@@ -59,11 +94,17 @@ class ShardedCheckpoint:
 
     def __init__(self, folder: Path, weights_only: bool = True) -> None:
         self.folder, self._weights_only = folder, weights_only
-        self._metadata = _Reader(folder, weights_only).read_metadata()
+        self._metadata = read_index(folder) if weights_only else FileSystemReader(folder).read_metadata()
 
-    def names(self) -> list[str]:
-        """Names of all entries."""
-        return list(self._metadata.state_dict_metadata)
+    def checkpoint(self) -> dict[str, Any]:
+        """The checkpoint as Lightning made it, with a :class:`~.slices.SavedTensor` for each tensor; collective."""
+        state = self.state()
+        trainer_state = self.folder / TRAINER_STATE
+        rest = torch.load(trainer_state, map_location="cpu", weights_only=self._weights_only)
+        checkpoint = {**_put_back(rest, state.pop(OTHERS, {})), "state_dict": state.pop("state_dict")}
+        if state:
+            checkpoint["optimizer_states"] = [state[f"optimizer_{index}"] for index in range(len(state))]
+        return checkpoint
 
     def state(self) -> dict[str, Any]:
         """The nested state as it was saved, with a :class:`SavedTensor` for each tensor that has dimensions; collective."""
@@ -76,9 +117,17 @@ class ShardedCheckpoint:
         self._load(values)
         nested: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
-            value = values[name] if name in values else SavedTensor(name, kind.size, kind.properties.dtype)
+            value = values[name] if name in values else self._tensor(name, kind)
             set_element(nested, (self._metadata.planner_data or {}).get(name, (name,)), value)
         return nested
+
+    def _tensor(self, name: str, kind: TensorStorageMetadata) -> SavedTensor:
+        def read() -> Tensor:
+            target = {name: torch.empty(kind.size, dtype=kind.properties.dtype)}
+            self._load(target, alone=True)
+            return target[name]
+
+        return SavedTensor(name, kind.size, kind.properties.dtype, read)
 
     def read(self, wanted: Iterable[tuple[SavedTensor, Tensor]]) -> None:
         """Fill this rank's tensors, or its parts of :class:`~.slices.SlicedTensor`, with saved values; collective.
@@ -87,10 +136,10 @@ class ShardedCheckpoint:
         """
         rounds: list[dict[str, Tensor]] = [{}]
         for saved, target in wanted:
-            free = next((r for r in rounds if saved.name not in r), None)  # one tensor may be wanted twice
+            free = next((r for r in rounds if saved.saved_name not in r), None)  # one tensor may be wanted twice
             if free is None:
                 rounds.append(free := {})
-            free[saved.name] = target
+            free[saved.saved_name] = target
         everyone: list[int] = [len(rounds)]
         if dist.is_initialized():
             everyone = [0] * dist.get_world_size()
@@ -98,12 +147,13 @@ class ShardedCheckpoint:
         for number in range(max(everyone)):
             self._load(rounds[number] if number < len(rounds) else {})
 
-    def _load(self, targets: dict[str, Any]) -> None:
+    def _load(self, targets: dict[str, Any], alone: bool = False) -> None:
         with _quiet():
             dcp.load(
                 targets,
-                storage_reader=_Reader(self.folder, self._weights_only),
+                storage_reader=_Reader(self.folder, self._metadata),
                 planner=_LoadPlanner(self._weights_only),
+                no_dist=alone,
             )
 
 
@@ -126,20 +176,24 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads the index, which is a pickle, without running code that it names."""
+    """Reads the tensors of an index that was read before."""
 
-    def __init__(self, folder: Path, weights_only: bool) -> None:
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
-        self._weights_only = weights_only
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if not self._weights_only:
-            return super().read_metadata(*args, **kwargs)
-        with open(Path(self.path) / INDEX, "rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return self._metadata
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index, which is a pickle, without running code that it names.
+
+    Raises:
+        pickle.UnpicklingError: it names something that torch does not write there.
+    """
+    with open(folder / INDEX, "rb") as file:
+        return _IndexUnpickler(file).load()
 
 
 # What torch writes into an index.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..engine import Zero3Engine
 from ..engine.layout import Span
@@ -19,20 +20,9 @@ if TYPE_CHECKING:  # importing it takes a while, and only saving and loading nee
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor in a checkpoint that was not read yet.
-
-    Attributes:
-        name: in the checkpoint.
-        shape: of the whole tensor.
-        dtype: it was saved in.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
+Flats = Callable[[FlatGroup], Tensor | None]  # a flat tensor laid out like the group's values; None: all zeros
+# Of a tensor, that do not look at its values.
+_QUESTIONS = frozenset("__get__ size dim numel element_size is_floating_point is_complex __hash__ __len__".split())
 
 
 class SlicedTensor(Tensor):
@@ -42,16 +32,15 @@ class SlicedTensor(Tensor):
     (``_Checkpointable``, the one DTensor implements) it implements. Everything else that reads it is an error.
     """
 
-    label: str  # the parameter's name, for errors
+    place: Place
+    flats: Flats
     parts: dict[torch.Size, Tensor]  # offsets in the whole tensor -> view of this rank's memory
 
     @staticmethod
-    def __new__(
-        cls, label: str, size: torch.Size, dtype: torch.dtype, device: torch.device, parts: dict[torch.Size, Tensor]
-    ) -> SlicedTensor:
-        """A tensor of ``size`` that ``parts`` are pieces of."""
-        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        tensor.label, tensor.parts = label, parts
+    def __new__(cls, place: Place, flats: Flats, dtype: torch.dtype, device: torch.device, parts: dict) -> SlicedTensor:
+        """A tensor shaped like the parameter in ``place``."""
+        tensor = Tensor._make_wrapper_subclass(cls, place.entry.size, dtype=dtype, device=device)
+        tensor.place, tensor.flats, tensor.parts = place, flats, parts
         return tensor
 
     def fill(self, whole: Tensor) -> None:
@@ -88,33 +77,58 @@ class SlicedTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answer questions about the shape; anything that needs values is an error."""
         name = getattr(func, "__name__", str(func))
-        if name == "detach":  # what `Module.state_dict` does with every parameter
+        if name == "detach":
             return args[0]
-        if name in (
-            "__get__",
-            "size",
-            "dim",
-            "numel",
-            "element_size",
-            "is_floating_point",
-            "is_complex",
-            "__hash__",
-            "__len__",
-        ):
+        if name in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
+        sliced = next((a for a in args if isinstance(a, SlicedTensor)), None)
+        label = "a tensor" if sliced is None else repr(sliced.place.entry.name)
         if name == "__repr__":
-            return f"SlicedTensor({args[0].label!r}, shape={tuple(args[0].size())})"
-        first = next((a for a in args if isinstance(a, SlicedTensor)), None)
+            return f"SlicedTensor({label}, shape={tuple(args[0].size())})"
         raise TypeError(
-            f"`{name}` needs the values of {'a tensor' if first is None else repr(first.label)}, of which each rank holds a "
-            "part while a checkpoint is saved. Names can be changed and entries removed in `on_save_checkpoint`; values cannot."
+            f"`{name}` needs the values of {label}, of which each rank holds a part while a checkpoint is saved. Names can be "
+            "changed and entries removed in `on_save_checkpoint`; values cannot."
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Never reached: ``__torch_function__`` answers or raises."""
         raise TypeError(f"{func} needs the values of a tensor that is sharded over the ranks.")
+
+
+class SavedTensor(Tensor):
+    """A tensor in a checkpoint. Its shape and dtype are known; its values are read when an operation needs them."""
+
+    saved_name: str  # in the checkpoint
+    read: Callable[[], Tensor]  # the whole value, on the CPU; local
+
+    @staticmethod
+    def __new__(cls, saved_name: str, size: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> SavedTensor:
+        """A tensor of ``size`` that ``read`` reads."""
+        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
+        tensor.saved_name, tensor.read = saved_name, read
+        return tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Answer questions about the shape; read the values for anything else."""
+        name = getattr(func, "__name__", str(func))
+        if name == "detach":
+            return args[0]
+        if name in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        if name == "__repr__":
+            return f"SavedTensor({args[0].saved_name!r}, shape={tuple(args[0].size())})"
+        args, kwargs = tree_map(lambda a: a.read() if isinstance(a, SavedTensor) else a, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    __torch_dispatch__ = SlicedTensor.__torch_dispatch__
+
+    def __deepcopy__(self, memo: dict) -> SavedTensor:
+        """Itself: nothing can change it."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -127,18 +141,27 @@ class Place:
     start: int  # of the part in the group's flat tensor
     span: Span | None
 
-    def slice_of(self, flat: Tensor | None, dtype: torch.dtype, device: torch.device, offset: int = 0) -> SlicedTensor:
-        """The parameter-shaped tensor whose part on this rank lies in ``flat``, a flat tensor that begins ``offset`` elements
-        into the group's."""
-        parts: dict[torch.Size, Tensor] = {}
-        if self.span is not None:
-            assert flat is not None
-            mine = flat[self.start - offset :][: self.span.stop - self.span.start]
-            parts = dict(cut(mine, self.entry, self.span))
-        return SlicedTensor(self.entry.name, self.entry.size, dtype, device, parts)
+    def slice_of(self, flats: Flats, dtype: torch.dtype, device: torch.device) -> SlicedTensor:
+        """The parameter-shaped tensor whose part on this rank lies in the flat tensor of the group."""
+        flat = None if self.group is None else flats(self.group)
+        mine = None if flat is None else flat[self.start :]
+        return SlicedTensor(self, flats, dtype, device, self._parts(mine))
+
+    def slice_within(self, segment: Tensor, begin: int) -> SlicedTensor:
+        """The same in a flat tensor that holds the group's elements from ``begin`` on."""
+        return SlicedTensor(self, _no_flats, segment.dtype, segment.device, self._parts(segment[self.start - begin :]))
+
+    def _parts(self, flat: Tensor | None) -> dict[torch.Size, Tensor]:
+        if self.span is None or flat is None:
+            return {}
+        return dict(_cut(flat[: self.span.stop - self.span.start], self.entry, self.span))
 
 
-def cut(flat: Tensor, entry: Entry, span: Span) -> Iterator[tuple[torch.Size, Tensor]]:
+def _no_flats(group: FlatGroup) -> Tensor | None:
+    raise AssertionError("a slice that is only read from a checkpoint is never gathered")
+
+
+def _cut(flat: Tensor, entry: Entry, span: Span) -> Iterator[tuple[torch.Size, Tensor]]:
     """(offsets, view of ``flat``) of each box; ``flat`` holds the elements of ``span`` in the parameter's memory order."""
     order = memory_order(entry.stride)
     back = sorted(range(len(order)), key=lambda k: order[k])  # from memory order to the user's dimensions
@@ -147,10 +170,7 @@ def cut(flat: Tensor, entry: Entry, span: Span) -> Iterator[tuple[torch.Size, Te
 
 
 def _view(flat: Tensor, box: Box) -> Tensor:
-    numel = 1
-    for size in box.sizes:
-        numel *= size
-    return flat[box.start : box.start + numel].view(box.sizes)
+    return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
 
 
 def places(engine: Zero3Engine) -> dict[str, Place]:
@@ -164,16 +184,3 @@ def places(engine: Zero3Engine) -> dict[str, Place]:
                 start = 0 if span is None else chunk.flat_start(span)
                 found[entry.name] = Place(unit, entry, group, start, span)
     return found
-
-
-def parameter_slices(engine: Zero3Engine) -> dict[str, Tensor]:
-    """Every parameter by its name: a :class:`SlicedTensor` of its master values, or, without elements, itself."""
-    slices: dict[str, Tensor] = {}
-    for name, place in places(engine).items():
-        flat = None if place.group is None else place.group.data
-        slices[name] = (
-            place.slice_of(flat, place.entry.dtype, engine.device)
-            if place.entry.size.numel()
-            else torch.empty(place.entry.size, dtype=place.entry.dtype)
-        )
-    return slices

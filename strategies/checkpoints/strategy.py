@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -17,14 +16,15 @@ from typing_extensions import override
 from ..data import DataHooks
 from ..engine import Zero3Engine
 from ..processes import ProcessStrategy
-from .model_state import load_state_dict, sliced_state_dict
-from .optimizer_state import full_optimizer_state, load_optimizer_state, sliced_optimizer_state
+from .gather import gather_on_rank_zero
+from .model_state import load_state_dict, own_values, sliced_state_dict
+from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
+from .slices import Flats
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .sharded import ShardedCheckpoint
 
-TRAINER_STATE = "meta.pt"
 # Our precision plugins save what Lightning's do, under the name that other strategies look for.
 _SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
 
@@ -47,69 +47,57 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is made of: sliced tensors on all ranks if it is sharded, else full ones on rank 0; collective."""
+        """What a checkpoint is made of: a slice of each parameter, on all ranks."""
         assert self.lightning_module is not None
-        if self._checkpoints.kind == "full" or self.engine is None:
-            return self.full_state_dict()
-        return sliced_state_dict(self.engine, self.lightning_module)
+        return self.lightning_module.state_dict() if self.engine is None else self.sliced_state_dict()
+
+    def sliced_state_dict(self, flats: Flats = own_values) -> dict[str, Any]:
+        """The module's state dict with a slice of each parameter out of ``flats``; local."""
+        assert self.engine is not None and self.lightning_module is not None
+        return sliced_state_dict(self.engine, self.lightning_module, flats)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The model's full state dict in CPU memory of rank 0, an empty one elsewhere; collective."""
-        assert self.lightning_module is not None
-        if self.engine is None:
-            return self.lightning_module.state_dict()
-        values = self.engine.access.full_values_on_rank_zero()
-        if not self.is_global_zero:
-            return {}
-        with self.engine.access.substitute(values):
-            state = self.lightning_module.state_dict()
-        # On one rank parameters are views of flat tensors, which would be saved whole with each. Tied ones stay tied.
-        flat = {group.data.untyped_storage().data_ptr() for group in self.engine.groups}
-        copies: dict[tuple[object, ...], torch.Tensor] = {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in flat:
-                place = (value.data_ptr(), value.shape, value.stride())
-                state[key] = copies.setdefault(place, value.detach().to("cpu", copy=True))
-        return state
+        """The module's full state dict in CPU memory of rank 0, an empty one elsewhere; collective."""
+        return gather_on_rank_zero(self.lightning_module_state_dict(), self.global_rank) or {}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In torch's layout: this rank's slices by parameter name, or the full state on rank 0; collective."""
+        """In torch's layout, by parameter name, with a slice of each tensor; collective."""
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        index = self.optimizers.index(optimizer)
-        if self._checkpoints.kind == "full":
-            return full_optimizer_state(self.engine, index, optimizer)
-        return sliced_optimizer_state(self.engine, index, optimizer)
+        return sliced_optimizer_state(self.engine, self.optimizers.index(optimizer), optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        """Write a checkpoint, all ranks together."""
         self._data.save(self._trainer, checkpoint)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
         path = Path(self.broadcast(os.fspath(filepath)))
         if self._checkpoints.kind == "sharded":
             self._save_sharded(checkpoint, path, storage_options)
-        elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        else:
+            self._save_full(checkpoint, path, storage_options)
+
+    def _save_full(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
+        whole = gather_on_rank_zero(checkpoint, self.global_rank)
+        if whole is not None:
+            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
         if storage_options is not None:
             raise TypeError(
                 "`storage_options` are for full checkpoints: Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))."
             )
-        state = {"state_dict": checkpoint.pop("state_dict")}
-        for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
-            state[f"optimizer_{index}"] = optimizer
         if self.is_global_zero:
             path.mkdir(parents=True, exist_ok=True)
         self.barrier()
-        from .sharded import write
+        from .sharded import save
 
-        write(state, path)
-        if self.is_global_zero:
-            torch.save(checkpoint, path / TRAINER_STATE)
+        save(checkpoint, path)
 
     # ------------------------------------------------------------------------------------------------ loading
 
@@ -131,12 +119,7 @@ class CheckpointStrategy(ProcessStrategy):
         from .sharded import ShardedCheckpoint
 
         self._source = ShardedCheckpoint(path, weights_only)
-        state = self._source.state()
-        checkpoint = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=weights_only)
-        checkpoint["state_dict"] = state.pop("state_dict")
-        if state:
-            checkpoint["optimizer_states"] = [state[f"optimizer_{index}"] for index in range(len(state))]
-        return checkpoint
+        return self._source.checkpoint()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

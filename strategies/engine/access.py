@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,6 @@ class Access:
         self.retire = retire
         self._gradients: tuple[Unit, dict[str, Tensor]] | None = None
         self._owner: dict[int, tuple[Unit, Entry]] = {}
-        self._substitutes: Mapping[str, Tensor] = {}
         self.in_step = False
         for unit in units:
             for entry in unit.entries:
@@ -47,8 +46,6 @@ class Access:
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.resting.Home.read`."""
         _, entry = self._owner[id(parameter)]
-        if entry.name in self._substitutes:
-            return self._substitutes[entry.name]
         if not (self.in_step or graph_task() != NO_GRAPH_TASK):
             raise ResidencyError(
                 f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
@@ -123,24 +120,6 @@ class Access:
     def class_in_use(self, parameter: nn.Parameter) -> type[nn.Parameter]:
         """See :meth:`~.resting.Home.class_in_use`."""
         return self._owner[id(parameter)][1].cls
-
-    @contextmanager
-    def substitute(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, reading a resting parameter gives ``values[its name]``; local."""
-        self._substitutes = values
-        try:
-            yield
-        finally:
-            self._substitutes = {}
-
-    def full_values_on_rank_zero(self) -> dict[str, Tensor]:
-        """Every parameter's full value on the CPU of rank 0, gathered unit by unit; empty elsewhere. Collective."""
-        values: dict[str, Tensor] = {}
-        for unit in self._units:
-            full = unit.values()
-            if self._collectives.rank == 0:
-                values.update({name: value.cpu().clone() for name, value in full.items()})
-        return values
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

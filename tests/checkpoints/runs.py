@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from helpers.models import Lit, Recipe
 from helpers.parity import full_state, trainer, zero3
-from lightning_zero3.strategies.checkpoints.optimizer_state import full_optimizer_state
+from lightning_zero3.strategies.checkpoints.gather import gather_on_rank_zero
 
 
 def no_gradients(module):
@@ -67,10 +67,8 @@ def full_weights(runner) -> dict[str, Tensor]:
 
 
 def optimizer_states(runner) -> list[dict[str, Any]]:
-    engine = getattr(runner.strategy, "engine", None)
-    if engine is None:
-        return [optimizer.state_dict() for optimizer in runner.optimizers]
-    return [full_optimizer_state(engine, k, optimizer) for k, optimizer in enumerate(runner.optimizers)]
+    states = [runner.strategy.optimizer_state(optimizer) for optimizer in runner.optimizers]
+    return gather_on_rank_zero(states, runner.global_rank)
 
 
 @dataclass

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.checkpoints.optimizer_state import full_optimizer_state, load_optimizer_state
+from lightning_zero3.strategies.checkpoints.gather import gather_on_rank_zero
+from lightning_zero3.strategies.checkpoints.optimizer_state import load_optimizer_state, sliced_optimizer_state
 from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
 
 
@@ -40,7 +41,8 @@ def _step(model, optimizer, engine):
 def _resume(rank, world_size):
     model, optimizer, engine = _engine()
     _step(model, optimizer, engine)
-    [saved] = [state for state in engine.collectives.all_gather_object(full_optimizer_state(engine, 0, optimizer)) if state]
+    whole = gather_on_rank_zero(sliced_optimizer_state(engine, 0, optimizer), rank)
+    [saved] = [state for state in engine.collectives.all_gather_object(whole) if state]
     again, resumed, other = _engine()
     for mine, theirs in zip(other.groups, engine.groups, strict=True):
         mine.data.copy_(theirs.data)

@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import (
 )
 
 from helpers.models import Lit, Recipe
-from helpers.parity import assert_tensors_close, trainer, zero3
+from helpers.parity import assert_tensors_close, full_state, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 
 EPOCHS, RESUME_AFTER = 4, 1
 
@@ -47,6 +48,11 @@ NORM_KINDS = {
 }
 
 
+def sharded(recipe):
+    full = CheckpointOptions(kind="full")  # one device is to read it
+    return zero3(unit_policy=["Block"] if recipe.net == "lm" else None, checkpoint=full)
+
+
 def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS):
     """Losses and final weights of every kind of run, from the start or from the files in ``read``."""
     found = {}
@@ -54,7 +60,7 @@ def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS):
         module = Backbone(recipe) if recipe.net == "lm" else Lit(recipe, lambda module: {})
         saver = ModelCheckpoint(folder / kind, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
         runner = trainer(
-            zero3(unit_policy=["Block"] if recipe.net == "lm" else None) if strategy == "zero3" else strategy,
+            sharded(recipe) if strategy == "zero3" else strategy,
             world_size,
             max_epochs=EPOCHS,
             callbacks=[callback(), saver],
@@ -65,7 +71,7 @@ def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS):
         average = getattr(runner.callbacks[0], "_average_model", None)
         if strategy == "zero3" and average is not None:
             assert sum(p.numel() for p in average.parameters()) == sum(g.numel for g in runner.strategy.engine.groups)
-        state = runner.strategy.lightning_module_state_dict()
+        state = full_state(runner)
         found[kind] = module.losses, {k: v.clone() for k, v in state.items()}
     return found
 
