@@ -44,7 +44,7 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
     launcher = _choose(environ, request)
     read = _Reader(environ, launcher)
     if launcher in STARTED_BY_LIGHTNING:
-        places = _places_by_request(read, request or Request())
+        places = _places_by_request(read, request)
     else:
         _require_consistent_variables(read)
         places = _places_by_launcher(read, request)
@@ -121,8 +121,9 @@ def _relevant(environ: Mapping[str, str]) -> list[str]:
 # ---- who am I ----------------------------------------------------------------------------------------------------------
 
 
-def _places_by_request(read: _Reader, request: Request) -> dict[str, int]:
+def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
     """Places of a process that Lightning started, or will."""
+    request = wish or Request()
     world_size = request.processes * request.nodes
     _refuse_stray_local_rank(read, world_size)
     local_rank = read.place("local_rank") or 0 if world_size > 1 else 0
@@ -133,7 +134,7 @@ def _places_by_request(read: _Reader, request: Request) -> dict[str, int]:
             f"WORLD_SIZE={said}, but the Trainer has devices={request.processes} and num_nodes={request.nodes}, which makes "
             f"{world_size} processes. Unset WORLD_SIZE or change the Trainer."
         )
-    asked = f"Trainer(devices={request.processes}, num_nodes={request.nodes})"
+    asked = f"Trainer(devices={request.processes}, num_nodes={request.nodes})" if wish else "one, for want of a launcher"
     read.note("rank", "node_rank * devices + local_rank")
     read.note("world_size", asked)
     read.note("local_world_size", asked)

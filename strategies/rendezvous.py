@@ -18,7 +18,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
-from torch.distributed.rendezvous import rendezvous
 
 from .rollcall import describe_process, explained, roll_call
 from .sessions import join_session
@@ -84,7 +83,7 @@ def start_process_group(
         end_process_group()
     deadline = time.monotonic() + start_timeout.total_seconds()
     # Numbered, because a store outlives its groups, and a new group must not read an old one's addresses.
-    store = dist.PrefixStore(f"zero3 {next(_starts)}", _open_store(world, start_timeout))
+    store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, start_timeout))
     card = describe_process(world, backend, device)
     roll_call(dist.PrefixStore("roll call", store), world, card, deadline)
     dist.init_process_group(
@@ -142,16 +141,27 @@ def _without_interrupts() -> Iterator[None]:
 # ---- the store ---------------------------------------------------------------------------------------------------------
 
 
-def _open_store(world: World, timeout: timedelta) -> dist.Store:
+def open_store(world: World, timeout: timedelta) -> dist.Store:
+    """The store that rank 0 (or torchrun) serves at the record's address; the same one at every call.
+
+    Raises:
+        LaunchError: the address does not resolve or answer, or the port is taken.
+    """
     place = (world.main_address, world.main_port)
     if place not in _stores:
         _require_resolvable(world)
-        host = f"[{world.main_address}]" if ":" in world.main_address else world.main_address
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
         try:
             with explained(f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"):
-                found = next(rendezvous(f"tcp://{host}:{world.main_port}", world.rank, world.world_size, timeout=timeout))
-                store = found[0]
-                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # Does not wait for the others, who could then only be counted; the roll call names them.
+                store: dist.Store = dist.TCPStore(
+                    *place,
+                    is_master=world.rank == 0 and not served,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+                if served:
                     store = join_session(store, world.rank, world.world_size, timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error

@@ -32,15 +32,16 @@ def describe_process(world: World, backend: str, device: torch.device | None = N
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "torch": torch.__version__,
-        "lightning": _version("lightning"),
-        "lightning_zero3": _version("lightning-zero3"),
+        "lightning": package_version("lightning"),
+        "lightning_zero3": package_version("lightning-zero3"),
         "backend": backend,
         "device": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
         "born_ns": time.time_ns(),  # tells two processes of one pid apart, on hosts of one name
     }
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Of an installed distribution, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -44,6 +44,7 @@ LAYERS = [
         TORCH,
     ),
     (["strategies/rendezvous"], TORCH),
+    (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/timing"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),

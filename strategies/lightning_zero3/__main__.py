@@ -8,6 +8,7 @@ import sys
 
 # Command -> module with `DESCRIPTION`, `add_arguments(parser)` and `run(arguments) -> exit code`.
 COMMANDS = {
+    "env": "lightning_zero3.strategies.environment_report",
     "inspect": "lightning_zero3.strategies.checkpoints.inspect",
 }
 

@@ -19,6 +19,12 @@ SOON_S = 10  # what all of these take together at most; the shortest time-out in
 HOST = socket.gethostname()
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def world(rank, size, port=77, address="127.0.0.1"):
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     environ = {**local, "MASTER_ADDR": address, "MASTER_PORT": port}
@@ -105,14 +111,11 @@ def test_a_host_that_does_not_resolve_is_named(monkeypatch):
     assert "cannot resolve the host name 'no-such-host.invalid' (MASTER_ADDR=no-such-host.invalid)" in message
 
 
-def test_a_rank_zero_that_is_not_there_is_named():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_a_rank_that_is_not_there_is_named():
+    assert refusal(world(0, 2, free_port()), seconds=0.5).startswith("Ranks [1] of 2 (WORLD_SIZE=2) did not come to 127.0.0.1")
+    port = free_port()
     message = refusal(world(1, 2, port), seconds=1)
-    assert message.startswith(
-        f"Rank 1 on {HOST} could not reach rank 0 at 127.0.0.1:{port} (MASTER_ADDR=127.0.0.1; MASTER_PORT="
-    )
+    assert message.startswith(f"Rank 1 on {HOST} could not reach rank 0 at 127.0.0.1:{port} (MASTER_ADDR=127.0.0.1; MASTER_P")
 
 
 def total(rank):
@@ -151,9 +154,7 @@ def groups(rank, size, port):
 
 
 def test_groups_start_again_and_end():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (sums, first_waits), (others, second_waits) = run_ranks(groups, 2, port, timeout=60)
     assert sums == others == [3.0] * 4
     # Rank 0 serves the store and leaves last; after a failure nobody waits.

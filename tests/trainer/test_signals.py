@@ -1,0 +1,149 @@
+"""SIGTERM and SIGUSR1 to one rank: all ranks stop or save after the same batch, and a resumed run ends where it would have."""
+
+import os
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.ranks import run_ranks
+
+BATCHES, EPOCHS = 6, 2
+
+
+class Model(pl.LightningModule):
+    """Gets `signum` on `rank` at `when`: ("forward" or "backward" or "validate", batch)."""
+
+    def __init__(self, signum=None, rank=0, when=("", 0)):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.signum, self.rank, self.when = signum, rank, when
+        self.losses, self.validated = [], 0
+
+    def maybe_signal(self, *now):
+        if self.signum is not None and self.global_rank == self.rank and now == self.when:
+            self.signum, signum = None, self.signum
+            os.kill(os.getpid(), signum)
+
+    def training_step(self, batch, batch_idx):
+        self.maybe_signal("forward", len(self.losses))
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_after_backward(self):
+        self.maybe_signal("backward", len(self.losses) - 1)
+
+    def validation_step(self, batch, batch_idx):
+        self.maybe_signal("validate", self.validated)
+        self.validated += 1
+        self.net(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def train_dataloader(self):
+        samples = torch.randn(2 * BATCHES * self.trainer.world_size, 3, generator=torch.Generator().manual_seed(1))
+        return DataLoader(samples, batch_size=2, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(torch.ones(8 * self.trainer.world_size, 3), batch_size=2)
+
+
+def fit(model, folder, size, ckpt_path=None, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy="zero3",
+        max_epochs=EPOCHS,
+        default_root_dir=folder,
+        callbacks=[OnExceptionCheckpoint(folder)],
+        **{**quiet, "num_sanity_val_steps": 0, **options},
+    )
+    stopped = False
+    try:
+        trainer.fit(model, ckpt_path=ckpt_path)
+    except SIGTERMException:
+        stopped = True
+    assert stopped == trainer.received_sigterm
+    if stopped:
+        return stopped, {}
+    with trainer.strategy.gathered():
+        return stopped, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+CASES = {  # who gets SIGTERM and when; options of the Trainer; batches trained until all stop
+    "another rank, forward": (-1, ("forward", 2), {}, 4),
+    "rank 0, backward": (0, ("backward", 1), {}, 3),
+    "last batch of an epoch": (-1, ("forward", BATCHES - 1), {"limit_val_batches": 0}, BATCHES + 1),
+    "between steps of a window": (-1, ("forward", 0), {"accumulate_grad_batches": 3}, 3),
+    "validation": (-1, ("validate", 1), {}, BATCHES),
+}
+
+
+def stop_and_resume(rank, size, folder):
+    found = {}
+    for name, (who, when, options, _) in CASES.items():
+        folder_of_case = str(Path(folder, name.replace(" ", "_")))
+        whole = Model()
+        _, expected = fit(whole, folder_of_case, size, **options)
+        first = Model(signal.SIGTERM, who % size, when)
+        stopped, _ = fit(first, folder_of_case, size, **options)
+        rest = Model()
+        _, state = fit(rest, folder_of_case, size, Path(folder_of_case, "on_exception.ckpt"), **options)
+        same = all(torch.equal(state[key], value) for key, value in expected.items()) and len(expected) == 4
+        found[name] = (stopped, len(first.losses), first.losses + rest.losses == whole.losses, same, first.validated)
+    return found
+
+
+def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_can_go_on(tmp_path):
+    everyone = run_ranks(stop_and_resume, 2, str(tmp_path), timeout=100)
+    for name, (*_, batches) in CASES.items():
+        for found in everyone:
+            assert found[name][:4] == (True, batches, True, True), (name, found[name])
+    # Asked at the second of four batches, and done at the third.
+    assert [found["validation"][4] for found in everyone] == [3, 3]
+
+
+def test_sigterm_on_one_process(tmp_path):
+    (found,) = run_ranks(stop_and_resume, 1, str(tmp_path), timeout=100)
+    # Nobody has to be asked.
+    expected = {
+        name: batches - (name not in ("between steps of a window", "validation")) for name, (*_, batches) in CASES.items()
+    }
+    for name, batches in expected.items():
+        assert found[name][:4] == (True, batches, True, True), (name, found[name])
+
+
+def requeue(rank, size, folder):
+    slurm = {"JOB_ID": 77, "NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": 0, "STEP_ID": 0}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()}, PATH=f"{folder}/bin:{os.environ['PATH']}")
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME"):
+        os.environ.pop(name, None)
+    first = Model(signal.SIGUSR1, size - 1, ("backward", 2))
+    stopped, expected = fit(first, folder, size)
+    rest = Model()
+    _, state = fit(rest, folder, size)  # as the requeued job: the same command
+    same = all(torch.equal(state[key], value) for key, value in expected.items())
+    return stopped, len(first.losses), first.losses[-len(rest.losses) :] == rest.losses, len(rest.losses), same
+
+
+def test_sigusr1_in_slurm_saves_once_and_requeues(tmp_path):
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    scontrol.chmod(0o755)
+    total = BATCHES * EPOCHS
+    for stopped, trained, same_losses, resumed, same_state in run_ranks(requeue, 2, str(tmp_path), timeout=100):
+        assert (stopped, trained, same_losses, same_state) == (False, total, True, True)
+        assert resumed == total - 4  # asked in the third batch, saved after the fourth
+    assert (tmp_path / "calls").read_text() == "requeue 77\n"
+    assert [path.name for path in tmp_path.glob("hpc_*")] == ["hpc_ckpt_1.ckpt"]
