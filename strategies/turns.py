@@ -17,32 +17,24 @@ class Turn:
     Attributes:
         joint: a rank that has run out takes part, and has to be told what is gathered.
         assist: steps of other ranks to take part in after this one.
+        lacking: with it ends a loader, or a step, of which some ranks have no batch at all.
     """
 
-    joint: bool
-    assist: int
+    joint: bool = False
+    assist: int = 0
+    lacking: bool = False
 
 
-def plan_turns(counts: Sequence[Sequence[int]], rank: int) -> tuple[int, list[Turn]]:
-    """What this rank does in one evaluation run.
+def plan_turns(everyone: Sequence[int], rank: int) -> list[Turn]:
+    """What this rank does with one loader.
 
     Args:
-        counts: batches of each loader (inner) on each rank (outer); loaders run one after another.
+        everyone: batches of each rank; one that has none is handed a `NoBatch`, for which it has a turn too.
         rank: this rank.
-
-    Returns:
-        Steps to assist in before the first of this rank's own, and its turns in order.
     """
-    before, turns = 0, []
-    for loader, mine in enumerate(counts[rank]):
-        everyone = [theirs[loader] for theirs in counts]
-        least, most = min(everyone), max(everyone)
-        own = [Turn(joint=step >= least, assist=0) for step in range(mine)]
-        if own:
-            own[-1] = Turn(own[-1].joint, most - mine)
-        elif turns:
-            turns[-1] = Turn(turns[-1].joint, turns[-1].assist + most)
-        else:
-            before += most
-        turns += own
-    return before, turns
+    mine, least, most = everyone[rank], min(everyone), max(everyone)
+    if mine == 0:
+        return [Turn(assist=most, lacking=True)] if most else []
+    turns = [Turn(joint=step >= least) for step in range(mine)]
+    turns[-1] = Turn(turns[-1].joint, most - mine, lacking=least == 0)
+    return turns

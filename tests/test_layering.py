@@ -28,7 +28,7 @@ LAYERS = [
     (["strategies/symptoms"], NOTHING),
     (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/data/order"], NUMPY),
-    (["strategies/data/options"], NOTHING),
+    (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
     (
         [
@@ -84,6 +84,7 @@ LAYERS = [
     # Lightning from here on.
     (["strategies/adapted", "strategies/cluster", "strategies/precision", "strategies/signals"], LIGHTNING),
     (["strategies/processes"], LIGHTNING),
+    (["strategies/logged"], LIGHTNING),
     (["strategies/watch"], LIGHTNING),
     (["strategies/watched"], LIGHTNING),
     (["strategies/evaluation"], LIGHTNING),

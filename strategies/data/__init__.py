@@ -11,7 +11,8 @@ counts, `device` copies ahead, `hooks` says what a strategy has to do at which o
 
 from .hooks import DataHooks
 from .loader import ShardedLoader, skip_first_batches
+from .nobatch import NoBatch
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
 
-__all__ = ["DataHooks", "DataOptions", "ShardedLoader", "Stage", "shard_dataloader", "skip_first_batches"]
+__all__ = ["DataHooks", "DataOptions", "NoBatch", "ShardedLoader", "Stage", "shard_dataloader", "skip_first_batches"]

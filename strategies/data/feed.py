@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..rng import derive_seed
+from .nobatch import NoBatch
 from .options import DataOptions, Stage
 from .order import RowPlan, batches_before
 from .sampler import ShardSampler
@@ -238,7 +239,8 @@ class StreamFeed:
         self.row_samples = self.shape.batch * world
         sample_seed = seed if options.per_sample_seed else None
         collate = None if loader.batch_size is None else loader.collate_fn
-        self.shard = StreamShard(loader.dataset, self.shape, ranks, collate, sample_seed, label)
+        pads = stage != "fit" and not self.own and not hasattr(loader.dataset, "__len__")
+        self.shard = StreamShard(loader.dataset, self.shape, ranks, collate, sample_seed, label, pads)
         self.inner = copy_loader(
             loader,
             dataset=self.shard,
@@ -381,6 +383,6 @@ class _ConvertPiece:
         self.convert = convert
 
     def __call__(self, piece: Any) -> Any:
-        if isinstance(piece, OutOfTurn):
+        if isinstance(piece, OutOfTurn) or isinstance(piece.batch, NoBatch):
             return piece
         return Piece(piece.worker, self.convert(piece.batch), piece.mark, piece.skip, piece.last)

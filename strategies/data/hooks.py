@@ -217,21 +217,6 @@ def sharded_loaders(combined: Any) -> list[ShardedLoader]:
     return [loader for loader in flattened if isinstance(loader, ShardedLoader)]
 
 
-def steps_per_rank(combined: Any, limits: list[int | float], world_size: int) -> list[int] | None:
-    """How many steps each rank takes through a combined loader; None if a length is unknown.
-
-    Use it to know how many forwards a rank has to join after its own last batch.
-    """
-    counts = []
-    for loader, limit in zip(combined.flattened, limits, strict=True):
-        per_rank = loader.batches_per_rank if isinstance(loader, ShardedLoader) else None
-        if per_rank is None:
-            return None
-        counts.append([int(min(count, limit)) for count in per_rank])
-    combine = {"sequential": sum, "min_size": min, "max_size": max, "max_size_cycle": max}[combined._mode]
-    return [combine([per_rank[rank] for per_rank in counts]) for rank in range(world_size)]
-
-
 def _stage(trainer: Any) -> Stage:
     stage = trainer.state.stage
     if stage is not None and stage.value == "sanity_check":

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from .device import DeviceFeed
 from .feed import Feed
+from .nobatch import NoBatch
 from .options import DataOptions, Stage
 from .stream import is_stateful
 
@@ -129,6 +130,8 @@ class ShardedLoader:
             # Once more even if the last batch said so: what the consumer holds now is a step of a
             # combined loader to which this loader gave nothing.
             self._history.append((batches, position, True))
+        if self.is_empty:
+            yield NoBatch()
 
     def _begin(self) -> Place:
         """Decide where this pass begins."""
@@ -185,11 +188,11 @@ class ShardedLoader:
     # ---- lengths ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """This rank's batches in a whole epoch."""
+        """This rank's batches in a whole epoch, and 1 for a `NoBatch`."""
         length = self.feed.length()
         if length is None:
             raise TypeError(f"{self.label}: {type(self.dataset).__name__} has no length")
-        return length
+        return length + self.is_empty
 
     @property
     def batches_per_rank(self) -> list[int] | None:
@@ -197,10 +200,15 @@ class ShardedLoader:
         return self.feed.batches_per_rank()
 
     @property
-    def missing_batches(self) -> int:
-        """How many batches fewer than the rank with most this rank has (0 if unknown)."""
+    def is_empty(self) -> bool:
+        """Other ranks evaluate samples and there is none for this rank, which is handed a single `NoBatch`."""
         counts = self.batches_per_rank
-        return max(counts) - counts[self.rank] if counts else 0
+        return self.stage != "fit" and counts is not None and counts[self.rank] == 0 < max(counts)
+
+    @property
+    def may_lack_batches(self) -> bool:
+        """A stream of unknown length: ranks without a sample in its last rows are handed `NoBatch` there."""
+        return self.stage != "fit" and self.feed.length() is None
 
     @property
     def row_samples(self) -> int:

@@ -143,14 +143,14 @@ def _agree(facts: dict[str, Any], seed: int, data: str, rank: int, world_size: i
 
 def _check_lengths(feed: Feed, stage: Stage, data: str, world_size: int) -> None:
     counts = feed.batches_per_rank()
-    if counts is None or max(counts, default=0) == 0:
+    if stage != "fit" or counts is None or max(counts) == 0:
         return
     if min(counts) == 0:
         raise ValueError(
             f"{data}: {world_size} ranks, but there are batches for only {sum(count > 0 for count in counts)}; rank"
             f" {counts.index(0)} would have none. HINT: use fewer ranks or a smaller batch size."
         )
-    if stage == "fit" and len(set(counts)) > 1:
+    if len(set(counts)) > 1:
         raise ValueError(
             f"{data}: the ranks would have different numbers of training batches, {counts}, and those with more would"
             " wait for the others for ever. HINT: even_batches=True (repeats some samples), drop_last=True, or a"

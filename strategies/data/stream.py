@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..rng import derive_seed, scoped, seed_cpu
 from .device import map_tensors
+from .nobatch import NoBatch
 from .order import RowPlan, stream_rows
 
 _WITHIN_EPOCH, _AFTER_EPOCH = 1, 2
@@ -96,6 +97,7 @@ class StreamShard(IterableDataset):
         collate: the user's ``collate_fn``; None hands items over one by one.
         sample_seed: seed each item from (seed, epoch, worker, place in the stream); None: leave alone.
         label: names rank and loader in messages.
+        pads: ranks without a cell in a row get a `NoBatch`, so that all have equally many batches.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class StreamShard(IterableDataset):
         collate: Callable[[list[Any]], Any] | None,
         sample_seed: int | None,
         label: str,
+        pads: bool = False,
     ) -> None:
         self.dataset = dataset
+        self.pads = pads
         self.shape = shape
         self.ranks = list(ranks)
         self.collate = collate
@@ -154,6 +158,8 @@ class StreamShard(IterableDataset):
                 if cell := row.cells[rank]:
                     batch = cell[0] if self.collate is None else self.collate(cell)
                     yield Piece(worker, batch, row.mark, row.skip, row.last)
+                elif self.pads:
+                    yield Piece(worker, NoBatch(), row.mark, row.skip, row.last)
 
     def _seeds(self, epoch: int, worker: int) -> Callable[[int], int] | None:
         if self.sample_seed is None:

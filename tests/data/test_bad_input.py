@@ -75,8 +75,8 @@ def test_batches_that_change_their_size():
 
 
 def test_a_rank_without_any_sample():
-    with pytest.raises(ValueError, match=r"test dataloader \(Indices, 2 samples\): 3 ranks.*for only 2; rank 2 would have"):
-        shards(lambda: DataLoader(Indices(2)), 3, "test")
+    with pytest.raises(ValueError, match=r"fit dataloader \(Indices, 2 samples\): 3 ranks.*for only 2; rank 2 would have"):
+        shards(lambda: DataLoader(Indices(2)), 3, even_batches=False)
 
 
 def test_training_that_would_hang():

@@ -1,12 +1,11 @@
-"""Inside the Trainer, on several ranks: kill and resume, evaluation, lengths."""
+"""Inside the Trainer, on several ranks: kill and resume."""
 
 import itertools
 from functools import partial
 
 import pytest
-import torch
 from data.datasets import Indices, make_loader, row_major
-from data.trainers import Recorder, fit, fit_and_resume, make_trainer, order_of
+from data.trainers import fit, fit_and_resume, order_of
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers.ranks import run_ranks
@@ -179,34 +178,3 @@ def test_the_global_batch_is_kept_by_accumulation_or_refused(tmp_path):
     assert flat([seen for seen, _, _ in results], 0) == order_of(0, 32)[16:]
     with pytest.raises(AssertionError, match=r"3 ranks and 6 \(6 x 1\).*8 / 6 is none"):
         run_ranks(keep_global_batch, 3, str(tmp_path / "no"), ckpt, timeout=30)
-
-
-# ---- evaluation ------------------------------------------------------------------------------
-
-SIZES = [(7, 2), (13, 4), (10, 3), (9, 2), (5, 1)]  # samples, batch size
-
-
-def evaluate(rank, world, folder):
-    found = {}
-    for stage, (n, batch) in itertools.product(("validate", "test", "predict"), SIZES):
-        module = Recorder({stage: lambda n=n, batch=batch: make_loader(Indices(n), batch_size=batch)})
-        output = getattr(make_trainer(folder, {}, every=0), stage)(module)
-        found[stage, n, batch] = module.seen[stage], output if stage == "predict" else output[0]["mean"]
-    loaders = {"test": lambda: [make_loader(Indices(n), batch_size=2) for n in (7, 5)]}
-    module = Recorder(loaders)
-    module.test_step = lambda batch, batch_idx, dataloader_idx=0: module.seen["test"].append((dataloader_idx, batch.tolist()))
-    make_trainer(folder, {}, every=0, limit_test_batches=2).test(module, verbose=False)
-    return found, module.seen["test"]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_evaluation_counts_every_sample_once(tmp_path, world):
-    results = run_ranks(evaluate, world, str(tmp_path), timeout=60)
-    for stage, n, batch in results[0][0]:
-        ranks = [found[stage, n, batch] for found, _ in results]
-        assert row_major([seen for seen, _ in ranks]) == list(range(n)), (stage, n, batch)
-        for seen, output in ranks:
-            expected = [torch.tensor(cell) for cell in seen] if stage == "predict" else sum(range(n)) / n
-            assert str(output) == str(expected)
-    for index, n in enumerate((7, 5)):  # several loaders, and a limit
-        assert row_major([[b for i, b in seen if i == index] for _, seen in results]) == list(range(min(n, 4 * world)))

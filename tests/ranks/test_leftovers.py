@@ -1,4 +1,4 @@
-"""Nothing stays behind: no gradient of a backward that raised, no trace of an evaluation, no model that nobody uses."""
+"""Nothing stays behind: no gradient of a backward that raised, no model that nobody uses."""
 
 import gc
 import weakref
@@ -10,7 +10,6 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
-from lightning_zero3.strategies.engine.collectives import GroupCollectives
 
 
 class Raise(torch.autograd.Function):
@@ -74,25 +73,6 @@ def _gradients_after_an_exception(rank, world_size, explicit):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_of_a_backward_that_raised_are_gone(world_size, explicit):
     run_ranks(_gradients_after_an_exception, world_size, explicit)
-
-
-def _train_after_uneven_evaluation(rank, world_size):
-    model, _, engine = _engine(lambda group, device: GroupCollectives(group))
-    x = torch.ones(2, 6)
-    if rank == 0:
-        with torch.no_grad(), engine.step():
-            model(x)
-        engine.joint.assist(2)
-    else:
-        for joint in (False, True, True):
-            step = engine.step()
-            with torch.no_grad(), engine.joint.run(step) if joint else step:
-                model(x)
-    _backward(engine, model, x, explicit=True)
-
-
-def test_an_uneven_evaluation_leaves_no_trace():
-    run_ranks(_train_after_uneven_evaluation, 2)
 
 
 def _train_and_forget(rank, world_size):

@@ -1,0 +1,180 @@
+"""Evaluation counts every sample once: on any number of ranks, with any number of samples, as one process does."""
+
+import itertools
+
+import pytest
+import torch
+from data.datasets import Indices, SizedStream, Stream, make_loader, row_major
+from data.trainers import Recorder, make_trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric
+
+from helpers.parity import RTOL
+from helpers.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
+]
+
+# ---- which samples ---------------------------------------------------------------------------
+
+SIZES = [(7, 2), (13, 4), (10, 3), (9, 2), (5, 1), (1, 1), (2, 4), (3, 1)]  # samples, batch size
+DATASETS = [Indices, Stream, SizedStream]
+SHARDING = ["batch", "dispatch"]
+
+
+def evaluate(rank, world, folder):
+    found = {}
+    for stage, size, kind, sharding in itertools.product(("validate", "test", "predict"), SIZES, DATASETS, SHARDING):
+        if kind is not Indices and size[0] > 5:
+            continue
+        module = Recorder({stage: lambda kind=kind, size=size: make_loader(kind(size[0]), batch_size=size[1])})
+        output = getattr(make_trainer(folder, {"sharding": sharding}, every=0), stage)(module)
+        result = output if stage == "predict" else output[0]["mean"]
+        found[(stage, *size, kind.__name__, sharding)] = module.seen[stage], result
+    loaders = {"test": lambda: [make_loader(Indices(n), batch_size=2) for n in (7, 1, 5)]}
+    module = Recorder(loaders)
+    module.test_step = lambda batch, batch_idx, dataloader_idx=0: module.seen["test"].append((dataloader_idx, batch.tolist()))
+    make_trainer(folder, {}, every=0, limit_test_batches=2).test(module, verbose=False)
+    return found, module.seen["test"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_sample_counts_once(tmp_path, world):
+    results = run_ranks(evaluate, world, str(tmp_path), timeout=100)
+    for key in results[0][0]:
+        stage, n, *_ = key
+        ranks = [found[key] for found, _ in results]
+        assert row_major([seen for seen, _ in ranks]) == list(range(n)), key
+        for seen, output in ranks:
+            expected = [torch.tensor(cell) for cell in seen] if stage == "predict" else sum(range(n)) / n
+            assert str(output) == str(expected), key
+    for index, n in enumerate((7, 1, 5)):  # several loaders, and a limit
+        assert row_major([[b for i, b in seen if i == index] for _, seen in results]) == list(range(min(n, 4 * world)))
+
+
+# ---- metrics of a sharded model --------------------------------------------------------------
+
+
+class Field(LightningModule):
+    """A force field: its forces are derivatives, in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.mean, self.all = MeanMetric(), CatMetric()
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = self.net(x).square().sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), x)
+        return energy.detach(), force.norm(dim=1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        energy, force = self(batch)
+        self.mean.update(force)
+        self.all.update(energy)
+        log = {"sync_dist": True, "batch_size": len(batch), "add_dataloader_idx": True}
+        self.log("force", force.mean(), **log)
+        self.log("double", energy.double().mean(), **log)
+        self.log("sum", energy.sum(), reduce_fx="sum", **log)
+        self.log("max", energy.max(), reduce_fx="max", **log)
+        if dataloader_idx == 0:
+            self.log("metric", self.mean)
+        return energy
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)[1]
+
+    def on_validation_epoch_end(self):
+        self.log("epoch", self.all.compute().sum(), sync_dist=True)
+        self.all.reset()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def vectors(n):
+    return list(torch.randn(max(n, 1), 6, generator=torch.Generator().manual_seed(n)))[:n]
+
+
+class VectorStream(Stream):
+    def __iter__(self):
+        return iter(vectors(self.size))
+
+
+def validate(rank, world, folder, alone):
+    """All metrics of every way to validate, and the forces that are predicted."""
+
+    def trainer(**kwargs):
+        if not alone:
+            return make_trainer(folder, {}, every=0, **kwargs)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        return Trainer(accelerator="cpu", devices=1, strategy="auto", **{**quiet, **kwargs})
+
+    found = {}
+    loaders = {
+        "1 sample": lambda: make_loader(vectors(1), batch_size=2),
+        "2 samples": lambda: make_loader(vectors(2), batch_size=1),
+        "5 samples": lambda: make_loader(vectors(5), batch_size=1),
+        "several loaders": lambda: [make_loader(vectors(n), batch_size=1) for n in (5, 1, 2)],
+        "stream of 1": lambda: make_loader(VectorStream(1), batch_size=1),
+        "stream of 5": lambda: make_loader(VectorStream(5), batch_size=1),
+        "streams and others": lambda: [make_loader(d, batch_size=1) for d in (VectorStream(2), vectors(4), VectorStream(4))],
+    }
+    for name, make in loaders.items():
+        torch.manual_seed(0)
+        module, runner = Field(), trainer()
+        runner.validate(module, make(), verbose=False)
+        found[name] = {key: value.item() for key, value in runner.callback_metrics.items()}
+    torch.manual_seed(0)
+    module, runner = Field(), trainer(num_sanity_val_steps=2, max_epochs=2)
+    runner.fit(module, make_loader(vectors(12), batch_size=12 // world), make_loader(vectors(1), batch_size=1))
+    found["fit"] = {key: value.item() for key, value in runner.callback_metrics.items()}
+    torch.manual_seed(0)
+    return found, trainer().predict(Field(), make_loader(vectors(5), batch_size=1))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_metrics_are_those_of_one_process(tmp_path, world):
+    ((expected, forces),) = run_ranks(validate, 1, str(tmp_path), True, timeout=60)
+    everyone = run_ranks(validate, world, str(tmp_path), False, timeout=100)
+    for found, _ in everyone:
+        assert found.keys() == expected.keys()
+        for name, metrics in expected.items():
+            assert found[name] == pytest.approx(metrics, rel=2 * RTOL), name
+    assert len(expected["several loaders"]) == 4 * 3 + 2
+    torch.testing.assert_close(torch.stack(row_major([mine for _, mine in everyone])), torch.cat(forces))
+
+
+# ---- what cannot be right --------------------------------------------------------------------
+
+
+class LogsEachStep(Field):
+    def validation_step(self, batch, batch_idx):
+        self.log("step", self(batch)[0].mean(), on_step=True, sync_dist=True, batch_size=1)
+
+
+def log_each_step(rank, world, folder):
+    make_trainer(folder, {}, every=0).validate(LogsEachStep(), make_loader(vectors(3), batch_size=1), verbose=False)
+
+
+def validate_combined(rank, world, folder):
+    loaders = CombinedLoader([make_loader(vectors(n), batch_size=1) for n in (4, 1)], "max_size")
+    make_trainer(folder, {}, every=0).validate(LogsEachStep(), loaders, verbose=False)
+
+
+def test_what_cannot_be_right_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match="reduce a value over the ranks.*HINT: not every rank has a batch"):
+        run_ranks(log_each_step, 2, str(tmp_path), timeout=30)
+    with pytest.raises(
+        AssertionError, match=r"rank \d, validate dataloader \(list, 1 samples\): rank 1 has no sample.*max_size"
+    ):
+        run_ranks(validate_combined, 2, str(tmp_path), timeout=30)
