@@ -26,7 +26,7 @@ from typing_extensions import override
 from .adapted import adapt, follow, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy, take_over_state
 from .data import DataHooks, DataOptions
-from .engine import UnitPolicy, Zero3Engine, make_collectives
+from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives
 from .evaluation import EvaluationStrategy
 from .optimizers import require_elementwise
 from .param_groups import ParamGroups
@@ -62,6 +62,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
         start_timeout: how long a process waits for the others to come up, before an error names those that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
+        stop_on_nonfinite: look at the loss, the gradients and the outputs of all units, and raise at the end of a backward with
+            nan or inf, naming the step, the rank, the unit and the parameters where it first appeared.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None for no such thread.
     """
 
@@ -85,6 +87,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         debug: bool = False,
         start_timeout: timedelta = timedelta(minutes=5),
         cpu_affinity: bool = True,
+        stop_on_nonfinite: bool = False,
         watch: WatchOptions | None = WatchOptions(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__(
@@ -104,6 +107,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._data = DataHooks(data)
         self._checkpoints = checkpoint or CheckpointOptions()
         self._debug = debug
+        self._stop_on_nonfinite = stop_on_nonfinite
+        self._finite: FiniteCheck | None = None
         self._watch_options = watch
 
     @override
@@ -242,18 +247,31 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_groups()
         assert self.engine is not None
+        if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
+            self._check_values(self.engine)
         with self.engine.step():
             return super().training_step(*args, **kwargs)
+
+    def _check_values(self, engine: Zero3Engine) -> None:
+        if self._finite is not None:
+            self._finite.close()
+        assert self.lightning_module is not None
+        # A loss scaler skips steps whose gradients overflow.
+        self._finite = FiniteCheck(engine, self.lightning_module, gradients=self.precision_plugin.precision != "16-mixed")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None and self.engine is not None
         self.pre_backward(closure_loss)
+        if self._finite is not None:
+            self._finite.loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self._groups.require_cleared(self.engine)
         # Gradients are complete before `on_after_backward` looks at them.
         with self.engine.backward():
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if self._finite is not None:
+            self._finite.check(self._trainer.global_step)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -63,6 +63,7 @@ LAYERS = [
     (["strategies/engine/gradients"], TORCH),
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/engine"], TORCH),
+    (["strategies/engine/finite"], TORCH),
     (["strategies/engine/__init__"], TORCH),
     (["strategies/optimizers", "strategies/param_groups"], TORCH),
     (["strategies/checkpoints/boxes", "strategies/checkpoints/options"], NOTHING),

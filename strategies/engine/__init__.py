@@ -16,6 +16,7 @@ visit                 a unit's turn in backward
 
 from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives, make_collectives
 from .engine import Zero3Engine
+from .finite import FiniteCheck, NonFiniteError
 from .partition import UnitPolicy, find_units
 from .resting import ResidencyError, is_sharded
 from .timing import CollectiveTimer, HostClock, make_clock
@@ -23,10 +24,12 @@ from .timing import CollectiveTimer, HostClock, make_clock
 __all__ = [
     "CollectiveTimer",
     "DivergenceError",
+    "FiniteCheck",
     "GroupCollectives",
     "HostClock",
     "LocalCollectives",
     "Meeting",
+    "NonFiniteError",
     "PairwiseCollectives",
     "ResidencyError",
     "UnitPolicy",

@@ -141,7 +141,7 @@ def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:
         listener.enter_backward(unit)
 
     found = False
-    for tensor in (outputs,) if isinstance(outputs, Tensor) else _tensors(outputs):
+    for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
         if tensor.requires_grad:
             tensor.register_hook(hook)
             found = True
@@ -150,7 +150,7 @@ def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:
 
 def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
     """``outputs`` with copies of the views of weights in it, whose memory another unit may take; None if there are none."""
-    if not any(in_slot(tensor) for tensor in _tensors(outputs)):
+    if not any(in_slot(tensor) for tensor in tensors(outputs)):
         return None
     return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
 
@@ -172,13 +172,14 @@ def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
+        return [t for item in value.values() for t in tensors(item)]
     if isinstance(value, tuple | list):
-        return [t for item in value for t in _tensors(item)]
+        return [t for item in value for t in tensors(item)]
     if is_dataclass(value) and not isinstance(value, type):
-        return [t for f in fields(value) for t in _tensors(getattr(value, f.name, None))]
+        return [t for f in fields(value) for t in tensors(getattr(value, f.name, None))]
     return []
