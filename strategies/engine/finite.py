@@ -122,9 +122,7 @@ class FiniteCheck:
             f"the output of unit {first.unit} in forward",
             "the loss; all outputs of units are finite",
             f"the gradients of unit {first.unit} in backward",
-            "the sum of gradients over ranks, on each of which they are finite"
-            if self._door.world_size > 1
-            else "the gradients",
+            "the gradients" if alone else "the sum of gradients over ranks, on each of which they are finite",
             "",
         )[first.stage]
         on = ", ".join(map(str, ranks))
