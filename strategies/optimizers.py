@@ -1,55 +1,82 @@
-"""Which optimizers may step on flat shards: those whose update of an element depends on that element alone."""
+"""How an optimizer may step on flat shards, found out by trying it on a small example."""
 
 from __future__ import annotations
 
+import enum
 import inspect
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-
-# Known not to be elementwise; all but Adafactor could not even be tried as below.
-_KNOWN = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would be wrong on a flat shard, by trying it.
+class Stepping(enum.Enum):
+    """What an optimizer must see of the model to update one element of it."""
 
-    A copy of the optimizer trains a small matrix and a vector, and another trains the same numbers as two flat slices.
-    Optimizers that use shapes, norms per tensor or several elements at once (Muon, Adafactor, LBFGS, LAMB) differ.
+    ELEMENTS = "that element: it can step on flat shards"
+    TENSORS = "the parameter that it is in: it must step on whole parameters"
+    MODEL = "all parameters at once, as one long vector"
+
+
+def stepping(optimizer: Optimizer) -> Stepping:
+    """Find out what ``optimizer`` must see, by letting copies of it train a matrix and a vector.
+
+    One copy trains them together. The optimizer is elementwise if copies that train a slice of their elements each come to the
+    same, and needs whole tensors if copies that train one of the two each do (Muon, Adafactor, LAMB).
 
     Raises:
-        ValueError: naming the optimizer and what to do.
+        ValueError: naming the optimizer and what to do: it combines parameters, or could not be tried.
     """
-    if not optimizer.param_groups:
-        return  # what Lightning puts where `configure_optimizers` returns None
+    if isinstance(optimizer, LBFGS):
+        return Stepping.MODEL
     cls = type(optimizer)
     try:
-        agree = not isinstance(optimizer, _KNOWN) and _whole_and_sliced_agree(optimizer)
+        if not optimizer.param_groups or _agree(optimizer, [(4, 8), (8,)], [(13,), (27,)]):
+            return Stepping.ELEMENTS  # without groups: what Lightning puts where `configure_optimizers` returns None
+    except Exception:
+        pass  # it may take matrices only
+    shapes = [(4, 8), (2, 4) if _refuses_vectors(optimizer) else (8,)]
+    try:
+        apart = _agree(optimizer, shapes, shapes)
     except Exception as error:
         raise ValueError(
-            f"{cls.__name__} could not be tried on flat shards ({type(error).__name__}: {error}), so it cannot be trusted "
-            "with them. Use an optimizer whose update is elementwise, like those of the Adam family, SGD or RMSprop."
+            f"{cls.__name__} could not be tried on small tensors ({type(error).__name__}: {error}), so it cannot be trusted "
+            "with shards. Use an optimizer that updates each parameter by itself, or another strategy."
         ) from error
-    if not agree:
+    if not apart:
         raise ValueError(
-            f"{cls.__name__} does not update each element by itself (it uses the shapes or norms of whole parameters), and "
-            "Zero3Strategy gives it slices of them. Use an elementwise optimizer (the Adam family, SGD, RMSprop, Adagrad, "
-            "...), or another strategy."
+            f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance), and with "
+            "Zero3Strategy no rank has them all. Use an optimizer that updates each parameter by itself, or another strategy."
         )
+    return Stepping.TENSORS
 
 
-def _whole_and_sliced_agree(optimizer: Optimizer) -> bool:
+def _agree(optimizer: Optimizer, together: list[tuple[int, ...]], apart: list[tuple[int, ...]]) -> bool:
+    """Whether 40 elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(40, generator=generator)
-    grads = [torch.randn(40, generator=generator) for _ in range(3)]
-    whole, sliced = values.clone(), values.clone()
-    _train(optimizer, [nn.Parameter(whole[:32].view(4, 8)), nn.Parameter(whole[32:])], grads)
-    _train(optimizer, [nn.Parameter(sliced[:13]), nn.Parameter(sliced[13:])], grads)
-    return not torch.equal(whole, values) and torch.allclose(whole, sliced, rtol=1e-4, atol=1e-6)
+    values, *grads = (torch.randn(40, generator=generator) for _ in range(4))
+    first, second = values.clone(), values.clone()
+    _train(optimizer, _parts(first, together), [_parts(grad, together) for grad in grads])
+    for k, part in enumerate(_parts(second, apart)):
+        _train(optimizer, [part], [[_parts(grad, apart)[k]] for grad in grads])
+    return not torch.equal(first, values) and torch.allclose(first, second, rtol=1e-4, atol=1e-6)
 
 
-def _train(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+def _refuses_vectors(optimizer: Optimizer) -> bool:
+    try:
+        _train(optimizer, [nn.Parameter(torch.ones(8))], [[torch.ones(8)]])
+    except Exception:
+        return True
+    return False
+
+
+def _parts(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    """Views of ``flat``, end to end."""
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+    return [nn.Parameter(part.view(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _train(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[list[Tensor]]) -> None:
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     # Some optimizers add a default of their own, which their constructor does not take.
@@ -60,9 +87,7 @@ def _train(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[tor
     for group in copy.param_groups:
         if not group.get("lr"):
             group["lr"] = 1e-2  # a warm-up may start at zero, where nothing could be seen
-    for grad in grads:
-        start = 0
-        for p in parameters:
-            p.grad = grad[start : start + p.numel()].view_as(p).clone()
-            start += p.numel()
+    for step in grads:
+        for p, grad in zip(parameters, step, strict=True):
+            p.grad = grad.detach().clone()
         copy.step()

@@ -1,4 +1,4 @@
-"""Param groups that are edited during training: shards follow what the user does to ``optimizer.param_groups``.
+"""Optimizers and their groups on shards: how each steps, and what follows when ``optimizer.param_groups`` are edited.
 
 Between edits a group holds flat tensors. When parameters of the module turn up among them, or some are gone, the model is
 sharded anew for the groups as they are now; optimizer state and gradients move along.
@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .checkpoints.optimizer_state import take_over_state
 from .engine import Zero3Engine
 from .engine.shards import FlatGroup
 from .engine.unit import Unit
+from .long_vector import LongVector
+from .optimizers import Stepping, stepping
+from .owned import OwnedTensors
+from .substitution import Substitution
 
 _State = dict[Tensor, dict[str, Any]]  # an optimizer's
 _Kinds = tuple[tuple[str, torch.dtype], ...]  # of elementwise state
@@ -32,7 +37,38 @@ class ParamGroups:
 
     def __init__(self, optimizers: Sequence[Optimizer], shard: Callable[[], Zero3Engine]) -> None:
         self._optimizers, self._shard = optimizers, shard
+        self._stepping = [stepping(optimizer) for optimizer in optimizers]
+        self._substitutions: dict[int, Substitution] = {}
         self._added: dict[int, str] = {}  # optimizer -> a parameter that it has since the last backward
+
+    def start(self, engine: Zero3Engine, states: Sequence[dict[str, dict[str, Any]]]) -> None:
+        """Let the optimizers step on the shards of ``engine``.
+
+        Args:
+            engine: built for them.
+            states: of each optimizer, by parameter name, which it made with its parameters (Adagrad does).
+        """
+        for index, optimizer in enumerate(self._optimizers):
+            if self._stepping[index] is Stepping.ELEMENTS:
+                take_over_state(engine, index, optimizer, states[index])
+            elif self._stepping[index] is Stepping.TENSORS:
+                self._substitutions[index] = OwnedTensors(engine, index, optimizer, states[index])
+            else:
+                self._substitutions[index] = LongVector(engine, index, optimizer)
+
+    def owned(self, index: int) -> OwnedTensors | None:
+        """How optimizer ``index`` steps, if on whole tensors.
+
+        Raises:
+            ValueError: it is LBFGS, whose history belongs to no parameter and cannot be saved.
+        """
+        found = self._substitutions.get(index)
+        if isinstance(found, LongVector):
+            raise ValueError(
+                "The state of LBFGS cannot be saved or loaded with Zero3Strategy. Save the weights alone: "
+                "`ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path, weights_only=True)`."
+            )
+        return found
 
     def follow(self, engine: Zero3Engine) -> Zero3Engine:
         """The engine for the groups as they are now: ``engine`` itself unless they were edited; collective then."""
@@ -103,17 +139,37 @@ class ParamGroups:
 
     def _regroup(self, engine: Zero3Engine) -> Zero3Engine:
         # For a while there are two sets of shards and of optimizer state.
+        if Stepping.MODEL in self._stepping:
+            raise ValueError("Param groups cannot be edited beside LBFGS: its history is of the parameters that it has had.")
         before = [dict(optimizer.state) for optimizer in self._optimizers]
         engine.adopt_gradients()
         engine.reducer.hide()
         new = self._shard()
         for index, optimizer in enumerate(self._optimizers):
-            _move_state(engine, new, index, optimizer, before[index])
+            if self._stepping[index] is Stepping.ELEMENTS:
+                _move_state(engine, new, index, optimizer, before[index])
+            else:
+                self._substitute_anew(engine, new, index)
             known = {name for names in engine.optimizer_names[index] for name in names}
             for name in (name for names in new.optimizer_names[index] for name in names if name not in known):
                 self._added[index] = name
         _move_gradients(engine, new)
         return new
+
+    def _substitute_anew(self, old: Zero3Engine, new: Zero3Engine, index: int) -> None:
+        before, optimizer = self._substitutions[index], self._optimizers[index]
+        before.close()
+        kept, state = before.state, {}
+        after = self._substitutions[index] = OwnedTensors(new, index, optimizer, {})
+        for unit in old.units:
+            mine = {entry.name: _on_cpu(kept[entry.name]) for entry in unit.entries if entry.name in kept}
+            for theirs in new.collectives.all_gather_object(mine):
+                state |= {name: value for name, value in theirs.items() if name in after.mine}
+        after.set_state(state)
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _flats(engine: Zero3Engine, index: int) -> list[FlatGroup]:

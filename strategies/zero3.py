@@ -24,11 +24,10 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from .adapted import adapt, follow, start_averages
-from .checkpoints import CheckpointOptions, CheckpointStrategy, take_over_state
+from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .data import DataHooks, DataOptions
 from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives
 from .evaluation import EvaluationStrategy
-from .optimizers import require_elementwise
 from .param_groups import ParamGroups
 from .precision import convert, gather_dtypes
 from .processes import StartMethod
@@ -166,17 +165,14 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def _shard(self) -> None:
         module = self.lightning_module
         assert module is not None
-        for optimizer in self.optimizers:
-            require_elementwise(optimizer)
         names = {id(p): name for name, p in module.named_parameters()}
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
         group = dist.group.WORLD if _distributed_is_initialized() else None
         self._door = make_collectives(group, self.root_device)
         self.show_progress()
-        self.engine = self._build_engine()
         self._groups = ParamGroups(self.optimizers, self._build_engine)
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
-            take_over_state(self.engine, index, optimizer, state)
+        self.engine = self._build_engine()
+        self._groups.start(self.engine, states)
         for child in module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engine.unit import Unit
-from .slices import Flats, SlicedTensor
+from .slices import Flats, OwnedTensor, SlicedTensor
 
 
 def slices_in(tree: Any) -> Iterator[SlicedTensor]:
@@ -42,6 +42,11 @@ def gather(tree: Any, rank: int, take: Callable[[SlicedTensor, Tensor], None]) -
     """
     batches: dict[Flats, dict[tuple[Unit, torch.dtype], list[SlicedTensor]]] = {}
     for tensor in {id(tensor): tensor for tensor in slices_in(tree)}.values():
+        if isinstance(tensor, OwnedTensor):
+            value = tensor.whole()
+            if rank == 0:
+                take(tensor, value)
+            continue
         batches.setdefault(tensor.flats, {}).setdefault((tensor.place.unit, tensor.dtype), []).append(tensor)
     for flats, units in batches.items():
         for (unit, dtype), tensors in units.items():

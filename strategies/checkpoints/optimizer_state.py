@@ -6,7 +6,7 @@ parameters numbered in the order in which the user passed them. A sharded one ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,26 @@ from torch.optim import Optimizer
 
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup, Segment
-from .slices import Place, SavedTensor, SlicedTensor, places
+from .slices import OwnedTensor, Place, SavedTensor, SlicedTensor, places
+
+State = Mapping[str, dict[str, Any]]  # of an optimizer, by parameter name
 
 
-def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, Any]:
+def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer, owned: State | None = None) -> dict[str, Any]:
     """The state of optimizer ``index`` by parameter name; collective.
+
+    Args:
+        engine: holds the optimizer's parameters.
+        index: of the optimizer.
+        optimizer: steps on flat tensors, unless
+        owned: is this rank's part of the state of one that steps on whole tensors.
 
     Returns:
         {"state": {parameter: {key: SlicedTensor or scalar}}, "param_groups": [{option: value, "params": [names]}]}, the layout
         of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the same on all ranks but for the slices.
     """
+    if owned is not None:
+        return {"state": _owned_state(engine, owned), "param_groups": _packed_groups(engine, index, optimizer)}
     flats = [f for f in engine.groups if f.key.optimizer == index]
     found, kinds = places(engine), _agree_on_state(engine, flats, optimizer)
     sources = {kind: _StateFlats(optimizer, *kind) for kinds_of in kinds.values() for kind in _elementwise_in(kinds_of)}
@@ -35,11 +45,29 @@ def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer
         for name in members
         if name in kinds
     }
-    groups = [
+    return {"state": state, "param_groups": _packed_groups(engine, index, optimizer)}
+
+
+def _packed_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
         {**{k: v for k, v in group.items() if k != "params"}, "params": members}
         for group, members in zip(optimizer.param_groups, engine.optimizer_names[index], strict=True)
     ]
-    return {"state": state, "param_groups": groups}
+
+
+def _owned_state(engine: Zero3Engine, owned: State) -> dict[str, dict[str, Any]]:
+    found = places(engine)
+    mine = {name: {k: (v.shape, v.dtype) if _elementwise(v) else v for k, v in state.items()} for name, state in owned.items()}
+    result: dict[str, dict[str, Any]] = {}
+    for owner, theirs in enumerate(engine.collectives.all_gather_object(mine)):
+        for name, kinds in theirs.items():
+            result[name] = {
+                key: OwnedTensor(engine, found[name], *kind, owner, owned.get(name, {}).get(key))
+                if isinstance(kind, tuple)
+                else kind
+                for key, kind in kinds.items()
+            }
+    return result
 
 
 @dataclass(frozen=True)
@@ -106,7 +134,11 @@ def numbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer_state(
-    engine: Zero3Engine, index: int, optimizer: Optimizer, saved: dict[str, Any]
+    engine: Zero3Engine,
+    index: int,
+    optimizer: Optimizer,
+    saved: dict[str, Any],
+    set_owned: Callable[[State], None] | None = None,
 ) -> tuple[list[tuple[SavedTensor, SlicedTensor]], list[str]]:
     """Take this rank's part of a saved state; local.
 
@@ -115,6 +147,7 @@ def load_optimizer_state(
         index: of the optimizer.
         optimizer: its state and the options of its groups are replaced.
         saved: in torch's layout, by number or by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
+        set_owned: takes the state of an optimizer that steps on whole tensors.
 
     Returns:
         what is to be read where, and sentences about parameters that were saved in other groups, or not at all.
@@ -124,6 +157,9 @@ def load_optimizer_state(
     """
     saved = _named(saved, engine.optimizer_names[index], index)
     remarks = _load_group_options(engine.optimizer_names[index], optimizer, saved, index)
+    if set_owned is not None:
+        set_owned(saved["state"])
+        return [], remarks
     optimizer.state.clear()
     reads: list[tuple[SavedTensor, SlicedTensor]] = []
     keys = _elementwise_keys(saved["state"])

@@ -97,6 +97,29 @@ class SlicedTensor(Tensor):
         raise TypeError(f"{func} needs the values of a tensor that is sharded over the ranks.")
 
 
+class OwnedTensor(SlicedTensor):
+    """A tensor of any shape that one rank holds whole: state of an optimizer that steps on whole tensors."""
+
+    engine: Zero3Engine
+    owner: int
+
+    @staticmethod
+    def __new__(
+        cls, engine: Zero3Engine, place: Place, size: torch.Size, dtype: torch.dtype, owner: int, value: Tensor | None
+    ) -> OwnedTensor:
+        """State of the parameter in ``place``; ``value`` is None on all ranks but the owner."""
+        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=engine.device)
+        tensor.engine, tensor.place, tensor.flats, tensor.owner = engine, place, _no_flats, owner
+        tensor.parts = {} if value is None else {torch.Size([0] * len(size)): value}
+        return tensor
+
+    def whole(self) -> Tensor:
+        """The value, on all ranks; collective."""
+        parts = list(self.parts.values())
+        value = parts[0].contiguous().clone() if parts else torch.empty(self.size(), dtype=self.dtype, device=self.device)
+        return self.engine.collectives.broadcast(value, self.owner)
+
+
 class SavedTensor(Tensor):
     """A tensor in a checkpoint. Its shape and dtype are known; its values are read when an operation needs them."""
 

@@ -36,6 +36,7 @@ class CheckpointStrategy(ProcessStrategy):
     _trainer: pl.Trainer
     _data: DataHooks
     _checkpoints: CheckpointOptions
+    _groups: Any  # ParamGroups, which imports from here
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
     _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
 
@@ -66,7 +67,9 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return sliced_optimizer_state(self.engine, self.optimizers.index(optimizer), optimizer)
+        index = self.optimizers.index(optimizer)
+        owned = self._groups.owned(index)
+        return sliced_optimizer_state(self.engine, index, optimizer, owned and owned.state)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
@@ -139,7 +142,8 @@ class CheckpointStrategy(ProcessStrategy):
         assert self.engine is not None
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            wanted, remarks = load_optimizer_state(self.engine, index, optimizer, state)
+            owned = self._groups.owned(index)
+            wanted, remarks = load_optimizer_state(self.engine, index, optimizer, state, owned and owned.set_state)
             reads += wanted
             for told in remarks:
                 rank_zero_warn(told)

@@ -5,8 +5,6 @@ from torch import nn
 
 from .harness import DIM, STEPS, Case, Chain, case
 
-NOT_ELEMENTWISE = "does not update each element by itself.*elementwise optimizer|could not be tried on flat shards"
-
 
 def _optimizer_case(cls, **options):
     class Optimizer(Case):
@@ -31,8 +29,7 @@ _optimizer_case(torch.optim.NAdam, lr=0.01)
 _optimizer_case(torch.optim.RAdam, lr=0.01)
 _optimizer_case(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)
 _optimizer_case(torch.optim.Rprop, lr=0.01)
-for _case in (_optimizer_case(torch.optim.Adafactor, lr=0.01),):
-    _case.refused = _case.refused_on_one = NOT_ELEMENTWISE
+_optimizer_case(torch.optim.Adafactor, lr=0.01)
 
 
 @case
@@ -40,7 +37,7 @@ class OptimizerMuon(Case):
     """`torch.optim.Muon` on matrices, with SGD for the rest"""
 
     pitfalls = (22,)
-    refused = refused_on_one = NOT_ELEMENTWISE
+    worlds = (1, 2, 3)
 
     def optimizers(self, model):
         matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -49,17 +46,78 @@ class OptimizerMuon(Case):
 
 
 @case
-class OptimizerLbfgs(Case):
-    """`torch.optim.LBFGS` with a closure that runs the model again"""
+class OptimizerMuonAndAdamw(OptimizerMuon):
+    """`torch.optim.Muon` and AdamW, `nesterov` off, weight decay, some parameters unused in some steps"""
 
-    pitfalls = (22,)
-    refused = refused_on_one = NOT_ELEMENTWISE
+    pitfalls = (2, 22)
 
     def optimizers(self, model):
-        return [torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)]
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        halves = [{"params": matrices[::2]}, {"params": matrices[1::2], "lr": 0.03}]
+        return [torch.optim.Muon(halves, lr=0.01, nesterov=False, weight_decay=0.2), torch.optim.AdamW(rest, lr=0.01)]
 
     def train(self, run):
-        for step in range(2):
+        for step in range(2 * STEPS):
+            blocks = slice(0, 2) if step % 2 else slice(1, 4)
+            run.train_step(lambda model, step=step, blocks=blocks: self.part(model, blocks, self.batch(step, run.rank)))
+
+    def part(self, model, blocks, x):
+        x = model.stem(x)
+        for block in model.blocks[blocks]:
+            x = block(x)
+        return model.head(x).square().mean()
+
+
+class NormalizedSgd(torch.optim.SGD):
+    """Divides each gradient by its norm."""
+
+    def norm(self, p):
+        return p.grad.norm()
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.grad = p.grad / self.norm(p)
+        super().step()
+        with torch.no_grad():
+            for p in [p for group in self.param_groups for p in group["params"]]:
+                p.div_(p.norm().clamp_min(1))  # after the inner step
+        return loss
+
+
+class GloballyNormalizedSgd(NormalizedSgd):
+    def norm(self, p):
+        return torch.stack([q.grad.norm() for group in self.param_groups for q in group["params"] if q.grad is not None]).norm()
+
+
+@case
+class OptimizerOfNorms(Case):
+    """An optimizer of the user's own that divides each gradient by its norm"""
+
+    pitfalls = (22,)
+    compare_gradients = False  # the optimizer replaced those of the reference
+
+    def optimizers(self, model):
+        return [NormalizedSgd(model.parameters(), lr=0.01, momentum=0.9)]
+
+
+@case
+class OptimizerOfGlobalNorms(Case):
+    """An optimizer of the user's own that divides each gradient by the norm of all"""
+
+    pitfalls = (22,)
+    refused = refused_on_one = "GloballyNormalizedSgd combines several parameters.*Use an optimizer"
+
+    def optimizers(self, model):
+        return [GloballyNormalizedSgd(model.parameters(), lr=0.01)]
+
+
+class ByClosure(Case):
+    pitfalls = (22,)
+
+    def train(self, run):
+        for step in range(STEPS):
 
             def closure(step=step):
                 run.optimizer.zero_grad()
@@ -69,6 +127,32 @@ class OptimizerLbfgs(Case):
                 return loss
 
             run.log(run.optimizer.step(closure))
+
+
+@case
+class OptimizerLbfgs(ByClosure):
+    """`torch.optim.LBFGS` with a closure that runs the model again"""
+
+    worlds = (1, 2, 3)
+
+    def optimizers(self, model):
+        return [torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)]
+
+
+@case
+class OptimizerLbfgsLineSearch(ByClosure):
+    """`torch.optim.LBFGS` with a line search and a short history"""
+
+    def optimizers(self, model):
+        return [torch.optim.LBFGS(model.parameters(), max_iter=3, history_size=2, line_search_fn="strong_wolfe")]
+
+
+@case
+class OptimizerAdafactorClosure(ByClosure):
+    """`torch.optim.Adafactor` with a closure"""
+
+    def optimizers(self, model):
+        return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
 
 
 @case
@@ -196,6 +280,17 @@ class AddParamGroupAdam(HalfTrained):
     def train(self, run):
         self.calls = 0
         super().train(run)
+
+
+@case
+class AddParamGroupAdafactor(HalfTrained):
+    """`add_param_group` during training, state with whole tensors"""
+
+    pitfalls = (21, 22)
+    worlds = (1, 2, 3)
+
+    def optimizers(self, model):
+        return [torch.optim.Adafactor(model.blocks[1:].parameters(), lr=0.01)]
 
 
 @case

@@ -220,19 +220,19 @@ class Zero3Run(Run):
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.engine import Zero3Engine, make_collectives, partition
-        from lightning_zero3.strategies.optimizers import require_elementwise
         from lightning_zero3.strategies.param_groups import ParamGroups
 
         partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own
         self.optimizers = self.case.optimizers(self.model)
-        for optimizer in self.optimizers:
-            require_elementwise(optimizer)
         cpu = torch.device("cpu")
         collectives = make_collectives(dist.group.WORLD, cpu)
-        self.engine = Zero3Engine(self.model, self.optimizers, device=cpu, collectives=collectives)
-        self.param_groups = ParamGroups(
-            self.optimizers, lambda: Zero3Engine(self.model, self.optimizers, device=cpu, collectives=collectives)
-        )
+
+        def shard() -> Zero3Engine:
+            return Zero3Engine(self.model, self.optimizers, device=cpu, collectives=collectives)
+
+        self.param_groups = ParamGroups(self.optimizers, shard)
+        self.engine = shard()
+        self.param_groups.start(self.engine, [{} for _ in self.optimizers])
 
     def step(self, function: Callable[[nn.Module], Any]) -> Any:
         self.engine = self.param_groups.follow(self.engine)

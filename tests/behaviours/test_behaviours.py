@@ -88,6 +88,13 @@ def test_the_reference_is_one_process_on_the_joined_batch():
             torch.testing.assert_close(found[f"gradient of {name}"], p.grad)
 
 
+def test_every_optimizer_of_torch_has_a_case():
+    optimizers = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and cls is not torch.optim.Optimizer]
+    assert len(optimizers) > 10
+    for cls in set(optimizers) - {torch.optim.SparseAdam}:  # refused, see test_errors.py
+        assert any(f"`torch.optim.{cls.__name__}`" in case.__doc__ for case in CASES.values()), cls
+
+
 def test_every_pitfall_has_a_case_or_a_reason():
     numbers = {int(line.split()[0]) for line in " ".join(PITFALLS.split()).split("; ")}
     assert numbers == set(range(1, 49))

@@ -127,6 +127,33 @@ class UnfreezingByFlag(Module):
         self.net.blocks[:2].requires_grad_(self.current_epoch > 0)
 
 
+class ByLbfgs(Module):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+class ByMuon(Module):
+    """Muon for matrices and AdamW for the rest, clipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, eps=1e-3)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+
 class SkippedSteps(Module):
     refused = "Skipping the `training_step` by returning None in distributed training is not supported"  # Lightning's own
 

@@ -106,35 +106,36 @@ class LazyLayer(Model):
         return torch.optim.SGD(self.net.blocks.parameters(), lr=0.1)
 
 
-class ByMuon(Model):
-    def configure_optimizers(self):
-        return torch.optim.Muon([p for p in self.net.blocks.parameters() if p.ndim == 2], lr=0.1)
-
-
-class ByAdafactor(Model):
-    def configure_optimizers(self):
-        return torch.optim.Adafactor(self.parameters())
-
-
-class ByLbfgs(Model):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters())
-
-
-class NormalizingSgd(torch.optim.SGD):
-    """Not elementwise by what it does, whatever its name."""
+class GlobalNormSgd(torch.optim.SGD):
+    """What it does to a parameter depends on the others."""
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(p.grad.norm())
-        return super().step(closure)
+        loss = None if closure is None else closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.grad.div_(norm)
+        super().step()
+        return loss
 
 
-class ByNormalizingSgd(Model):
+class ByGlobalNorm(Model):
     def configure_optimizers(self):
-        return NormalizingSgd(self.parameters(), lr=0.1)
+        return GlobalNormSgd(self.parameters(), lr=0.1)
+
+
+class BySparseAdam(Model):
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.parameters())
+
+
+class ByNothing(Model):
+    def configure_optimizers(self):
+        class Useless(torch.optim.SGD):
+            def step(self, closure=None, *, needed):
+                pass
+
+        return Useless(self.parameters(), lr=0.1)
 
 
 class OwnPrecision(Precision):
@@ -171,10 +172,9 @@ CASES = {
     "other groups": (OtherGroups, {}, {}, ["The ranks have different models"]),
     "added after set-up": (AddedAfterSetUp, {}, {}, ["net.late.weight", "after"]),
     "lazy layer": (LazyLayer, {}, {}, ["Parameter 'net.lazy.weight' has no shape yet"]),
-    "Muon": (ByMuon, {}, {}, ["Muon"]),
-    "Adafactor": (ByAdafactor, {}, {}, ["Adafactor does not update each element by itself"]),
-    "LBFGS": (ByLbfgs, {}, {}, ["LBFGS"]),
-    "norms": (ByNormalizingSgd, {}, {}, ["NormalizingSgd does not update each element by itself"]),
+    "global norm": (ByGlobalNorm, {}, {}, ["GlobalNormSgd combines several parameters", "or another strategy"]),
+    "SparseAdam": (BySparseAdam, {}, {}, ["SparseAdam could not be tried", "does not support dense gradients"]),
+    "untried optimizer": (ByNothing, {}, {}, ["Useless could not be tried on small tensors", "'needed'"]),
 }
 
 

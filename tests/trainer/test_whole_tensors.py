@@ -1,0 +1,81 @@
+"""Optimizers that step on whole tensors, which ranks own: their checkpoints, and the memory of their state."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from helpers.models import Lit, Recipe
+from helpers.parity import assert_tensors_close, full_state, relative, trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
+
+
+class ByAdafactor(Lit):
+    def __init__(self):
+        super().__init__(Recipe(steps=3), lambda module: {})
+
+    def configure_optimizers(self):
+        # Large eps: the update stays a smooth function of the gradient where that is zero up to rounding.
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        groups = [{"params": matrices}, {"params": rest, "lr": 0.01}]
+        return torch.optim.Adafactor(groups, lr=0.02, eps=(1e-3, 1e-2))
+
+
+def fit(rank, world_size, strategy, folder, read=None):
+    """Losses, final weights, and elements of optimizer state on this rank."""
+    module = ByAdafactor()
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    kind = strategy.removeprefix("zero3-")
+    plugged = zero3(checkpoint=CheckpointOptions(kind=kind)) if strategy != "auto" else strategy
+    runner = trainer(plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+    runner.fit(module, ckpt_path=read)
+    state = runner.optimizers[0].state
+    elements = sum(v.numel() for values in state.values() for v in values.values() if isinstance(v, torch.Tensor))
+    return module.losses, {k: v.clone() for k, v in full_state(runner).items()}, elements
+
+
+def assert_same(ranks, expected):
+    losses = [sum(step) / len(ranks) for step in zip(*(losses for losses, *_ in ranks), strict=True)]
+    assert relative(losses, expected[0][-len(losses) :]) < 1e-5
+    assert_tensors_close(ranks[0][1], expected[1], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return folder, *run_ranks(fit, 1, "auto", folder)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_resumed_on_other_ranks_as_in_one_process(kind, one, tmp_path):
+    folder, expected = one
+    two = run_ranks(fit, 2, f"zero3-{kind}", tmp_path / "two")
+    assert_same(two, expected)
+    assert sum(elements for *_, elements in two) == expected[2], "state is lost, or is there twice"
+    assert max(elements for *_, elements in two) < 0.6 * expected[2]
+    for world_size, source in [(3, tmp_path / "two"), (2, folder)]:
+        assert_same(run_ranks(fit, world_size, f"zero3-{kind}", tmp_path / "rest", source / "epoch=0.ckpt"), expected)
+    if kind == "full":
+        assert_same(run_ranks(fit, 1, "auto", tmp_path / "rest", tmp_path / "two" / "epoch=0.ckpt"), expected)
+
+
+class ByLbfgs(Lit):
+    def __init__(self):
+        super().__init__(Recipe(steps=2), lambda module: {})
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+def save_lbfgs(rank, world_size, folder):
+    runner = trainer(zero3(), world_size)
+    runner.fit(ByLbfgs())
+    runner.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match="The state of LBFGS cannot be saved.*weights_only=True"):
+        runner.save_checkpoint(folder / "all.ckpt")
+
+
+def test_lbfgs_saves_weights_only(tmp_path):
+    run_ranks(save_lbfgs, 2, tmp_path)
+    assert (tmp_path / "weights.ckpt").exists()
