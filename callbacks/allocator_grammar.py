@@ -231,7 +231,7 @@ def _expected(option: Option) -> str:
 
 
 def _wrong(option: Option, text: str) -> AllocatorOptionError:
-    return AllocatorOptionError(option.name, f"expected {_expected(option)}, got {text!r}")
+    return AllocatorOptionError(option.name, f"expected {_expected(option)}, got {text!r} ({option.doc})")
 
 
 def _parse_flag(option: Option, text: str) -> bool:

@@ -16,7 +16,6 @@ class Surroundings:
     """What the rules need to know of the process besides the options themselves."""
 
     version: Version
-    memory_fraction: float = 1.0  # of the device, as set outside the allocator options
     caching_disabled: bool = False  # PYTORCH_NO_CUDA_MEMORY_CACHING
     pluggable: bool = False  # an allocator from a shared library replaces torch's
 
@@ -81,7 +80,7 @@ def _expandable(options: Mapping[str, Value], around: Surroundings) -> Conflict 
 
 
 def _needs_fraction(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
-    fraction = options.get("per_process_memory_fraction", around.memory_fraction)
+    fraction = options.get("per_process_memory_fraction", 1.0)
     limited = isinstance(fraction, (int, float)) and fraction < 1.0
     for name in ("garbage_collection_threshold", "throw_on_cudamalloc_oom"):
         if options.get(name) and not limited:

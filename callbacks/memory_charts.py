@@ -27,8 +27,10 @@ def label(name: str) -> str:
     return escape(name.replace("_", " "))
 
 
-def size_text(size: float) -> str:
-    """Bytes with three significant digits."""
+def size_text(size: float | None) -> str:
+    """Bytes for people."""
+    if size is None:
+        return "unknown"
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     return f"{size / MIB:.1f} MiB" if size >= MIB else f"{size / 1024:.0f} KiB"

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .memory_charts import GIB, size_text
 from .memory_ledger import CATEGORIES
 from .memory_phases import PHASES
 from .memory_ranks import Spread
 from .memory_source import Sample, Surroundings
 
-GIB = 2**30
 NAN = float("nan")
 
 KEYS: Mapping[str, str] = {
@@ -122,5 +122,5 @@ def render_table(title: str, spreads: Mapping[str, Spread], world_size: int) -> 
 
 def _format(name: str, value: float) -> str:
     if name.endswith("_gib"):
-        return f"{value:.2f} GiB" if value >= 1 else f"{value * 1024:.1f} MiB"
+        return size_text(value * GIB)
     return f"{value:.1%}" if name.endswith("fragmentation") else f"{value:.0f}"

@@ -76,7 +76,7 @@ class LeakWatch:
     """A detector, and the census taken when the floor first rose, to compare with."""
 
     detector: LeakDetector
-    _before: "Counter[Group] | None" = None
+    _before: Counter[Group] | None = None
 
     def add(self, live: int, step: int, device_type: str, module: nn.Module) -> str | None:
         """The level at the end of a step; returns a message when a leak is certain."""

@@ -8,13 +8,14 @@ attached; when the report itself fails, that is logged with its own traceback.
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .memory_charts import size_text
 from .memory_source import Sample, Surroundings
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -82,7 +83,6 @@ class OutOfMemory:
     categories: Mapping[str, int]
     snapshot_path: Path | None = None
     expandable: bool = False
-    notes: list[str] = field(default_factory=list)
 
     @property
     def is_fragmented(self) -> bool:
@@ -102,10 +102,9 @@ class OutOfMemory:
             "used by others": self.surroundings.outside,
             "capacity": self.surroundings.capacity,
         }
-        lines += [f"  {name:<26}{format_size(size)}" for name, size in figures.items()]
+        lines += [f"  {name:<26}{size_text(size)}" for name, size in figures.items()]
         largest = sorted(self.categories.items(), key=lambda item: -item[1])[:3]
-        lines.append("  largest categories        " + ", ".join(f"{k} {format_size(v)}" for k, v in largest))
-        lines += [f"  {note}" for note in self.notes]
+        lines.append("  largest categories        " + ", ".join(f"{k} {size_text(v)}" for k, v in largest))
         if self.snapshot_path is not None:
             lines.append(f"  snapshot                  {self.snapshot_path} (open it at https://pytorch.org/memory_viz)")
         return "\n".join([*lines, "What to try:", *(f"  - {advice}" for advice in self.advise())])
@@ -119,7 +118,7 @@ class OutOfMemory:
                 what = "AllocatorConfig(expandable_segments=True)"
             advice.append(f"{what}: enough memory is reserved and unused, but in pieces too small")
         if self.surroundings.outside > 0.1 * self.surroundings.capacity and self.source == "cuda":
-            advice.append(f"look for other processes on this GPU: {format_size(self.surroundings.outside)} is not ours")
+            advice.append(f"look for other processes on this GPU: {size_text(self.surroundings.outside)} is not ours")
         largest = max(self.categories, key=lambda name: self.categories[name], default="activations")
         advice.append(
             {
@@ -151,16 +150,6 @@ def write_snapshot(folder: Path, rank: int, step: int) -> Path:
     path = folder / f"oom_rank{rank}_step{step}.pickle"
     torch.cuda.memory._dump_snapshot(str(path))
     return path
-
-
-def format_size(size: float | None) -> str:
-    """Bytes for people."""
-    if size is None:
-        return "unknown"
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{int(size)} B"
 
 
 # torch never lets an observer go, so one is attached per process and finds the tracker of the day.

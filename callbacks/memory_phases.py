@@ -59,7 +59,6 @@ class PhaseMeter:
     run_peak_reserved: int = 0
     steps: int = 0
     close: int = 0  # of them read closely
-    skipped: int = 0  # changes of phase during a capture, where nothing may be read
     is_close: bool = True  # whether this step is
     _spent_s: float = 0.0  # reading between the phases of this step
     _ended: bool = True  # whether the end of the last step was read
@@ -104,8 +103,7 @@ class PhaseMeter:
         self.log_peak = 0
 
     def _read(self, thorough: bool = False) -> None:
-        if self.source.is_busy():
-            self.skipped += 1
+        if self.source.is_busy():  # capturing a CUDA graph
             return
         begun = thread_time()
         sample = self.source.read(thorough)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -42,7 +44,7 @@ class RankGatherer:
             return mine.unsqueeze(0)
         self.calls += 1
         everyone = torch.empty(self.world_size * len(figures), dtype=torch.float64)
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
+        _all_gather(everyone, mine, group=self._group)
         return everyone.view(self.world_size, len(figures))
 
     def close(self) -> None:

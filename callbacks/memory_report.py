@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 from .memory_allocations import Allocation
-from .memory_allocations import find_allocations as find_allocations
 from .memory_charts import bars, composition_bar, size_text, time_chart
 from .memory_figures import GIB, StepRecord
 from .memory_phases import PHASES

@@ -157,7 +157,6 @@ def test_the_process_can_make_an_option_impossible():
         check_conflicts(options, Surroundings(NEWEST, caching_disabled=True))
     with pytest.raises(AllocatorOptionError, match="pluggable"):
         check_conflicts(options, Surroundings(NEWEST, pluggable=True))
-    check_conflicts({"garbage_collection_threshold": 0.8}, Surroundings(NEWEST, memory_fraction=0.5))
 
 
 def test_remarks_for_graphs_and_for_unnamed_sizes():

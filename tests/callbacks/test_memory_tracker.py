@@ -489,8 +489,8 @@ Timed, Nothing = make_timed(CUDAMemoryTracker), make_timed(Callback)
 
 def overhead_case(rank, world_size, folder):
     """(share of the step, seconds) of all hooks of a step together, logging every 50, in the thread's own time."""
-    steps, found = 300, []
-    for _ in range(3):  # the best of three: other processes cost caches
+    steps, found = 250, []
+    for _ in range(2):  # the better of two: other processes cost caches
         tracker = Timed(table=False, every_n_steps=50)
         clock = Nothing()  # reading the clock takes microseconds itself
         begun = time.perf_counter()
