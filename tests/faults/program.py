@@ -185,8 +185,7 @@ class DyingWriter(TorchCheckpointIO):
 
 def train(folder, fault, devices, nodes=1):
     """One attempt; goes on from the last checkpoint in ``folder`` if there is one."""
-    from lightning_zero3 import DataOptions, Zero3Strategy
-    from lightning_zero3.strategies.watch import WatchOptions
+    from lightning_zero3 import CheckpointOptions, DataOptions, WatchOptions, Zero3Strategy
 
     world_size = devices * nodes
     plugins = [DyingWriter(fault, folder)] if fault is not None and fault.phase == "writing" else None
@@ -200,6 +199,7 @@ def train(folder, fault, devices, nodes=1):
             unit_policy=["Block"],
             timeout=timedelta(minutes=5),
             data=DataOptions(seed=1),
+            checkpoint=CheckpointOptions(kind="full"),
             watch=WatchOptions(slow=3, lost=5, grace=3),
         ),
         plugins=plugins,
