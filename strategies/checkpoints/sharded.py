@@ -5,6 +5,7 @@ The layout is the one of Lightning's ``ModelParallelStrategy`` (FSDP2)::
     .metadata          which part of which tensor lies where
     __0_0.distcp, ...  the parts that rank 0, ... wrote
     meta.pt            everything that is no weight and no optimizer state: loops, callbacks, loaders, random states, ...
+    manifest.json      sizes and checksums of these files; ours alone
 
 and so are the names in it: ``state_dict.<key>``, ``optimizer_<index>.state.<parameter>.<key>`` and
 ``optimizer_<index>.param_groups.<index>.<option>``.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from .errors import CheckpointError, together
 from .gather import slices_in
+from .manifest import MANIFEST, Manifest, changed, damage, measure, shard_files
 from .slices import SavedTensor, SlicedTensor
+from .storage import begin, commit, remove
 
 INDEX = ".metadata"
 TRAINER_STATE = "meta.pt"
@@ -39,27 +44,67 @@ OTHERS = "others"  # sharded tensors that are neither the model's nor an optimiz
 _MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
 
 
-def save(checkpoint: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+def save(checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write a Lightning checkpoint, every rank its part; collective.
 
     Args:
         checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded tensor, wherever it is.
-        folder: exists, is empty, and all ranks see it.
+        path: of the directory, on a file system that all ranks see. What is there is replaced when the new one is whole.
         group: the ranks that write; all of them by default.
+
+    Raises:
+        CheckpointError: on all ranks; what was at ``path`` is still there.
     """
+    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    doing = f"Saving {path}"
+    manifest = Manifest(world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
+    stage = together(doing, lambda: _begin(path, manifest) if rank == 0 else None, group)[0]
+    try:
+        together(doing, lambda: _require_shared(stage), group)
+        _write(checkpoint, stage, rank, doing, group)
+        for files in together(doing, lambda: {f.name: measure(f) for f in _files_of(stage, rank)}, group):
+            manifest.files.update(files)
+        together(doing, lambda: _finish(manifest, stage, path) if rank == 0 else None, group)
+    except CheckpointError:
+        if rank == 0:
+            remove(stage)
+        raise
+
+
+def _begin(path: Path, manifest: Manifest) -> Path:
+    stage = begin(path)
+    stage.mkdir()
+    manifest.write(stage)
+    return stage
+
+
+def _require_shared(stage: Path) -> None:
+    if not (stage / MANIFEST).is_file():
+        raise CheckpointError(f"{stage} was created by rank 0 and is not there. All ranks must see the same file system.")
+
+
+def _finish(manifest: Manifest, stage: Path, path: Path) -> None:
+    manifest.write(stage)
+    commit(stage, path)
+
+
+def _files_of(stage: Path, rank: int) -> list[Path]:
+    return [*shard_files(stage, rank), *([] if rank else [stage / INDEX, stage / TRAINER_STATE])]
+
+
+def _write(checkpoint: dict[str, Any], stage: Path, rank: int, doing: str, group: dist.ProcessGroup | None) -> None:
     state = {"state_dict": checkpoint["state_dict"]}
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    if any(slices_in(rest)):
+    if any(True for _ in slices_in(rest)):
         state[OTHERS] = {}  # averages of weights, and what else callbacks keep
         rest = _take_slices(rest, (), state[OTHERS])
-    with _quiet():
-        # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(rest, folder / TRAINER_STATE)
+    # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with _torch_errors(doing):
+        dcp.save(state, storage_writer=FileSystemWriter(stage), planner=planner, process_group=group)
+    together(doing, lambda: None if rank else torch.save(rest, stage / TRAINER_STATE), group)
 
 
 def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
@@ -90,21 +135,48 @@ class ShardedCheckpoint:
     Args:
         folder: the directory.
         weights_only: refuse everything but tensors and plain values.
+
+    Raises:
+        CheckpointError: on all ranks, if a file is not as it was written.
     """
 
     def __init__(self, folder: Path, weights_only: bool = True) -> None:
         self.folder, self._weights_only = folder, weights_only
-        self._metadata = read_index(folder) if weights_only else FileSystemReader(folder).read_metadata()
+        together(f"Loading {folder}", self._open)
+
+    def _open(self) -> None:
+        if not (self.folder / INDEX).is_file():
+            raise CheckpointError(f"it has no {INDEX} and is no checkpoint in torch's distributed format")
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        found = damage(self.folder) or changed(self.folder, rank, world_size)
+        if found:
+            raise CheckpointError(found)
+        self._metadata = read_index(self.folder) if self._weights_only else FileSystemReader(self.folder).read_metadata()
+        self._require_files()
+
+    def _require_files(self) -> None:
+        """Directories of other programs have no manifest, but their index tells how long the files must be."""
+        needed: dict[str, int] = {}
+        for entry in self._metadata.storage_data.values():
+            needed[entry.relative_path] = max(needed.get(entry.relative_path, 0), entry.offset + entry.length)
+        for name, size in needed.items():
+            file = self.folder / name
+            there = file.stat().st_size if file.is_file() else 0
+            if there < size:
+                raise CheckpointError(f"incomplete: {name} has {there:,} of {size:,} bytes")
 
     def checkpoint(self) -> dict[str, Any]:
         """The checkpoint as Lightning made it, with a :class:`~.slices.SavedTensor` for each tensor; collective."""
         state = self.state()
-        trainer_state = self.folder / TRAINER_STATE
-        rest = torch.load(trainer_state, map_location="cpu", weights_only=self._weights_only)
+        rest: dict[str, Any] = {}
+        together(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
         checkpoint = {**_put_back(rest, state.pop(OTHERS, {})), "state_dict": state.pop("state_dict")}
         if state:
             checkpoint["optimizer_states"] = [state[f"optimizer_{index}"] for index in range(len(state))]
         return checkpoint
+
+    def _trainer_state(self) -> dict[str, Any]:
+        return torch.load(self.folder / TRAINER_STATE, map_location="cpu", weights_only=self._weights_only)
 
     def state(self) -> dict[str, Any]:
         """The nested state as it was saved, with a :class:`SavedTensor` for each tensor that has dimensions; collective."""
@@ -148,7 +220,7 @@ class ShardedCheckpoint:
             self._load(rounds[number] if number < len(rounds) else {})
 
     def _load(self, targets: dict[str, Any], alone: bool = False) -> None:
-        with _quiet():
+        with _torch_errors(f"Reading {self.folder}"):
             dcp.load(
                 targets,
                 storage_reader=_Reader(self.folder, self._metadata),
@@ -158,10 +230,15 @@ class ShardedCheckpoint:
 
 
 @contextmanager
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _torch_errors(doing: str) -> Iterator[None]:
+    """torch raises what any rank raised on all of them, as an exception that is no `Exception`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as found:
+        rank, (error, _) = next(iter(found.failures.items()))
+        raise CheckpointError(f"{doing} failed on rank {rank}: {type(error).__name__}: {error}") from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -16,11 +17,14 @@ from typing_extensions import override
 from ..data import DataHooks
 from ..engine import Zero3Engine
 from ..processes import ProcessStrategy
+from . import full
+from .errors import together
 from .gather import gather_on_rank_zero
 from .model_state import load_state_dict, own_values, sliced_state_dict
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
 from .slices import Flats
+from .storage import remove, resolve
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .sharded import ShardedCheckpoint
@@ -77,48 +81,57 @@ class CheckpointStrategy(ProcessStrategy):
         self._data.save(self._trainer, checkpoint)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
-        path = Path(self.broadcast(os.fspath(filepath)))
+        filepath = self.broadcast(os.fspath(filepath))
         if self._checkpoints.kind == "sharded":
-            self._save_sharded(checkpoint, path, storage_options)
+            self._save_sharded(checkpoint, filepath, storage_options)
         else:
-            self._save_full(checkpoint, path, storage_options)
+            self._save_full(checkpoint, filepath, storage_options)
 
-    def _save_full(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+    def _save_full(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
         whole = gather_on_rank_zero(checkpoint, self.global_rank)
         if whole is not None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
-    def _save_sharded(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
-        if storage_options is not None:
-            raise TypeError(
-                "`storage_options` are for full checkpoints: Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))."
+    def _save_sharded(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        if storage_options is not None or _is_remote(path):
+            raise ValueError(
+                f"Sharded checkpoints are written to local folders, not to {path}: `CheckpointOptions(kind='full')`."
             )
-        if self.is_global_zero:
-            path.mkdir(parents=True, exist_ok=True)
-        self.barrier()
         from .sharded import save
 
-        save(checkpoint, path)
+        save(checkpoint, Path(path))
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Delete a checkpoint; one that is deleted halfway is not taken for a checkpoint."""
+        if self.is_global_zero:
+            path = Path(filepath)
+            remove(path) if path.is_dir() else self.checkpoint_io.remove_checkpoint(filepath)
 
     # ------------------------------------------------------------------------------------------------ loading
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        """Read what is small, and remember where the tensors are to be read; collective."""
         weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
         self._source = None
-        if path.is_dir():
-            checkpoint = self._open_sharded(path, weights_only)
+        if _is_remote(checkpoint_path) or type(self.checkpoint_io) is not TorchCheckpointIO:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
-            checkpoint = super().load_checkpoint(path, weights_only)
+            checkpoint = self._load_local(Path(checkpoint_path), weights_only)
         if _SCALER in checkpoint:
             checkpoint[_OWN_SCALER] = checkpoint[_SCALER]
         self._data.load(checkpoint)
         return checkpoint
 
-    def _open_sharded(self, path: Path, weights_only: bool) -> dict[str, Any]:
+    def _load_local(self, wanted: Path, weights_only: bool) -> dict[str, Any]:
+        path, remarks = together(f"Loading {wanted}", lambda: resolve(wanted) if self.is_global_zero else None)[0]
+        for told in remarks:
+            rank_zero_warn(told)
+        if not path.is_dir():
+            return full.load(path, weights_only)
         from .sharded import ShardedCheckpoint
 
         self._source = ShardedCheckpoint(path, weights_only)
@@ -149,3 +162,7 @@ class CheckpointStrategy(ProcessStrategy):
                 rank_zero_warn(told)
         if self._source is not None:
             self._source.read(reads)
+
+
+def _is_remote(path: _PATH) -> bool:
+    return "://" in os.fspath(path)

@@ -1,0 +1,50 @@
+"""Errors that all ranks raise together: none goes on, and none waits for one that has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on all ranks."""
+
+
+def together(doing: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Do this rank's part of some work; collective.
+
+    Args:
+        doing: for the error: "Saving /a/b.ckpt".
+        work: local.
+        group: the ranks that work together; all by default.
+
+    Returns:
+        what each rank's work returned.
+
+    Raises:
+        CheckpointError: on all ranks, when any failed; it names the first of them.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    everyone: list[Any] = [(result, _describe(error))]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (result, _describe(error)), group)
+    for rank, (_, found) in enumerate(everyone):
+        if found is not None:
+            where = f" on rank {rank}" if len(everyone) > 1 else ""
+            raise CheckpointError(f"{doing} failed{where}: {found}") from error
+    return [found for found, _ in everyone]
+
+
+def _describe(error: BaseException | None) -> str | None:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

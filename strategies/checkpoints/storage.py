@@ -1,0 +1,133 @@
+"""Checkpoints on disk: they appear whole or not at all, and go in one moment too.
+
+::
+
+    folder/step=8.ckpt              whole
+    folder/.unfinished/step=9.ckpt  being written; moved up when it is whole
+    folder/.removed/...             being deleted
+    folder/last.previous.ckpt       the one before, for the moment in which `last.ckpt` is replaced, where a file system
+                                    cannot exchange two names; Lightning's `ckpt_path="last"` finds it there
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+import uuid
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+from .errors import CheckpointError
+from .manifest import MANIFEST, Manifest, damage
+
+_UNFINISHED, _REMOVED = ".unfinished", ".removed"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
+
+
+def begin(path: Path) -> Path:
+    """Where to write what will be ``path``: a name in a folder that exists."""
+    stage = path.parent / _UNFINISHED / path.name
+    remove(stage)
+    stage.parent.mkdir(parents=True, exist_ok=True)
+    return stage
+
+
+def commit(stage: Path, path: Path) -> None:
+    """Give what is whole its name, and remove what had the name before."""
+    _sync(stage)
+    previous = path.with_name(f"{path.stem}.previous{path.suffix}")
+    if not os.path.lexists(path):
+        os.rename(stage, path)
+    elif _exchange(stage, path):
+        remove(stage)
+    else:
+        remove(previous)
+        os.rename(path, previous)
+        os.rename(stage, path)
+    remove(previous)
+    _sync(path.parent)
+    with suppress(OSError):  # others may be writing there
+        stage.parent.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; if that is interrupted, nothing is left that looks like one."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    top = path.parent.parent if path.parent.name == _UNFINISHED else path.parent
+    rubbish = top / _REMOVED / uuid.uuid4().hex
+    rubbish.parent.mkdir(exist_ok=True)
+    os.rename(path, rubbish)
+    shutil.rmtree(rubbish.parent, ignore_errors=True)
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The newest checkpoint in ``folder`` that is whole as far as names and sizes tell."""
+    found = [(_saved(path), path) for path in folder.glob("*.ckpt") if _is_whole(path)]
+    return max(found, default=(0.0, None))[1]
+
+
+def resolve(path: Path) -> tuple[Path, list[str]]:
+    """Which checkpoint to read for ``path``: itself, or the last complete one in the place of a broken "last".
+
+    Returns:
+        the path, and remarks about what is broken in its folder.
+
+    Raises:
+        CheckpointError: there is nothing, or it is broken; the error names the last complete checkpoint of the folder.
+    """
+    last = last_complete(path.parent)
+    hint = "There is no complete one in its folder." if last is None else f"The last complete one in its folder is {last}."
+    remarks = [f"{path.parent / stage.name}: {damage(stage)}." for stage in unfinished(path.parent) if stage.is_dir()]
+    if not path.exists():
+        raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, hint]))
+    found = damage(path) if path.is_dir() else None
+    if found is None:
+        return path, remarks
+    if path.stem.startswith("last") and last is not None:  # what Lightning takes for "last"
+        return last, [*remarks, f"{path} is {found}. Going on from the last complete checkpoint, {last}."]
+    raise CheckpointError(f"{path} is {found}. {hint}")
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Checkpoints in ``folder`` whose save did not finish."""
+    return sorted((folder / _UNFINISHED).glob("*"))
+
+
+def _is_whole(path: Path) -> bool:
+    # The index of a zip file, which full checkpoints are, is its end.
+    if path.is_dir():
+        return (path / MANIFEST).exists() and damage(path) is None
+    return path.exists() and zipfile.is_zipfile(path)
+
+
+def _saved(path: Path) -> float:
+    manifest = Manifest.read(path) if path.is_dir() else None
+    return path.stat().st_mtime if manifest is None else manifest.saved
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one moment, where system and file system can."""
+    if a.is_symlink() or b.is_symlink() or not sys.platform.startswith("linux"):
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+def _sync(path: Path) -> None:
+    """Make the names in a folder, or the bytes of a file, last through a power cut."""
+    with suppress(OSError):  # not every file system can
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

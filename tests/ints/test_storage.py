@@ -1,0 +1,135 @@
+"""Checkpoints on disk: whatever moment a process dies at, a whole one is found and a broken one is named."""
+
+import os
+
+import pytest
+
+from lightning_zero3.strategies.checkpoints import storage
+from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.checkpoints.manifest import MANIFEST, Manifest, changed, damage, measure
+
+
+class Died(BaseException):
+    """What a kill looks like from inside."""
+
+
+def write(path, step, world_size=2):
+    """Save a directory as the strategy does, without tensors."""
+    stage = storage.begin(path)
+    stage.mkdir()
+    manifest = Manifest(world_size, 0, step, saved=float(step))
+    manifest.write(stage)
+    for rank in range(world_size):
+        file = stage / f"__{rank}_0.distcp"
+        file.write_text(f"step {step}, rank {rank}")
+        manifest.files[file.name] = measure(file)
+    manifest.write(stage)
+    storage.commit(stage, path)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a test needs no protection from power cuts
+
+
+def kill_at(monkeypatch, number):
+    """Die instead of doing the file operation with this number; returns what counts them."""
+    calls = []
+
+    def dying(operation):
+        def call(*args, **kwargs):
+            calls.append(operation.__name__)
+            if len(calls) == number:
+                raise Died
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "rmdir", "unlink"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    monkeypatch.setattr(storage, "_exchange", dying(storage._exchange))
+    return calls
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("name", ["last.ckpt", "step=2.ckpt"])
+def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(storage, "_exchange", lambda a, b: False)
+    for number in range(1, 100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / name, 1)
+        with monkeypatch.context() as patch:
+            calls = kill_at(patch, number)
+            try:
+                write(folder / name, 2)
+            except Died:
+                pass
+        found = storage.last_complete(folder)
+        assert found is not None and damage(found) is None and changed(found, 0, 1) is None
+        assert Manifest.read(found).global_step in (1, 2)
+        visible = [path for path in folder.iterdir() if path.suffix == ".ckpt"]  # what Lightning looks at
+        assert visible and not any(map(damage, visible))
+        assert all(path.name.startswith(name.removesuffix(".ckpt")) for path in visible)
+        write(folder / name, 3)  # and the next run is not disturbed
+        assert Manifest.read(folder / name).global_step == 3
+        assert {path.name for path in folder.iterdir()} <= {name, ".removed"}
+        if len(calls) < number:
+            break
+    assert 5 < number < 99, "the last round was not killed"
+
+
+def test_deleting_is_one_moment(tmp_path, monkeypatch):
+    write(tmp_path / "a.ckpt", 1)
+    monkeypatch.setattr(storage.shutil, "rmtree", lambda *_, **__: None)  # killed before anything is deleted
+    storage.remove(tmp_path / "a.ckpt")
+    assert storage.last_complete(tmp_path) is None and not list(tmp_path.glob("*.ckpt"))
+
+
+def test_broken_ones_are_named(tmp_path):
+    good, bad = tmp_path / "good.ckpt", tmp_path / "bad.ckpt"
+    write(good, 5)
+
+    def broken(harm, world_size=4):
+        storage.remove(bad)
+        write(bad, 9, world_size)
+        harm()
+        return bad
+
+    shard = bad / "__2_0.distcp"
+    cases = {
+        r"incomplete: 3 of 4 shards \(__2_0.distcp missing\)": shard.unlink,
+        r"damaged: __2_0.distcp has 3 of 14 bytes": lambda: shard.write_text("ste"),
+        r"manifest.json is damaged": lambda: (bad / MANIFEST).write_text("{"),
+        r"another version": lambda: (bad / MANIFEST).write_text('{"version": 7}'),
+    }
+    for expected, harm in cases.items():
+        with pytest.raises(
+            CheckpointError, match=f"bad.ckpt is .*{expected}.*The last complete one in its folder is .*good.ckpt"
+        ):
+            storage.resolve(broken(harm))
+    broken(lambda: shard.write_text("step 9, rank 3"))
+    assert damage(bad) is None
+    assert [changed(bad, part, 3) for part in range(3)].count(None) == 2
+    assert changed(bad, 0, 1) == "damaged: __2_0.distcp does not have the checksum that it was written with"
+    with pytest.raises(
+        CheckpointError, match="There is no checkpoint .*none.ckpt. The last complete one in its folder is .*bad.ckpt"
+    ):
+        storage.resolve(tmp_path / "none.ckpt")
+
+
+def test_a_broken_last_is_replaced_by_the_last_complete_one(tmp_path):
+    write(tmp_path / "step=4.ckpt", 4)
+    write(tmp_path / "step=6.ckpt", 6)
+    write(tmp_path / "last.ckpt", 8)
+    (tmp_path / "last.ckpt" / "__1_0.distcp").unlink()
+    stage = storage.begin(tmp_path / "step=10.ckpt")
+    stage.mkdir()
+    Manifest(3, 0, 10).write(stage)
+    (stage / "__0_0.distcp").write_text("")
+    found, remarks = storage.resolve(tmp_path / "last.ckpt")
+    assert found == tmp_path / "step=6.ckpt"
+    assert remarks[0] == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were begun)."
+    lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
+    assert remarks[1] == f"{tmp_path}/last.ckpt is {lost}. Going on from the last complete checkpoint, {found}."
