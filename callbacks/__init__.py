@@ -10,17 +10,19 @@ if TYPE_CHECKING:
     from .allocator import AllocatorConfig
     from .allocator_pluggable import PluggableAllocator
     from .cuda_backend import CUDABackendConfig
+    from .cuda_graph import CUDAGraphStep
     from .memory_tracker import CUDAMemoryTracker
     from .step_timer import StepTimer
 
 _HOMES = {
     "AllocatorConfig": "allocator",
     "CUDABackendConfig": "cuda_backend",
+    "CUDAGraphStep": "cuda_graph",
     "CUDAMemoryTracker": "memory_tracker",
     "PluggableAllocator": "allocator_pluggable",
     "StepTimer": "step_timer",
 }
-__all__ = ["AllocatorConfig", "CUDABackendConfig", "CUDAMemoryTracker", "PluggableAllocator", "StepTimer"]
+__all__ = ["AllocatorConfig", "CUDABackendConfig", "CUDAGraphStep", "CUDAMemoryTracker", "PluggableAllocator", "StepTimer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTHING: set[str] = set()
 NUMPY = {"numpy"}
 TORCH = {"torch", "numpy"}
-LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "typing_extensions"}
+LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "lightning_utilities", "typing_extensions"}
 
 # One row a line: modules, and the third-party packages they may import besides the standard
 # library. Modules of one row do not import each other.
@@ -117,6 +117,10 @@ LAYERS = [
     (["callbacks/memory_figures"], LIGHTNING),
     (["callbacks/memory_report"], LIGHTNING),
     (["callbacks/memory_run"], LIGHTNING),
+    (["callbacks/graph_batch", "callbacks/graph_software", "callbacks/graph_tape"], LIGHTNING),
+    (["callbacks/graph_device"], LIGHTNING),
+    (["callbacks/graph_step"], LIGHTNING),
+    (["callbacks/graph_runner"], LIGHTNING),
     (["callbacks/*"], LIGHTNING),
     (["callbacks/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__main__"], LIGHTNING),

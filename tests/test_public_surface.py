@@ -22,6 +22,7 @@ PUBLIC = {
     "lightning_zero3.callbacks": {
         "AllocatorConfig",
         "CUDABackendConfig",
+        "CUDAGraphStep",
         "CUDAMemoryTracker",
         "PluggableAllocator",
         "StepTimer",

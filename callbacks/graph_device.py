@@ -1,0 +1,121 @@
+"""CUDA graphs of one run: they share a stream and a memory pool. And their stand-ins for machines without CUDA."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from .graph_software import SoftwareGraph
+
+
+class Graph(Protocol):
+    """Device work that was captured once and can be repeated."""
+
+    def capture(self) -> contextmanager:
+        """Inside, device work is recorded and not done."""
+
+    def replay(self) -> None:
+        """Do it."""
+
+    def reset(self) -> None:
+        """Free it."""
+
+
+class CudaGraph:
+    """A `torch.cuda.CUDAGraph` in a shared pool."""
+
+    def __init__(self, stream: torch.cuda.Stream, pool: object, generators: Sequence[torch.Generator]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream, self._pool = stream, pool
+        for generator in generators:
+            self._graph.register_generator_state(generator)  # the default one is known
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """See :meth:`Graph.capture`."""
+        # A graph that the garbage collector destroys during a capture ends it with an error.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        # cuBLAS's workspace of the capture lies in the pool, so that `torch.cuda.empty_cache` cannot free it.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # Only this thread: loaders' pinning threads and NCCL's watchdog call CUDA as they like.
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+            if collects:
+                gc.enable()
+
+    def replay(self) -> None:
+        """See :meth:`Graph.replay`."""
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """See :meth:`Graph.reset`."""
+        self._graph.reset()
+
+
+class CudaGraphs:
+    """Makes graphs for one device, and puts the training into their stream.
+
+    Nodes of autograd belong to the stream in which they were made. So everything runs in the stream of the captures, eager
+    steps and the optimizer too, and no stream waits for another between a step and its graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._outer: torch.cuda.Stream | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def enter(self) -> None:
+        """Training begins."""
+        self._outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(self._outer)
+        torch.cuda.set_stream(self._stream)
+
+    def leave(self) -> None:
+        """Training is over."""
+        if self._outer is not None:
+            self._outer.wait_stream(self._stream)
+            torch.cuda.set_stream(self._outer)
+            self._outer = None
+
+    def make(self, generators: Sequence[torch.Generator] = ()) -> Graph:
+        """A new graph; ``generators`` are those other than the default that it draws from."""
+        return CudaGraph(self._stream, self._pool, generators)
+
+    def renew(self) -> None:
+        """All graphs were reset, and their pool with them."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def pool_nbytes(self) -> int:
+        """Memory of the pool, reserved."""
+        segments = torch.cuda.memory_snapshot(self._pool)
+        return sum(segment["total_size"] for segment in segments)
+
+
+class SoftwareGraphs:
+    """The same on the CPU, for tests: there is one stream, and no pool."""
+
+    def enter(self) -> None:
+        """See :meth:`CudaGraphs.enter`."""
+
+    leave = renew = enter
+
+    def make(self, generators: Sequence[torch.Generator] = ()) -> Graph:
+        """See :meth:`CudaGraphs.make`."""
+        return SoftwareGraph()
+
+    def pool_nbytes(self) -> int:
+        """See :meth:`CudaGraphs.pool_nbytes`."""
+        return 0

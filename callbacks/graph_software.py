@@ -1,0 +1,174 @@
+"""A graph of tensor operations for machines without CUDA, with the rules of `torch.cuda.CUDAGraph`.
+
+It is for tests and examples: what is captured behaves as on a GPU, but nothing gets faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_aten = torch.ops.aten
+# Their results hold nothing yet.
+_EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+# Write to arguments (by position) that their schemas do not mark.
+_UNMARKED_WRITES = {_aten.native_batch_norm: (3, 4)}
+
+
+class CaptureError(RuntimeError):
+    """The program did something that a graph cannot contain."""
+
+
+@dataclass
+class _Node:
+    """One recorded call, and the tensors that its results go to."""
+
+    run: Callable[[], Any]
+    results: list[tuple[int, Tensor]]  # (number among the tensors that a call returns, where it goes)
+
+    def replay(self) -> None:
+        values = [v for v in tree_leaves(self.run()) if isinstance(v, Tensor)] if self.results else self.run()
+        for number, target in self.results:
+            target.copy_(values[number])
+
+
+class SoftwareGraph:
+    """Records the tensor operations of a piece of a program and repeats them in the same memory, without the program.
+
+    Like a CUDA graph: addresses and Python numbers are those of the capture; a capture itself changes no tensor that was
+    there before and no random state; reading a value on the host is an error in it; random operations draw new numbers in
+    each replay. Operations of the calling thread are recorded, and backward passes that it runs on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []
+        self._recorder: _Recorder | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Inside, operations are recorded, and undone at the end."""
+        self._recorder = recorder = _Recorder(self._nodes)
+        generator_state = torch.get_rng_state()
+        try:
+            with recorder:
+                yield
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._recorder = None
+            torch.set_rng_state(generator_state)
+            recorder.undo()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` now, unrecorded, and again at this place of each replay: for what is no tensor operation."""
+        assert self._recorder is not None, "only inside of a capture"
+        self._nodes.append(_Node(function, []))
+        with torch.utils._python_dispatch._disable_current_modes():
+            return function()
+
+    def will_write(self, *tensors: Tensor) -> None:
+        """Before :meth:`call` of a function that writes to ``tensors``: the capture has to undo it."""
+        assert self._recorder is not None, "only inside of a capture"
+        for tensor in tensors:
+            self._recorder.keep(tensor)
+
+    def replay(self) -> None:
+        """Repeat what was recorded."""
+        with _below_autograd():
+            for node in self._nodes:
+                node.replay()
+
+    def reset(self) -> None:
+        """Forget everything; the memory goes when nobody else holds its tensors."""
+        self._nodes = []
+
+    def __len__(self) -> int:
+        """Number of recorded calls."""
+        return len(self._nodes)
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    # Nor are version counters touched: a backward may be captured after replays of its forward.
+    no_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(no_versions):
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operations, notes them in ``nodes``, and can undo what they did to older tensors."""
+
+    def __init__(self, nodes: list[_Node]) -> None:
+        super().__init__()
+        self._nodes = nodes
+        self._own: dict[int, torch.UntypedStorage] = {}  # memory that was made during the capture
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # older memory, and a copy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _require_capturable(func, args)
+        inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self.keep(tensor)
+        result = func(*args, **kwargs)
+        outputs = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
+        shared = {_memory(t) for t in inputs}
+        made = [(k, t.detach()) for k, t in enumerate(outputs) if _memory(t) not in shared]
+        for _, tensor in made:
+            self._own[_memory(tensor)] = tensor.untyped_storage()
+        if (made or written) and func.overloadpacket not in _EMPTY:
+            # Detached, so that the graph holds memory and no autograd history.
+            fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
+            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made))
+        return result
+
+    def keep(self, tensor: Tensor) -> None:
+        key = _memory(tensor)
+        if key not in self._own and key not in self._before:
+            storage = tensor.untyped_storage()
+            self._before[key] = storage, storage.clone()
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)  # of storages: versions of tensors stay as they are
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    found = []
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[k] if k < len(args) else kwargs.get(argument.name)
+            found += [v for v in tree_leaves(value) if isinstance(v, Tensor)]
+    for k in _UNMARKED_WRITES.get(func.overloadpacket, ()):
+        found += [args[k]] if isinstance(args[k], Tensor) else []
+    return found
+
+
+def waits_for_device(func: Any, args: tuple) -> bool:
+    """Whether an operation needs a value, or a size that depends on values, on the host."""
+    if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index_put):
+        indices = args[1]
+        return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _require_capturable(func: Any, args: tuple) -> None:
+    if waits_for_device(func, args):
+        raise CaptureError(
+            f"{func} was called while a graph was captured. It needs a value, or a size that depends on values, on the host, "
+            "and there are no values yet."
+        )

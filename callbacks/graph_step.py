@@ -1,0 +1,141 @@
+"""One captured micro-batch: its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from .graph_batch import StaticInputs
+from .graph_device import Graph
+from .graph_tape import LogTape
+
+
+class StaticGradients:
+    """Gradients at fixed addresses, which captured backwards add to."""
+
+    def __init__(self) -> None:
+        self._held: dict[Tensor, Tensor] = {}
+
+    def attach(self, parameters: list[Tensor]) -> None:
+        """Make ``parameter.grad`` the static one; it keeps the value, or is zero where there was no gradient.
+
+        Lightning, users and Lightning's validation set gradients to None, or to other tensors, as they like.
+        """
+        cleared = []
+        for parameter in parameters:
+            mine = self._held.get(parameter)
+            if mine is None:
+                mine = self._held[parameter] = torch.zeros_like(parameter, requires_grad=False)
+            if parameter.grad is None:
+                cleared.append(mine)
+            elif parameter.grad is not mine:
+                mine.copy_(parameter.grad)
+            parameter.grad = mine
+        if cleared:
+            torch._foreach_zero_(cleared)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all gradients."""
+        return sum(t.nbytes for t in self._held.values())
+
+
+class CapturedStep:
+    """A training step in two graphs, so that everything that Lightning does between forward and backward finds its place.
+
+    The forward graph ends with the output of ``training_step``. Lightning gets a copy of it, whose loss is the beginning of a
+    new small autograd graph: dividing by the accumulation, scaling it for 16-bit floats and hooks that see it run as ever.
+    The gradient that arrives at that copy is where the backward graph starts.
+
+    Args:
+        make_graph: gives a new graph.
+        gradients: what backward writes to.
+        without_gradient: parameters that are reached by backward, but get no gradient.
+    """
+
+    def __init__(self, make_graph: Callable[[], Graph], gradients: StaticGradients, without_gradient: set[Tensor]) -> None:
+        self._make_graph, self._gradients, self._without = make_graph, gradients, without_gradient
+        self._tape = LogTape()
+        self._forward = make_graph()
+        self._backward: Graph | None = None
+        self._proxy: Tensor | None = None  # the loss that Lightning got
+
+    def capture_forward(self, batch: Any, rest: tuple, step: Callable[..., Any], module: LightningModule) -> None:
+        """Record ``step(batch, *rest)``, which is the strategy's ``training_step``."""
+        self._inputs = StaticInputs(batch)
+        with self._forward.capture(), self._tape.record(module):
+            self._output = step(self._inputs.batch, *rest)
+        loss = loss_of(self._output)
+        assert loss is not None
+        self._loss: Tensor | None = loss
+        self._seed = torch.zeros_like(loss, requires_grad=False)
+        self._trained = [p for p in leaves_of(loss) if p not in self._without]
+        self._output = apply_to_collection(self._output, Tensor, Tensor.detach)
+
+    def fill(self, batch: Any) -> None:
+        """The next batch, of the same signature."""
+        self._inputs.fill(batch)
+
+    def replay_forward(self, module: LightningModule) -> Any:
+        """Forward and the logging; returns the output, in memory of its own."""
+        self._forward.replay()
+        self._tape.play(module)
+        output = apply_to_collection(self._output, Tensor, Tensor.clone)
+        self._proxy = loss_of(output).requires_grad_()
+        return output
+
+    def replay_backward(self, run: Callable[[], None]) -> None:
+        """Backward; recorded, when it is the first.
+
+        Args:
+            run: the eager backward, of what Lightning made of the loss.
+        """
+        proxy, self._proxy = self._proxy, None
+        run()
+        if proxy is None or proxy.grad is None:
+            return  # the user's `backward` made none
+        self._seed.copy_(proxy.grad)
+        self._gradients.attach(self._trained)
+        if self._backward is None:
+            backward = self._make_graph()
+            loss, self._loss = self._loss, None
+            with backward.capture():
+                torch.autograd.backward(loss, self._seed)
+            self._backward = backward
+        self._backward.replay()
+
+    @property
+    def input_nbytes(self) -> int:
+        """Memory of the inputs."""
+        return self._inputs.nbytes
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        self._forward.reset()
+        if self._backward is not None:
+            self._backward.reset()
+        self._loss = self._proxy = None
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Tensors whose ``grad`` a backward of ``loss`` can add to."""
+    found, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,81 @@
+"""A captured run is the eager run, bit by bit, in everything that Lightning promises."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from helpers.recorded import Net, assert_same, assert_same_run, fit
+from lightning_zero3.callbacks import CUDAGraphStep
+
+CASES = {
+    "plain": ({}, {}),
+    "accumulation": ({}, {"accumulate_grad_batches": 4}),
+    "clipping by norm": ({}, {"gradient_clip_val": 0.1}),
+    "clipping by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "ragged last batch": ({"batch_size": 8}, {"accumulate_grad_batches": 4, "max_epochs": 5}),
+    "validation in the middle": ({}, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
+    "scheduler": ({"scheduled": True}, {}),
+    "momentum": ({"optimizer": "sgd"}, {"gradient_clip_val": 0.1}),
+    "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+    "double": ({}, {"precision": "64-true"}),
+}
+
+
+class Counting(CUDAGraphStep):
+    """Knows how often it replayed."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.replays, self.captured = self._runner.replays, self._runner.captured
+        super().on_train_end(trainer, pl_module)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_captured_run_is_the_eager_run(case):
+    arguments, options = CASES[case]
+    reference = fit(Net(**arguments), **options)
+    callback = Counting(software=True)
+    mine = fit(Net(**arguments), callback, **options)
+    assert callback.replays >= 5
+    assert callback.captured == (2 if case == "ragged last batch" else 1)
+    assert_same_run(mine, reference)
+
+
+def test_the_program_of_a_step_runs_only_until_the_capture():
+    module, calls = Net(), []
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: calls.append(batch_idx) or step(batch, batch_idx)
+    fit(module, CUDAGraphStep(software=True, warmup=3))
+    assert calls == [0, 1, 2, 3]
+
+
+def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
+    def save(name):
+        return ModelCheckpoint(tmp_path / name, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+
+    def run(*callbacks, **options):
+        return fit(Net(scheduled=True), *callbacks, accumulate_grad_batches=2, **options)
+
+    run(save("eager"), enable_checkpointing=True)
+    run(save("graph"), CUDAGraphStep(software=True), enable_checkpointing=True)
+    eager, graph = (torch.load(tmp_path / name / "step=7.ckpt", weights_only=False) for name in ("eager", "graph"))
+    for each in (eager, graph):
+        each.pop("callbacks")  # paths
+    assert_same(graph, eager, "checkpoint")
+    path = str(tmp_path / "graph" / "step=7.ckpt")
+    callback = Counting(software=True)
+    assert_same_run(run(callback, max_epochs=4, ckpt_path=path), run(max_epochs=4, ckpt_path=path))
+    assert callback.replays > 20
+
+
+def test_after_a_fit_everything_is_as_before():
+    callback = CUDAGraphStep(software=True)
+    run = fit(Net(), callback)
+    strategy = run.trainer.strategy
+    assert "training_step" not in vars(strategy) and "backward" not in vars(strategy.precision_plugin)
+    assert "log" not in vars(run.module)
+    run.trainer.fit_loop.max_epochs = 4
+    run.trainer.fit(run.module)
+    reference = fit(Net())
+    reference.trainer.fit_loop.max_epochs = 4
+    reference.trainer.fit(reference.module)
+    assert_same(run.module.state_dict(), reference.module.state_dict())
