@@ -83,6 +83,7 @@ class LocalCollectives:
 
     rank = 0
     world_size = 1
+    nbytes = 0  # of the memory that it keeps for itself
 
     def __init__(self) -> None:
         self.trace: list[int] = []
@@ -274,6 +275,11 @@ class PairwiseCollectives(GroupCollectives):
         if self._staged > self._staging.numel():
             self._staging = torch.empty(self._staged, dtype=torch.uint8)  # sums in flight keep the smaller one
         return self._staging[start : self._staged].view(dtype).view(rows, numel)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`LocalCollectives`."""
+        return self._staging.nbytes
 
     def _landed(self) -> None:
         self._in_flight -= 1

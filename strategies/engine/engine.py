@@ -162,14 +162,14 @@ class Zero3Engine:
         """Bytes that the engine keeps on this rank between steps, by what they are for.
 
         Returns:
-            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer"; and "units", the bytes of each
+            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer" (and what its exchange stages); and "units", the bytes of each
             unit's slot by its name (units share the arena, so these add up to more than it).
         """
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
             "gradients": sum(g.grad.nbytes for g in self.groups if g.grad is not None),
             "slots": self.arena.nbytes,
-            "reduce_buffer": self.reducer.buffer.nbytes,
+            "reduce_buffer": self.reducer.buffer.nbytes + self.collectives.nbytes,
             "units": {unit.name: unit.nbytes for unit in self.units},
         }
 
