@@ -28,7 +28,7 @@ from .engine import CollectiveTimer, LocalCollectives, Meeting
 from .host import bind_to_numa_node, limit_threads, visible_devices
 from .rendezvous import end_process_group, start_process_group
 from .signals import AgreedSignals
-from .world import Request, World
+from .world import LaunchError, Request, World
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -108,8 +108,14 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method != "popen":
+            end_process_group()  # an earlier fit's in this process: its threads would be missing in a fork
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-        elif not self.cluster_environment.creates_processes_externally:
+        elif not self.cluster_environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+            if _IS_INTERACTIVE:
+                raise LaunchError(
+                    f'Trainer(strategy="zero3", devices={self.num_processes}) runs the script again in every process, which a '
+                    'notebook cannot. Use strategy="zero3_notebook", or Zero3Strategy(start_method="fork").'
+                )
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override

@@ -1,0 +1,119 @@
+"""The life of the process group around fits, failures and Ctrl-C; and fits in a notebook."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.parity import trainer
+from helpers.ranks import run_ranks
+
+
+class Model(pl.LightningModule):
+    def __init__(self, fail=None):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Linear(3, 1)
+        self.fail = fail
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.fail is not None:
+            self.fail()
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(8, 3), batch_size=2)
+
+
+def fail():
+    raise ValueError("on purpose")
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+
+
+def weight_after_fit(size, **options):
+    fitter = trainer("zero3", size, use_distributed_sampler=True)
+    module = Model(**options)
+    fitter.fit(module)
+    with fitter.strategy.gathered():  # users gather and save after a fit
+        return module.net.weight.detach().clone()
+
+
+def fits(rank, size, port):
+    dist.destroy_process_group()  # the test's own
+    os.environ["MASTER_PORT"] = str(port)
+    first = weight_after_fit(size)
+    group = dist.group.WORLD
+    weights = [weight_after_fit(size)]
+    assert dist.group.WORLD is group  # one group for both
+    for failure, error in ((fail, ValueError), (interrupt, SystemExit)):
+        before = dist.group.WORLD
+        with pytest.raises(error):
+            weight_after_fit(size, fail=failure)
+        assert not dist.is_initialized()  # ended in teardown, on every rank
+        weights.append(weight_after_fit(size))
+        assert dist.group.WORLD is not before
+    assert not torch.equal(first, Model().net.weight)
+    return [torch.equal(weight, first) for weight in weights]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run_ranks(fits, size, port) == [[True] * 3] * size
+
+
+NOTEBOOK = """
+import sys
+sys.ps1 = ">>> "  # what an interactive interpreter has
+import torch
+from tests.trainer.test_process_group import Model, trainer
+import lightning_zero3
+
+try:
+    trainer("zero3", 2)
+except lightning_zero3.strategies.world.LaunchError as error:
+    print(error)
+for strategy, devices in (("zero3", 1), ("zero3_notebook", 2)):
+    module = Model()
+    before = module.net.weight.detach().clone()
+    fitter = trainer(strategy, devices)
+    fitter.fit(module)
+    print(strategy, devices, module.net.weight.tolist(), fitter.strategy.world and fitter.strategy.world.launcher)
+"""
+
+
+def fits_alone(rank, size):
+    module = Model()
+    trainer("auto").fit(module)
+    return module.net.weight.tolist()
+
+
+def test_a_notebook_trains_on_one_process_and_on_several():
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    environ.update(PYTHONPATH=f"{root}:{root}/tests", GLOO_SOCKET_IFNAME="lo")
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0, done.stderr
+    refused, *fits = done.stdout.splitlines()
+    assert 'Use strategy="zero3_notebook"' in refused
+    (alone,) = run_ranks(fits_alone, 1)
+    assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None"]
