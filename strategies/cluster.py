@@ -9,7 +9,6 @@ from lightning.fabric.plugins.environments import (
     KubeflowEnvironment,
     LightningEnvironment,
     LSFEnvironment,
-    MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
@@ -20,14 +19,10 @@ from .launchers import INTEL_MPI, KUBEFLOW, MVAPICH, OPEN_MPI, VARIABLES, find_l
 from .world import Devices, LaunchError, Request, World, require_devices, require_requested
 
 _BY_MPI = (OPEN_MPI, MVAPICH, INTEL_MPI)
-_LIGHTNINGS = (
-    KubeflowEnvironment,
-    LightningEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+# Those that read variables which we read too. MPIEnvironment asks mpi4py.
+_BY_VARIABLES = (KubeflowEnvironment, LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+# What LightningEnvironment and the launchers that go with it read.
+_LIGHTNINGS_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class DetectedEnvironment(ClusterEnvironment):
@@ -100,19 +95,14 @@ def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> 
     Raises:
         LaunchError: variables, plugin, Trainer and devices contradict each other.
     """
-    if not isinstance(plugin, _LIGHTNINGS + (DetectedEnvironment,)):
-        return _ask(plugin, devices, request)
     environ = dict(os.environ)
-    if isinstance(plugin, MPIEnvironment):
-        # Its processes have agreed on these by a broadcast.
-        environ.update(MASTER_ADDR=plugin.main_address, MASTER_PORT=str(plugin.main_port))
+    if type(plugin) is LightningEnvironment:
+        # Chosen by the user, where Lightning would have taken another, to start processes in spite of a launcher.
+        environ = {name: environ[name] for name in _LIGHTNINGS_VARIABLES if name in environ}
+    elif type(plugin) not in (*_BY_VARIABLES, DetectedEnvironment):
+        return _ask(plugin, devices, request)
     world = detect(environ, devices, request)
-    theirs = {
-        "rank": plugin.global_rank(),
-        "local_rank": plugin.local_rank(),
-        "node_rank": plugin.node_rank(),
-        "world_size": plugin.world_size(),
-    }
+    theirs = {"rank": plugin.global_rank(), "local_rank": plugin.local_rank(), "world_size": plugin.world_size()}
     for item, value in theirs.items():
         if getattr(world, item) != value:
             raise LaunchError(

@@ -50,6 +50,7 @@ class ProcessStrategy(ParallelStrategy):
         cpu_affinity: bool = True,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._cluster_environment = cluster_environment  # one that the user passes is never replaced
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout

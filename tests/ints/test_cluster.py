@@ -1,0 +1,142 @@
+"""Which cluster environment a Trainer gets, and that it and our record say the same."""
+
+import os
+import socket
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric.plugins.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from lightning_zero3 import Zero3Strategy
+from lightning_zero3.strategies.cluster import DetectedEnvironment, identify
+from lightning_zero3.strategies.environment import detect
+from lightning_zero3.strategies.world import Devices, LaunchError, Request
+
+LAUNCHERS = (
+    "GROUP_",
+    "JSM_",
+    "LOCAL_",
+    "LSB_",
+    "MASTER_",
+    "MPI_",
+    "NODE_RANK",
+    "OMPI_",
+    "PMI_",
+    "RANK",
+    "SLURM",
+    "TORCHELASTIC",
+)
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **MEET}
+OPEN_MPI = {
+    **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+}
+SRUN = {
+    **{"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+    **{"SLURM_NODEID": "0", "SLURM_STEP_ID": "0"},
+}
+ALONE = (0, 0, 1)
+SECOND_OF_TWO = (1, 1, 2)  # rank, local rank, world size
+
+CASES = {
+    "nothing": ({}, LightningEnvironment, ALONE, "single"),
+    "torchrun": (ELASTIC, TorchElasticEnvironment, SECOND_OF_TWO, "torchrun"),
+    "srun": (SRUN, SLURMEnvironment, SECOND_OF_TWO, "slurm"),
+    "openmpi": (OPEN_MPI, DetectedEnvironment, SECOND_OF_TWO, "openmpi"),
+    "openmpi in slurm": ({**SRUN, "SLURM_PROCID": "0", **OPEN_MPI}, DetectedEnvironment, SECOND_OF_TWO, "openmpi"),
+    "variables": ({k: v for k, v in ELASTIC.items() if k[0] != "T"}, DetectedEnvironment, SECOND_OF_TWO, "variables"),
+    "pod": ({"PET_NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **MEET}, KubeflowEnvironment, ALONE, "kubeflow"),
+}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS) or name == "WORLD_SIZE":
+            monkeypatch.delenv(name)
+    return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+def make_trainer(devices, strategy="zero3", **options):
+    return pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False, **options
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_gets_lightnings_environment_or_ours(name, environ):
+    variables, kind, places, launcher = CASES[name]
+    environ(variables)
+    strategy = make_trainer(places[2]).strategy
+    plugin = strategy.cluster_environment
+    assert type(plugin) is kind
+    assert (strategy.global_rank, strategy.local_rank, strategy.world_size) == places
+    assert plugin.creates_processes_externally == (kind is not LightningEnvironment)
+    world = identify(plugin, Devices(), Request(places[2]))
+    assert (world.rank, world.local_rank, world.world_size, world.launcher) == (*places, launcher)
+    assert kind is LightningEnvironment or (plugin.main_address, plugin.main_port) == (world.main_address, world.main_port)
+
+
+def test_lsf(environ, tmp_path):
+    here = socket.gethostname()
+    (tmp_path / "ranks").write_text(f"launch\n{here}\n{here}\n")
+    jsm = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    environ({f"JSM_NAMESPACE_{name}": value for name, value in jsm.items()})
+    environ({"LSB_JOBID": "2005", "LSB_DJOB_RANKFILE": str(tmp_path / "ranks")})
+    alone = detect({**os.environ, "LSB_MCPU_HOSTS": f"launch 1 {here} 2"}, Devices())
+    plugin = make_trainer(2).strategy.cluster_environment
+    assert type(plugin) is LSFEnvironment
+    assert identify(plugin, Devices(), Request(2)) == alone  # Lightning reads the file, we the variable
+    assert (alone.main_address, alone.main_port) == (here, 10005)
+
+
+def test_an_environment_that_the_user_passes_stays(environ):
+    environ({**SRUN, **OPEN_MPI})
+    strategy = make_trainer(1, Zero3Strategy(cluster_environment=LightningEnvironment())).strategy
+    assert type(strategy.cluster_environment) is LightningEnvironment
+    world = identify(strategy.cluster_environment, Devices(), Request())
+    assert (world.launcher, world.rank, world.world_size) == ("single", 0, 1)
+
+
+class Mine(LightningEnvironment):
+    def world_size(self):
+        return 6
+
+    def global_rank(self):
+        return 5
+
+    def local_rank(self):
+        return 2
+
+    def node_rank(self):
+        return 1
+
+
+def test_an_environment_of_the_users_is_asked(environ):
+    environ(MEET)
+    strategy = make_trainer(3, num_nodes=2, plugins=[Mine()]).strategy
+    world = identify(strategy.cluster_environment, Devices(), Request(3, 2))
+    assert (world.launcher, world.rank, world.local_rank, world.node_rank, world.world_size) == ("Mine", 5, 2, 1, 6)
+    assert (world.local_world_size, world.main_port, world.because("rank")) == (3, 77, "Mine says 5")
+    with pytest.raises(LaunchError, match=r"Mine started 6 processes \(Mine says 6\), but Trainer\(devices=3, num_nodes=1\)"):
+        identify(strategy.cluster_environment, Devices(), Request(3))
+
+
+def test_a_rank_without_a_world_size_stops_the_trainer(environ):
+    environ({"RANK": "1"})
+    with pytest.raises(LaunchError, match="WORLD_SIZE is not set"):
+        make_trainer(2)
+
+
+def test_what_an_earlier_trainer_left_is_named(environ):
+    environ({"LOCAL_RANK": "1", "NODE_RANK": "0", **MEET})
+    strategy = make_trainer(1).strategy
+    with pytest.raises(LaunchError, match="LightningEnvironment says rank 1, but node_rank .* says 0. Unset"):
+        identify(strategy.cluster_environment, Devices(), Request())
