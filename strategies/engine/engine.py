@@ -162,8 +162,8 @@ class Zero3Engine:
         """Bytes that the engine keeps on this rank between steps, by what they are for.
 
         Returns:
-            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer" (and what its exchange stages); and "units", the bytes of each
-            unit's slot by its name (units share the arena, so these add up to more than it).
+            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer" (and what its exchange stages); and
+            "units", the bytes of each unit's slot by its name (units share the arena, so these add up to more than it).
         """
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
