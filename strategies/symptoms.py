@@ -101,11 +101,12 @@ class Straggler:
         if ahead < _SLOW_SHARE or self._warned is not None:
             return None
         self._warned = slowest
-        where = Counter(h[slowest].place.where(unit_name) for h in self._history if h[slowest].busy)
-        code = Counter(h[slowest].code for h in self._history if h[slowest].busy and h[slowest].code)
-        at = f" ({code.most_common(1)[0][0]})" if code else ""
+        where: Counter[str] = Counter()
+        for beat in (h[slowest] for h in self._history):
+            at = f" ({beat.code})" if beat.code else ""
+            where[beat.place.where(unit_name) + at] += round(100 * beat.busy)
         return (
             f"Rank {slowest} holds the others up: in the last {self._beats} s it worked {shares[slowest]:.0%} of the time, the "
-            f"others {others[len(others) // 2]:.0%}. It was most often in {where.most_common(1)[0][0]}{at}; it is at step "
+            f"others {others[len(others) // 2]:.0%}. It was most often in {where.most_common(1)[0][0]}; it is at step "
             f"{beats[slowest].place.step} now."
         )

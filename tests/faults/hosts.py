@@ -1,0 +1,97 @@
+"""Two hosts on one machine: network, process-id and host-name namespaces, joined by a virtual cable."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from faults.harness import Fault
+
+SCRIPT = Path(__file__).with_name("script.py")
+PORT = 29400
+
+
+def _run(command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command.split(), capture_output=True, text=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator["TwoHosts | str"]:
+    """The hosts, or the reason why this machine cannot have them."""
+    if not (shutil.which("ip") and shutil.which("unshare")):
+        yield "needs the commands ip (iproute2) and unshare (util-linux)"
+        return
+    tag = uuid.uuid4().hex[:6]
+    names = [f"z3{tag}{letter}" for letter in "ab"]
+    try:
+        for command in _cabling(names):
+            done = _run(command)
+            if done.returncode:
+                yield f"the kernel or missing rights forbid it: {command}: {done.stderr.strip()}"
+                return
+        yield TwoHosts(names)
+    finally:
+        for name in names:
+            _run(f"ip netns del {name}")  # takes its end of the cable along
+
+
+def _cabling(names: list[str]) -> Iterator[str]:
+    a, b = names
+    yield f"ip netns add {a}"
+    yield f"ip netns add {b}"
+    yield f"ip link add {a} netns {a} type veth peer name {b} netns {b}"
+    for number, name in enumerate(names, start=1):
+        yield f"ip -n {name} addr add 10.99.0.{number}/24 dev {name}"
+        yield f"ip -n {name} link set lo up"
+        yield f"ip -n {name} link set {name} up"
+    yield f"ip netns exec {a} unshare --uts --pid --fork --mount-proc true"
+
+
+class TwoHosts:
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def launch(
+        self, folder: Path, processes: int, fault: Fault | None = None, max_restarts: int = 0, timeout: float = 240
+    ) -> tuple[list[int], list[str]]:
+        """torchrun on both hosts with ``processes`` on each; exit codes and outputs."""
+        command = "import sys; sys.argv[0] = 'torchrun'; from torch.distributed.run import main; main()"
+        runs = []
+        for number, name in enumerate(self.names, start=1):
+            torchrun = [
+                sys.executable,
+                "-c",
+                command,
+                "--nnodes=2",
+                f"--nproc-per-node={processes}",
+                f"--max-restarts={max_restarts}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=10.99.0.1:{PORT}",
+                f"--rdzv-id={folder.name}",
+                f"--rdzv-conf=is_host={2 - number}",
+                f"--local-addr=10.99.0.{number}",
+                str(SCRIPT),
+                str(folder),
+                str(processes),
+                "2",
+                *([fault.kind, fault.phase, str(fault.rank), str(fault.world_size)] if fault else []),
+            ]
+            apart = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+            named = ["sh", "-c", f'hostname host-{number}; exec "$@"', "sh"]
+            environ = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
+            with (folder / f"log.{number}").open("w") as log:
+                streams = {"stdout": log, "stderr": log, "start_new_session": True}
+                runs.append(subprocess.Popen([*apart, *named, *torchrun], env=environ, **streams))
+        try:
+            codes = [run.wait(timeout) for run in runs]
+        finally:
+            for run in runs:
+                if run.poll() is None:
+                    os.killpg(run.pid, signal.SIGKILL)  # with it go all processes of the host
+                    run.wait()
+        return codes, [(folder / f"log.{number}").read_text(errors="replace") for number in (1, 2)]
