@@ -1,14 +1,111 @@
-"""One file with everything, as Lightning's other strategies write and read it."""
+"""One file with everything, as Lightning's other strategies write and read it.
+
+Writing is two passes over the file: first everything but the bytes of tensors, which get their places; then each tensor is
+copied to its place in a mapping of the file. So a file of any size is written with the memory of one unit.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.serialization import set_default_mmap_options, skip_data
 
-from .errors import together
+from .errors import CheckpointError, together
+from .gather import gather, replace
+from .storage import begin, commit, remove
+
+
+def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
+    """Write a Lightning checkpoint with the slices of all ranks; collective.
+
+    Args:
+        checkpoint: with the same :class:`~.slices.SlicedTensor` on all ranks. Rank 0's is written.
+        path: of the file. What is there is replaced when the new one is whole.
+        rank: this one.
+
+    Raises:
+        CheckpointError: on all ranks; what was at ``path`` is still there.
+    """
+    doing = f"Saving {path}"
+    stage = path.parent
+    spaces: dict[int, Tensor] = {}
+
+    def prepare() -> None:
+        nonlocal stage
+        stage = begin(path)
+        spaces.update(reserve(checkpoint, stage))
+
+    try:
+        together(doing, prepare if rank == 0 else _nothing)
+        gather(checkpoint, rank, lambda tensor, whole: spaces[id(tensor)].copy_(whole))
+        spaces.clear()
+        together(doing, (lambda: commit(stage, path)) if rank == 0 else _nothing)
+    except CheckpointError:
+        if rank == 0 and stage != path.parent:
+            remove(stage)
+        raise
+
+
+def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
+    """Write a file with everything in ``tree`` but the values of slices and saved tensors.
+
+    Returns:
+        ``id`` of each of these -> the place in the file for its value; what is copied there is written.
+
+    Raises:
+        OSError: there is no room.
+        CheckpointError: a tensor is inside an object that is no dict, list or tuple, where it would be overlooked.
+    """
+    memory: dict[int, Tensor] = {}
+    skeleton = replace(tree, lambda tensor: memory.setdefault(id(tensor), _untouched(tensor)))
+    with skip_data():
+        torch.save(skeleton, file)
+    if hasattr(os, "posix_fallocate"):
+        with open(file, "r+b") as stream:  # writing to a mapping of a file that the disk has no room for kills the process
+            os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
+    with set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(file, mmap=True, map_location="cpu", weights_only=False)  # of our own making
+    pairs = list(zip(_tensors(skeleton), _tensors(mapped), strict=True))
+    with zipfile.ZipFile(file) as archive:
+        stored = sum("/data/" in name for name in archive.namelist())
+    if stored > len({tensor.untyped_storage().data_ptr() for tensor, _ in pairs if tensor.numel()} | {0}):
+        raise CheckpointError(
+            "the checkpoint has tensors inside of objects. Put them into dicts or lists in `on_save_checkpoint`."
+        )
+    ours = {id(tensor): key for key, tensor in memory.items()}
+    spaces = {}
+    for tensor, place in pairs:
+        if id(tensor) in ours:
+            spaces[ours[id(tensor)]] = place
+        else:
+            place.copy_(tensor)
+    return spaces
+
+
+def _untouched(tensor: Tensor) -> Tensor:
+    """Memory of the tensor's shape that the system need not provide, because nobody looks at it."""
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    storage = torch.UntypedStorage(tensor.numel() * tensor.element_size())
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.size(), stride)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(item)
+
+
+def _nothing() -> None:
+    pass
 
 
 def load(path: Path, weights_only: bool) -> dict[str, Any]:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..engine.unit import Unit
-from .slices import Flats, OwnedTensor, SlicedTensor
+from .slices import Flats, OwnedTensor, SavedTensor, SlicedTensor
+
+T = TypeVar("T", bound=Tensor)
 
 
-def slices_in(tree: Any) -> Iterator[SlicedTensor]:
-    """Every slice in nested dicts and lists, in order."""
-    if isinstance(tree, SlicedTensor):
+def tensors_in(tree: Any, kind: type[T]) -> Iterator[T]:
+    """Every tensor of a kind in nested dicts and lists, in order."""
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, Mapping | list | tuple):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from slices_in(item)
+            yield from tensors_in(item, kind)
 
 
-def replace(tree: Any, change: Callable[[SlicedTensor], Any]) -> Any:
-    """The nested dicts and lists with every slice changed."""
-    if isinstance(tree, SlicedTensor):
+def replace(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The nested dicts and lists with every slice and saved tensor changed; what holds none is kept as it is."""
+    if isinstance(tree, SlicedTensor | SavedTensor):
         return change(tree)
     if isinstance(tree, dict):
-        return {key: replace(item, change) for key, item in tree.items()}
+        new: Any = {key: replace(item, change) for key, item in tree.items()}
+        return tree if all(new[key] is tree[key] for key in tree) else new
     if type(tree) in (list, tuple):
-        return type(tree)(replace(item, change) for item in tree)
+        new = type(tree)(replace(item, change) for item in tree)
+        return tree if all(a is b for a, b in zip(new, tree, strict=True)) else new
     return tree
 
 
@@ -41,7 +45,7 @@ def gather(tree: Any, rank: int, take: Callable[[SlicedTensor, Tensor], None]) -
         take: called on rank 0 with each slice and its whole value, which it must copy.
     """
     batches: dict[Flats, dict[tuple[Unit, torch.dtype], list[SlicedTensor]]] = {}
-    for tensor in {id(tensor): tensor for tensor in slices_in(tree)}.values():
+    for tensor in {id(tensor): tensor for tensor in tensors_in(tree, SlicedTensor)}.values():
         if isinstance(tensor, OwnedTensor):
             value = tensor.whole()
             if rank == 0:

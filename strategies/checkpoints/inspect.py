@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DESCRIPTION = "print names, shapes, dtypes and progress of a checkpoint"
+from .errors import CheckpointError
+from .manifest import Manifest, changed, damage
+from .sharded import INDEX, ShardedCheckpoint
+from .storage import last_complete
+
+DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("path", type=Path, help="the checkpoint")
+    parser.add_argument("path", type=Path, help="a sharded checkpoint, a full one, or a folder of them")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; returns the exit code."""
-    print("\n".join(describe_file(arguments.path)))
-    return 0
+    """Print; returns 1 if the checkpoint is broken."""
+    path: Path = arguments.path
+    if path.is_file():
+        print("\n".join(describe_file(path)))
+        return 0
+    if not (path / INDEX).exists() and damage(path) is None:
+        print("\n".join(describe_parent(path)))
+        return 0
+    found = damage(path) or changed(path, 0, 1)
+    print(f"{path}: {found or 'complete'}")
+    if found is None:
+        print("\n".join(describe_folder(path)))
+    return int(found is not None)
 
 
 def describe_file(path: Path) -> Iterator[str]:
@@ -29,7 +45,36 @@ def describe_file(path: Path) -> Iterator[str]:
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     yield f"{path}: full checkpoint, {path.stat().st_size:,} bytes"
     yield f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-    for name, value in _tensors({key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}):
+    yield from _lines({key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint})
+
+
+def describe_folder(path: Path) -> Iterator[str]:
+    """Lines about a sharded checkpoint that is whole."""
+    manifest = Manifest.read(path)
+    if manifest is None:
+        yield "no manifest: another program wrote it"
+    else:
+        yield (
+            f"epoch {manifest.epoch}, step {manifest.global_step}, written by {manifest.world_size} ranks on "
+            + time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
+        )
+    for file in sorted(path.iterdir()):
+        yield f"  {file.name}  {file.stat().st_size:,} bytes"
+    yield from _lines(ShardedCheckpoint(path).state())
+
+
+def describe_parent(folder: Path) -> Iterator[str]:
+    """A line about each checkpoint in a folder."""
+    for path in sorted(folder.glob("*.ckpt")):
+        yield f"{path.name}: {(damage(path) if path.is_dir() else None) or 'complete'}"
+    last = last_complete(folder)
+    if last is None:
+        raise CheckpointError(f"{folder} is no checkpoint and holds no complete one.")
+    yield f"last complete: {last.name}"
+
+
+def _lines(state: Any) -> Iterator[str]:
+    for name, value in _tensors(state):
         yield f"  {name}  {tuple(value.shape)}  {str(value.dtype).removeprefix('torch.')}"
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .errors import CheckpointError, together
-from .gather import slices_in
+from .gather import tensors_in
 from .manifest import MANIFEST, Manifest, changed, damage, measure, shard_files
 from .slices import SavedTensor, SlicedTensor
 from .storage import begin, commit, remove
@@ -97,7 +97,7 @@ def _write(checkpoint: dict[str, Any], stage: Path, rank: int, doing: str, group
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    if any(True for _ in slices_in(rest)):
+    if any(True for _ in tensors_in(rest, SlicedTensor)):
         state[OTHERS] = {}  # averages of weights, and what else callbacks keep
         rest = _take_slices(rest, (), state[OTHERS])
     # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.

@@ -90,6 +90,8 @@ class CheckpointStrategy(ProcessStrategy):
     def _save_full(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
+        if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and not _is_remote(path):
+            return full.save(checkpoint, Path(path), self.global_rank)
         whole = gather_on_rank_zero(checkpoint, self.global_rank)
         if whole is not None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)

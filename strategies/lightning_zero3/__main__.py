@@ -9,6 +9,7 @@ import sys
 # Command -> module with `DESCRIPTION`, `add_arguments(parser)` and `run(arguments) -> exit code`.
 COMMANDS = {
     "env": "lightning_zero3.strategies.environment_report",
+    "consolidate": "lightning_zero3.strategies.checkpoints.consolidate",
     "inspect": "lightning_zero3.strategies.checkpoints.inspect",
 }
 

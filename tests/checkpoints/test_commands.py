@@ -1,7 +1,11 @@
 """``python -m lightning_zero3``: what the commands print and do, against what torch reads."""
 
 import torch
+from checkpoints.runs import Whole, train
 
+from helpers.models import Recipe
+from helpers.parity import assert_same_tensors, relative, trainer
+from helpers.ranks import run_ranks
 from lightning_zero3.__main__ import main
 
 
@@ -18,3 +22,42 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
         ["state_dict.net.count", "()", "int64"],
         ["optimizer_states.0.state.0.exp_avg", "(3,", "2)", "float32"],
     ]
+
+
+def save_sharded(rank, world_size, folder):
+    return train(world_size, Whole(Recipe(tied=True, optimizer="adamw", steps=3)), 1, write=f"{folder}/it.ckpt")
+
+
+def on_one_device(rank, world_size, folder):
+    """Go on, on one device and without zero3, from what `consolidate` wrote."""
+    module = Whole(Recipe(tied=True, optimizer="adamw", steps=3))
+    runner = trainer("auto", 1, max_epochs=2)
+    runner.fit(module, ckpt_path=f"{folder}/one.ckpt")
+    whole = Whole(Recipe(tied=True, optimizer="adamw", steps=3))
+    trainer("auto", 1, max_epochs=2).fit(whole)
+    return module.losses, whole.losses
+
+
+def test_a_sharded_checkpoint_becomes_one_file(tmp_path, capsys):
+    saved = run_ranks(save_sharded, 3, str(tmp_path), timeout=60)[0]
+    source, one = tmp_path / "it.ckpt", tmp_path / "one.ckpt"
+    assert main(["consolidate", str(source), str(one)]) == 0
+    assert capsys.readouterr().out.endswith(f"{one}: {one.stat().st_size:,} bytes\n")
+    read = torch.load(one, weights_only=True)
+    assert_same_tensors(read["state_dict"], saved.weights)
+    assert (read["epoch"], read["global_step"]) == (1, 3)
+    [(resumed, whole)] = run_ranks(on_one_device, 1, str(tmp_path), timeout=60)
+    assert relative(resumed, whole[3:]) <= 2e-6
+
+    assert main(["inspect", str(source)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{source}: complete\nepoch 1, step 3, written by 3 ranks on " in printed
+    assert "  state_dict.net.embed.weight  (13, 10)  float32\n" in printed
+    assert "  optimizer_0.state.across.exp_avg_sq  (13, 7)  float32\n" in printed
+    (source / "__2_0.distcp").unlink()
+    assert main(["inspect", str(source)]) == 1
+    assert capsys.readouterr().out == f"{source}: incomplete: 2 of 3 shards (__2_0.distcp missing)\n"
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        "it.ckpt: incomplete: 2 of 3 shards (__2_0.distcp missing)\none.ckpt: complete\nlast complete: one.ckpt\n"
+    )

@@ -1,0 +1,48 @@
+"""``consolidate``: one file out of a sharded checkpoint, with the memory of one tensor and without the model's class."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torch import Tensor
+
+from .full import reserve
+from .gather import tensors_in
+from .optimizer_state import numbered
+from .sharded import ShardedCheckpoint
+from .slices import SavedTensor
+from .storage import begin, commit
+
+DESCRIPTION = "write a sharded checkpoint as one file that any strategy and torch.load read"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("folder", type=Path, help="the sharded checkpoint, of zero3 or of FSDP2")
+    parser.add_argument("out", type=Path, help="the file to write")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write; returns the exit code."""
+    consolidate(arguments.folder, arguments.out)
+    print(f"{arguments.out}: {arguments.out.stat().st_size:,} bytes")
+    return 0
+
+
+def consolidate(folder: Path, out: Path) -> None:
+    """Write the checkpoint in ``folder`` to the file ``out``, which appears when it is whole.
+
+    Raises:
+        CheckpointError: the checkpoint is broken.
+    """
+    source = ShardedCheckpoint(folder)
+    checkpoint = source.checkpoint()
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
+    stage = begin(out)
+    places = reserve(checkpoint, stage)
+    saved: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)}
+    source.read((saved[key], place) for key, place in places.items())
+    places.clear()
+    commit(stage, out)
