@@ -77,7 +77,7 @@ LAYERS = [
     (["strategies/param_groups"], TORCH),
     (["strategies/checkpoints/consolidate", "strategies/checkpoints/inspect"], TORCH),
     (["strategies/averaging"], TORCH),
-    (["strategies/data/device"], TORCH),
+    (["strategies/data/device", "strategies/data/unsized"], TORCH),
     (["strategies/data/seeding", "strategies/data/source", "strategies/data/stream"], TORCH),
     (["strategies/data/sampler"], TORCH),
     (["strategies/data/feed"], TORCH),

@@ -126,6 +126,7 @@ class MapFeed:
             self.sampler.ranks = list(range(world))
         self.ranks_read = len(self.sampler.ranks)
         self.row_samples = self.sampler.batch * self.sampler.world_size
+        self.pads = stage != "fit" and not self.source.sized
         replaced: dict[str, Any] = {"generator": torch.Generator()}
         if self.source.collated:
             recorder = loader.batch_sampler
@@ -148,22 +149,32 @@ class MapFeed:
         self.inner.generator.manual_seed(seed)
         ranks = self.ranks_read
         # The usual row by multiplication: this runs for every batch, and batches can be tiny.
-        row_items, usual = plan.row_items, (plan.items - start) // plan.row_items - 1
+        row_items = plan.row_items
+        usual = (plan.items - start) // row_items - 1 if self.source.sized else 0
         for number, batch in enumerate(iter(self.inner)):
             row = number // ranks + 1
-            yield batch, start + row * row_items if row < usual else plan.handed_over(row)
+            yield batch, start + row * row_items if row < usual else self.sampler.plan().handed_over(row)
+        if self.pads:
+            counts = self.sampler.batches_per_rank()
+            for _ in range(sum(max(counts) - counts[rank] for rank in self.sampler.ranks)):
+                yield NoBatch(), plan.items
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`."""
-        counts = self.sampler.batches_per_rank()
-        return None if self.source.sharded_by_user else counts
+        if self.source.sharded_by_user or not self.source.sized:
+            return None
+        return self.sampler.batches_per_rank()
 
-    def length(self) -> int:
-        """Batches of this rank in a whole epoch."""
+    def length(self) -> int | None:
+        """See `Feed`."""
+        if not self.source.sized:
+            return None
         return self.sampler.batches_per_rank()[self.sampler.rank]
 
     def done_before(self, position: int | None) -> int:
         """See `Feed`."""
+        if not self.source.sized:
+            return None
         return batches_before(self.sampler.plan(position or 0), self.sampler.rank)
 
     def finished(self, position: int) -> bool:
@@ -176,7 +187,7 @@ class MapFeed:
             "kind": "map",
             "order": self.source.kind,
             "unit": "batches" if self.source.opaque else "samples",
-            "items": self.sampler.items,
+            "items": self.sampler.items if self.source.sized else None,
             "generator": self.source.generator_state,
             "sharded_by_user": self.source.sharded_by_user,
         }

@@ -191,7 +191,7 @@ class ShardedLoader:
         """This rank's batches in a whole epoch, and 1 for a `NoBatch`."""
         length = self.feed.length()
         if length is None:
-            raise TypeError(f"{self.label}: {type(self.dataset).__name__} has no length")
+            raise TypeError(f"{self.label}: it has no length, because its dataset or its sampler has none")
         return length + self.is_empty
 
     @property
@@ -207,7 +207,7 @@ class ShardedLoader:
 
     @property
     def may_lack_batches(self) -> bool:
-        """A stream of unknown length: ranks without a sample in its last rows are handed `NoBatch` there."""
+        """The length is unknown: ranks without a sample in the last rows are handed `NoBatch` there."""
         return self.stage != "fit" and self.feed.length() is None
 
     @property

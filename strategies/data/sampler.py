@@ -11,6 +11,7 @@ from .options import DataOptions, Stage
 from .order import RowPlan, batches_before, take
 from .seeding import SampleKey
 from .source import MapSource
+from .unsized import UnsizedOrder
 
 
 class ShardSampler:
@@ -100,7 +101,7 @@ class ShardSampler:
             for lo in range(first, first + usual * plan.row_items, plan.row_items):
                 cell = order[lo : lo + plan.batch].tolist()
                 yield cell if self.source.collated else cell[0]
-        for row in range(usual, plan.rows):
+        for plan, row in self._rows(usual):
             for rank in self.ranks:
                 cell = take(order, plan, row, rank)
                 if not cell:
@@ -111,11 +112,25 @@ class ShardSampler:
                     cell = [SampleKey(epoch, index) for index in cell]
                 yield cell if self.source.collated else cell[0]
 
+    def _rows(self, first: int) -> Iterator[tuple[RowPlan, int]]:
+        """Rows from ``first`` on, with the plan that holds for them."""
+        plan, order, row = self.plan(), self.order, first
+        while row < plan.rows:
+            if isinstance(order, UnsizedOrder):
+                # How this row is cut depends on whether a whole one follows.
+                order.forget(plan.start + row * plan.row_items)
+                order.reach(plan.start + (row + 2) * plan.row_items)
+                plan = self.plan()
+                if row >= plan.rows:
+                    return
+            yield plan, row
+            row += 1
+
     def __len__(self) -> int:
         return sum(self.plan().batches(rank) for rank in self.ranks)
 
     def batches_per_rank(self) -> list[int]:
-        """Batches of every rank in a whole epoch."""
+        """Batches of every rank in a whole epoch; of an order without a length, once its end was seen."""
         return self.plan(0).batches_per_rank()
 
     def done_before(self) -> int:

@@ -6,6 +6,7 @@ import copy
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from ..rng import derive_seed, scoped
+from .unsized import UnsizedOrder
 
+_COMPARED = 1024  # items of an order without a length that are compared across ranks
 Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
 
 
@@ -34,6 +37,7 @@ class MapSource:
         sharded_by_user: a `DistributedSampler`: what it yields is this rank's already.
         generator_state: of the user's own generator when the loader was set up.
         shares_generator: the loader draws its workers' seed from that generator too, before the sampler.
+        sized: the sampler says how many items it yields; otherwise it may never end.
         size: samples in the dataset, None if it has no length.
         label: names rank and loader in errors.
     """
@@ -47,6 +51,7 @@ class MapSource:
     sharded_by_user: bool
     generator_state: torch.Tensor | None
     shares_generator: bool
+    sized: bool
     size: int | None
     label: str
 
@@ -57,9 +62,11 @@ class MapSource:
 
     def order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         """The items of one pass over the data; ``cycle`` counts passes within the epoch."""
+        if not self.sized:
+            return self._draw_unsized(seed, epoch, cycle)
         order = self._draw(seed, epoch, cycle)
         if self.kind not in ("sequential", "shuffled"):
-            self._check_range(order, epoch)
+            self._check_range(order, 0, epoch)
         return order
 
     def _draw(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
@@ -67,14 +74,24 @@ class MapSource:
             return range(len(self.sampler))
         if self.kind == "drawn":
             return self._draw_from_user_generator(epoch, cycle)
-        pass_seed = seed + epoch if cycle == 0 else derive_seed(seed, epoch, cycle)
+        pass_seed = _pass_seed(seed, epoch, cycle)
         if self.kind == "shuffled":
             return self._shuffle(torch.Generator().manual_seed(pass_seed))
         with scoped(derive_seed(pass_seed)):  # it may draw from any global generator
-            sampler = _reseeded(self.sampler, torch.Generator().manual_seed(pass_seed))
-            _set_epoch(sampler, epoch)
-            items = list(sampler)
+            items = list(self._of_epoch(pass_seed, epoch))
         return items if self.opaque or self.kind == "custom" else self._flatten(items, epoch)
+
+    def _of_epoch(self, pass_seed: int, epoch: int) -> Any:
+        sampler = _reseeded(self.sampler, torch.Generator().manual_seed(pass_seed))
+        _set_epoch(sampler, epoch)
+        return sampler
+
+    def _draw_unsized(self, seed: int, epoch: int, cycle: int) -> UnsizedOrder:
+        if self.generator_state is not None:  # the user's own: its successive draws have no end to begin the next epoch at
+            seed = _generator_in(self.generator_state).initial_seed()
+        pass_seed = _pass_seed(seed, epoch, cycle)
+        check = partial(self._check_range, epoch=epoch)
+        return UnsizedOrder(lambda: self._of_epoch(pass_seed, epoch), derive_seed(pass_seed), check)
 
     def _shuffle(self, generator: torch.Generator) -> Sequence[Any]:
         sampler = self.sampler
@@ -86,8 +103,7 @@ class MapSource:
 
     def _draw_from_user_generator(self, epoch: int, cycle: int) -> Sequence[Any]:
         assert self.generator_state is not None
-        generator = torch.Generator()
-        generator.set_state(self.generator_state)
+        generator = _generator_in(self.generator_state)
         if cycle:
             generator.manual_seed(derive_seed(generator.initial_seed(), epoch, cycle))
         sampler = _reseeded(self.sampler, generator)
@@ -107,7 +123,7 @@ class MapSource:
             )
         return [index for batch in batches for index in batch]
 
-    def _check_range(self, order: Sequence[Any], epoch: int) -> None:
+    def _check_range(self, order: Sequence[Any], first: int, epoch: int) -> None:
         if self.size is None or not len(order):
             return
         flat = [i for batch in order for i in batch] if self.opaque else order
@@ -117,14 +133,16 @@ class MapSource:
         bad = np.flatnonzero((values >= self.size) | (values < -self.size))
         if values.dtype.kind in "iu" and bad.size:
             raise IndexError(
-                f"{self.label}: {type(self.sampler).__name__} yields index {values[bad[0]]} (place {bad[0]} of epoch"
+                f"{self.label}: {type(self.sampler).__name__} yields index {values[bad[0]]} (place {first + bad[0]} of epoch"
                 f" {epoch}; {bad.size} such in all), but the dataset has {self.size} samples, so 0 to"
                 f" {self.size - 1} are valid. HINT: was the sampler made for another dataset?"
             )
 
     def fingerprint(self, seed: int) -> int:
-        """A checksum of the first epoch's order, to compare across ranks."""
+        """A checksum of the first epoch's order (if it has no length, of its beginning), to compare across ranks."""
         order = self.order(seed, 0, 0)
+        if isinstance(order, UnsizedOrder):
+            order = order[0:_COMPARED]
         return zlib.crc32(repr(order if isinstance(order, range) else list(order)).encode())
 
 
@@ -141,7 +159,7 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
 
 def unwrap_index_recorder(batch_sampler: Any) -> Any:
     """The batch sampler inside the recorder that Lightning puts around it for prediction."""
-    is_recorder = hasattr(batch_sampler, "seen_batch_indices") and hasattr(batch_sampler, "_batch_sampler")
+    is_recorder = type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper"
     return batch_sampler._batch_sampler if is_recorder else batch_sampler
 
 
@@ -176,6 +194,7 @@ def _describe(
         sharded_by_user=isinstance(sampler, DistributedSampler),
         generator_state=generator.get_state() if kind == "drawn" else None,
         shares_generator=generator is not None and loader.generator is generator,
+        sized=_is_sized(sampler),
         size=size,
         label=label,
     )
@@ -184,9 +203,12 @@ def _describe(
 def _describe_batches(loader: DataLoader, batches: Any, size: int | None, label: str) -> MapSource:
     """A custom batch sampler: batches of one size are samples in disguise, others are kept whole."""
     batch = getattr(batches, "batch_size", None)
-    with scoped():
-        first = list(batches) if isinstance(batch, int) and not isinstance(batches, list) else list(batches)[:0]
-    fixed = isinstance(batch, int) and all(len(b) == batch for b in first[:-1]) and len((first or [[]])[-1]) <= batch
+    sized = _is_sized(batches)
+    first: list[Any] = []
+    if isinstance(batch, int) and sized:
+        with scoped():
+            first = list(batches)
+    fixed = sized and isinstance(batch, int) and all(len(b) == batch for b in first[:-1]) and len((first or [[]])[-1]) <= batch
     return MapSource(
         kind="batches",
         sampler=batches,
@@ -197,9 +219,28 @@ def _describe_batches(loader: DataLoader, batches: Any, size: int | None, label:
         sharded_by_user=isinstance(getattr(batches, "sampler", None), DistributedSampler),
         generator_state=None,
         shares_generator=False,
+        sized=sized,
         size=size,
         label=label,
     )
+
+
+def _pass_seed(seed: int, epoch: int, cycle: int) -> int:
+    return seed + epoch if cycle == 0 else derive_seed(seed, epoch, cycle)
+
+
+def _generator_in(state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
+
+
+def _is_sized(sampler: Any) -> bool:
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def _reseeded(sampler: Iterable[Any], generator: torch.Generator) -> Any:

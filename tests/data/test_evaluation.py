@@ -1,6 +1,7 @@
 """Evaluation counts every sample once: on any number of ranks, with any number of samples, as one process does."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -22,19 +23,44 @@ pytestmark = [
 # ---- which samples ---------------------------------------------------------------------------
 
 SIZES = [(7, 2), (13, 4), (10, 3), (9, 2), (5, 1), (1, 1), (2, 4), (3, 1)]  # samples, batch size
-DATASETS = [Indices, Stream, SizedStream]
-SHARDING = ["batch", "dispatch"]
+
+
+class InOrder:
+    """A sampler without a length."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def sampled_loader(size, batch_size):
+    return make_loader(Indices(1000), batch_size=batch_size, sampler=InOrder(size))
+
+
+LOADERS = {
+    "map": lambda n, batch: make_loader(Indices(n), batch_size=batch),
+    "stream": lambda n, batch: make_loader(Stream(n), batch_size=batch),
+    "sized stream": lambda n, batch: make_loader(SizedStream(n), batch_size=batch),
+    "sampler without a length": sampled_loader,
+}
+
+FEW = [size for size in SIZES if size[0] <= 5]
+CASES = [
+    *itertools.product(("validate", "test", "predict"), ["map"], ["batch"], SIZES),
+    *itertools.product(["validate"], LOADERS, ["batch", "dispatch"], FEW),
+    *itertools.product(["predict"], LOADERS, ["batch", "dispatch"], [(5, 1)]),
+]
 
 
 def evaluate(rank, world, folder):
     found = {}
-    for stage, size, kind, sharding in itertools.product(("validate", "test", "predict"), SIZES, DATASETS, SHARDING):
-        if kind is not Indices and size[0] > 5:
-            continue
-        module = Recorder({stage: lambda kind=kind, size=size: make_loader(kind(size[0]), batch_size=size[1])})
+    for stage, kind, sharding, (n, batch) in CASES:
+        module = Recorder({stage: partial(LOADERS[kind], n, batch)})
         output = getattr(make_trainer(folder, {"sharding": sharding}, every=0), stage)(module)
         result = output if stage == "predict" else output[0]["mean"]
-        found[(stage, *size, kind.__name__, sharding)] = module.seen[stage], result
+        found[stage, kind, sharding, n, batch] = module.seen[stage], result
     loaders = {"test": lambda: [make_loader(Indices(n), batch_size=2) for n in (7, 1, 5)]}
     module = Recorder(loaders)
     module.test_step = lambda batch, batch_idx, dataloader_idx=0: module.seen["test"].append((dataloader_idx, batch.tolist()))
@@ -46,7 +72,7 @@ def evaluate(rank, world, folder):
 def test_every_sample_counts_once(tmp_path, world):
     results = run_ranks(evaluate, world, str(tmp_path), timeout=100)
     for key in results[0][0]:
-        stage, n, *_ = key
+        stage, _, _, n, _ = key
         ranks = [found[key] for found, _ in results]
         assert row_major([seen for seen, _ in ranks]) == list(range(n)), key
         for seen, output in ranks:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_zero3 import DataOptions, Zero3Strategy
+from lightning_zero3 import CheckpointOptions, DataOptions, Zero3Strategy
 
 SEED = 5
 
@@ -83,7 +83,12 @@ def make_trainer(folder, options, every=1, callbacks=(), **kwargs):
         **{
             "accelerator": "cpu",
             "devices": world,
-            "strategy": Zero3Strategy(data=DataOptions(**{"seed": SEED, **options}), timeout=timedelta(seconds=60)),
+            "strategy": Zero3Strategy(
+                data=DataOptions(**{"seed": SEED, **options}),
+                checkpoint=CheckpointOptions("full"),
+                timeout=timedelta(seconds=60),
+                watch=None,
+            ),
             "callbacks": [checkpoints, *callbacks] if every else list(callbacks),
             "default_root_dir": folder,
             "enable_checkpointing": bool(every),
