@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -132,8 +132,17 @@ _ADAPTED: dict[type[Callback], type] = {
 
 
 def adapt(callbacks: Sequence[Callback]) -> None:
-    """Switch the classes of those callbacks that need it."""
+    """Switch the classes of those callbacks that need it.
+
+    Raises:
+        ValueError: a callback that cannot work.
+    """
     for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters during training, and Zero3Strategy shards them for good. "
+                "Use `torch.nn.utils.prune` before `trainer.fit`: masks that are made then stay."
+            )
         cls: Any = type(callback)
         for base, adapted in _ADAPTED.items():
             if isinstance(callback, base) and not isinstance(callback, adapted):

@@ -42,6 +42,7 @@ class CheckpointStrategy(ProcessStrategy):
     _checkpoints: CheckpointOptions
     _groups: Any  # ParamGroups, which imports from here
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
+    _set_up = False  # the model is sharded for the run that goes on
     _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
 
     def _follow_groups(self) -> None:
@@ -141,11 +142,14 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Remember the weights: each rank reads its part once the model is sharded."""
+        """Each rank reads its part: now if this run has sharded the model already, else when it does."""
         self._weights = checkpoint["state_dict"], strict
+        if self._set_up:
+            self._load_weights()
 
     def _load_weights(self) -> None:
         assert self.engine is not None and self.lightning_module is not None
+        self._set_up = True
         if self._weights is not None:
             (state, strict), self._weights = self._weights, None
             for told in load_state_dict(self.engine, self.lightning_module, state, strict, self._source):
@@ -168,3 +172,8 @@ class CheckpointStrategy(ProcessStrategy):
 
 def _is_remote(path: _PATH) -> bool:
     return "://" in os.fspath(path)
+
+    @override
+    def teardown(self) -> None:
+        self._set_up = False
+        super().teardown()

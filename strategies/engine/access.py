@@ -84,14 +84,17 @@ class Access:
             return None
         if self._gradients is None or self._gradients[0] is not unit:  # usually asked for one after another
             self._gradients = unit, unit.full(lambda group: group.grad)
-        return self._gradients[1][entry.name].clone().as_subclass(FullGradient)
+        return FullGradient.of(parameter, self._gradients[1][entry.name].clone())
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.resting.Home.set_gradient`."""
         unit, entry = self._owner[id(parameter)]
         if not entry.trained:
             return  # no optimizer would read it
-        self._gradients = None
+        if grad is None or self._gradients is None or self._gradients[0] is not unit:
+            self._gradients = None
+        else:
+            self._gradients[1][entry.name].copy_(grad.detach().as_subclass(Tensor))  # the next one may be asked for
         chunk, index = unit.place_of(entry)
         span = chunk.layout.span(index, self._collectives.rank)
         self._books.mark_gradient(entry, grad is not None)

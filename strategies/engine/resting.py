@@ -110,21 +110,42 @@ def take_gradient(parameter: Tensor) -> Tensor | None:
 
 
 class FullGradient(Tensor):
-    """A copy of the whole gradient of a sharded parameter. It can be read; a change of the copy would change nothing."""
+    """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards.
+
+    A view of it can only be read: to whom a change of the view would have to be told is not known.
+    """
+
+    parameter: nn.Parameter | None  # None: a view
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter | None, value: Tensor) -> FullGradient:
+        """``value`` as the gradient of ``parameter``."""
+        gradient = value.as_subclass(cls)
+        gradient.parameter = parameter
+        return gradient
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Read, or raise."""
+        """Read, or write and store."""
         kwargs = kwargs or {}
         name = _name(func)
-        if _writes(name) and _first(args[0] if args else None, FullGradient) is not None:
+        written = _all((args[0] if _writes(name) and args else None, kwargs.get("out")), FullGradient)
+        if any(gradient.parameter is None for gradient in written):
             raise ResidencyError(
-                f"`{name}` would change a copy of a sharded gradient. Clip with `gradient_clip_val` or `self.clip_gradients`; "
-                "otherwise assign: `parameter.grad = parameter.grad * factor`."
+                f"`{name}` would change a view of a copy of a sharded gradient. Change the whole gradient, in place or by "
+                "assigning: `parameter.grad = ...`."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            return result.as_subclass(Tensor) if type(result) is FullGradient and name != "data.__get__" else result
+            for gradient in written:
+                _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
+            source = args[0] if args and isinstance(args[0], FullGradient) else None
+            if source is None or result is source or not isinstance(result, Tensor):
+                return result
+            if name == "data.__get__":
+                return cls.of(source.parameter, result)
+            shared = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            return cls.of(None, result) if shared else result.as_subclass(Tensor)
 
 
 class RestingParameter(nn.Parameter):
@@ -256,6 +277,13 @@ def _first(value: Any, cls: type[Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return next((found for item in value if (found := _first(item, cls)) is not None), None)
     return None
+
+
+def _all(value: Any, cls: type[Tensor]) -> list[Any]:
+    """The instances of ``cls`` in a tensor or (nested) list of tensors."""
+    if isinstance(value, cls):
+        return [value]
+    return [found for item in value for found in _all(item, cls)] if isinstance(value, tuple | list) else []
 
 
 def _materialize(value: Any) -> Any:

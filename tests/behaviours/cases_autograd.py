@@ -428,7 +428,6 @@ class GradClippedByUser(Case):
     """`clip_grad_norm_(model.parameters())` between backward and step"""
 
     pitfalls = (18,)
-    refused = "would change a copy of a sharded gradient.*parameter.grad = "
 
     def train(self, run):
         for step in range(STEPS):
@@ -442,9 +441,7 @@ class GradClippedByUser(Case):
 
 @case
 class GradScaledByUser(Case):
-    """`p.grad.mul_()` between backward and step"""
-
-    refused = "would change a copy of a sharded gradient.*parameter.grad = "
+    """`p.grad.mul_()` and other changes in place between backward and step"""
 
     def train(self, run):
         for step in range(STEPS):
@@ -455,7 +452,28 @@ class GradScaledByUser(Case):
             for p in run.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(0.1)
+                    p.grad.data.add_(0.01)
+                    p.grad += 0.01
+                    p.grad[0] = 0
+            nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
+            torch._foreach_mul_([p.grad for p in run.model.parameters() if p.grad is not None], 0.5)
             run.optimizer.step()
+
+
+@case
+class GradViewChanged(Case):
+    """`p.grad.view(-1).mul_()` between backward and step"""
+
+    refused = "would change a view of a copy of a sharded gradient.*parameter.grad = "
+
+    def train(self, run):
+        run.optimizer.zero_grad()
+        loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
+        with run.backward():
+            loss.backward()
+        for p in run.model.parameters():
+            p.grad.view(-1).mul_(0.1)
+        run.optimizer.step()
 
 
 @case

@@ -3,14 +3,32 @@
 The one process trains on the joined batches. What it sees is the mean of what the ranks see.
 """
 
+import csv
 import re
+import tempfile
+import zlib
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
@@ -21,6 +39,7 @@ from helpers.ranks import run_ranks
 
 class Module(pl.LightningModule):
     refused: str | None = None
+    reference = "one"
 
     def __init__(self):
         super().__init__()
@@ -128,12 +147,75 @@ class UnfreezingByFlag(Module):
 
 
 class ByLbfgs(Module):
+    options = {"precision": "64-true"}  # its line search magnifies rounding
+
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-class ByMuon(Module):
-    """Muon for matrices and AdamW for the rest, clipped."""
+class ByAdafactor(Module):
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters(), lr=0.02, eps=(1e-3, 1e-2))
+
+
+class AccumulationSchedule(Module):
+    options = {"limit_train_batches": 3}  # the last window of an epoch is short
+
+    def callbacks(self):
+        return [GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
+class Profiled(Module):
+    options = {"profiler": "simple"}
+
+
+class ProfiledByTorch(Module):
+    @property
+    def options(self):
+        return {"profiler": PyTorchProfiler(dirpath=tempfile.mkdtemp(), filename="trace", export_to_chrome=False)}
+
+
+class DeviceStats(Module):
+    @property
+    def options(self):
+        return {"logger": CSVLogger(tempfile.mkdtemp()), "log_every_n_steps": 1}
+
+    def callbacks(self):
+        return [DeviceStatsMonitor(cpu_stats=True)]
+
+    def on_train_end(self):
+        if self.trainer.is_global_zero:
+            self.trainer.logger.save()
+            (row, *_) = csv.DictReader(open(Path(self.trainer.logger.log_dir) / "metrics.csv"))
+            assert any("cpu" in name for name in row)
+
+
+class Summarized(Module):
+    """Parameters, shapes and operations of each layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.ones(4, DIM)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_train_start(self):
+        summary = summarize(self, max_depth=3)
+        self.seen += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
+        self.seen += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
+
+
+class LikeDdp(Module):
+    """The reference is two ranks of ddp: what is seen depends on the ranks."""
+
+    reference = "ddp"
+
+
+class ByMuon(LikeDdp):
+    """Muon for matrices, whose iteration is in bfloat16, and AdamW for the rest."""
 
     def __init__(self):
         super().__init__()
@@ -150,8 +232,52 @@ class ByMuon(Module):
             optimizer.zero_grad()
         self.manual_backward(loss)
         for optimizer in self.optimizers():
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             optimizer.step()
+
+
+class AllGatherWithGradients(LikeDdp):
+    def training_step(self, batch, batch_idx):
+        mine = self.net(batch)
+        everyone = self.all_gather(mine, sync_grads=True)
+        loss = (everyone * everyone.flip(0)).mean() + mine.square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+
+class LearningRateFound(LikeDdp):
+    lr = 0.1
+
+    def callbacks(self):
+        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, early_stop_threshold=None)
+        return [self.finder]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def on_train_end(self):
+        if self.finder.optimal_lr is not None:  # training begins
+            self.seen += [self.lr, *self.finder.optimal_lr.results["loss"]]
+
+
+class BatchSizeFound(LikeDdp):
+    refused = "The Batch size finder is not supported with distributed strategies"  # Lightning's own, for ddp too
+
+    def callbacks(self):
+        return [BatchSizeFinder()]
+
+
+class Pruned(Module):
+    refused = "ModelPruning replaces parameters during training.*torch.nn.utils.prune. before"
+
+    def callbacks(self):
+        return [ModelPruning("l1_unstructured", amount=0.5, parameters_to_prune=[(self.net.head, "weight")])]
+
+
+class PrunedBefore(Module):
+    def __init__(self):
+        super().__init__()
+        for layer in (self.net.head, self.net.blocks[1].up):
+            prune.l1_unstructured(layer, "weight", amount=0.5)
 
 
 class SkippedSteps(Module):
@@ -207,35 +333,22 @@ class ExceptionOnce(Module):
 
 
 MODULES = {
-    cls.__name__: cls
-    for cls in (
-        Module,
-        Ema,
-        EmaOfSomeSteps,
-        EmaWhileUnfreezing,
-        Swa,
-        NotElementwise,
-        Unfreezing,
-        UnfreezingTwice,
-        UnfreezingByFlag,
-        SkippedSteps,
-        GradientNorms,
-    )
-    + (ClippedByValue, ClippedByNorm, Manual, ExceptionOnce)
+    name: cls
+    for name, cls in vars().items()
+    if isinstance(cls, type) and issubclass(cls, Module) and cls not in (Averaged, LikeDdp)
 }
 
 
-def fit(module, strategy, world_size, **options):
+def fit(module, strategy, world_size):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world_size,
         strategy=strategy,
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=module.callbacks(),
-        **{"max_epochs": 3, "enable_checkpointing": False, **getattr(module, "options", {}), **options},
+        **{"max_epochs": 3, "enable_checkpointing": False, "logger": False, **getattr(module, "options", {})},
     )
     trainer.fit(module)
     return trainer
@@ -263,12 +376,17 @@ def sharded(request):
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_as_in_one_process(name, sharded):
+def test_as_the_reference(name, sharded):
     ranks = [found[name] for found in sharded]
-    ((expected, state),) = [found[name] for found in run_ranks(run_all, 1, [name], "auto", timeout=60)]
-    assert len(expected) >= 12
-    torch.testing.assert_close(sum(torch.tensor(seen) for seen, _ in ranks) / 2, torch.tensor(expected))
-    torch.testing.assert_close(ranks[0][1], state)
+    if MODULES[name].reference == "ddp":
+        reference = [found[name] for found in run_ranks(run_all, 2, [name], "ddp", timeout=60)]
+        for (seen, _), (expected, _) in zip(ranks, reference, strict=True):
+            torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
+    else:
+        reference = [found[name] for found in run_ranks(run_all, 1, [name], "auto", timeout=60)]
+        torch.testing.assert_close(sum(torch.tensor(seen) for seen, _ in ranks) / 2, torch.tensor(reference[0][0]))
+    assert len(reference[0][0]) >= 9
+    torch.testing.assert_close(ranks[0][1], reference[0][1])
 
 
 @pytest.mark.parametrize("name", REFUSED)
