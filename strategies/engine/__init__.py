@@ -14,11 +14,13 @@ visit                 a unit's turn in backward
 ====================  ==================================================================================================
 """
 
-from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives, make_collectives
+from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives
+from .door import make_collectives
 from .engine import Zero3Engine
 from .finite import FiniteCheck, NonFiniteError
 from .partition import UnitPolicy, find_units
 from .resting import ResidencyError, is_sharded
+from .shared import SharedMemoryCollectives
 from .timing import CollectiveTimer, HostClock, make_clock
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "NonFiniteError",
     "PairwiseCollectives",
     "ResidencyError",
+    "SharedMemoryCollectives",
     "UnitPolicy",
     "Zero3Engine",
     "find_units",

@@ -83,12 +83,16 @@ class LocalCollectives:
 
     rank = 0
     world_size = 1
-    nbytes = 0  # of the memory that it keeps for itself
 
     def __init__(self) -> None:
         self.trace: list[int] = []
         self.describe: Callable[[int], str] = str
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is held between exchanges."""
+        return 0
 
     def meet(self, meeting: Meeting) -> None:
         """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
@@ -103,6 +107,13 @@ class LocalCollectives:
         The result may be part of ``buffer``, which is overwritten.
         """
         return Pending(buffer)
+
+    def expect(self, shard_bytes: int) -> None:
+        """Gathers come whose parts of this rank, as many as are in slots at a time, have ``shard_bytes``; collective."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory [nbytes, uint8] that :meth:`reduce_scatter` is fastest from; collective."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
@@ -197,6 +208,11 @@ class PairwiseCollectives(GroupCollectives):
         self._staged = 0  # bytes of it taken by sums in flight
         self._in_flight = 0
 
+    @property
+    def nbytes(self) -> int:
+        """See :meth:`LocalCollectives.nbytes`."""
+        return self._staging.nbytes
+
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
         self.progress[1] += 1
@@ -233,13 +249,17 @@ class PairwiseCollectives(GroupCollectives):
     def check_labels(self, label: int, theirs: list[Tensor]) -> None:
         """Raise if another rank exchanges something else than ``label``."""
         for rank, tensor in zip(self._others, theirs, strict=True):
-            if (other := int(tensor)) != label:
-                raise DivergenceError(
-                    f"The ranks run different things: rank {self.rank} is about to {self.describe(label)}, rank {rank} to "
-                    f"{self.describe(other)}. All ranks must run the same modules in the same order and take the same number "
-                    "of steps; look for a branch or a loop that depends on a rank's own data."
-                )
+            self.require_same_label(label, rank, int(tensor))
         self._spare += theirs
+
+    def require_same_label(self, label: int, rank: int, other: int) -> None:
+        """Raise if ``rank`` exchanges ``other`` and not ``label``."""
+        if other != label:
+            raise DivergenceError(
+                f"The ranks run different things: rank {self.rank} is about to {self.describe(label)}, rank {rank} to "
+                f"{self.describe(other)}. All ranks must run the same modules in the same order and take the same number "
+                "of steps; look for a branch or a loop that depends on a rank's own data."
+            )
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
@@ -275,11 +295,6 @@ class PairwiseCollectives(GroupCollectives):
         if self._staged > self._staging.numel():
             self._staging = torch.empty(self._staged, dtype=torch.uint8)  # sums in flight keep the smaller one
         return self._staging[start : self._staged].view(dtype).view(rows, numel)
-
-    @property
-    def nbytes(self) -> int:
-        """See :class:`LocalCollectives`."""
-        return self._staging.nbytes
 
     def _landed(self) -> None:
         self._in_flight -= 1
@@ -336,18 +351,3 @@ class _OrderedSum(Pending):
             work.wait()
         self._landed()
         return self._result
-
-
-def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> LocalCollectives:
-    """The door for ``group`` (None: a single process) and tensors on ``device``.
-
-    Host-side agreement uses gloo even beside NCCL, so that it never waits for the device.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return LocalCollectives()
-    backend = dist.get_backend(group)
-    if backend == "gloo" and device.type == "cpu":
-        return PairwiseCollectives(group)
-    ranks = dist.get_process_group_ranks(group)
-    control = group if backend in ("gloo", "fake") else dist.new_group(ranks, backend="gloo")
-    return GroupCollectives(group, control)

@@ -121,6 +121,7 @@ class Zero3Engine:
         for unit, offset in zip(self.units, layout.offsets, strict=True):
             unit.rivals = [self.units[j] for j in layout.overlapping(unit.index)] if not whole else []
             unit.connect(self.collectives, gather, self.arena, offset)
+        self.collectives.expect(layout.nbytes // self.collectives.world_size)
         if whole:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
@@ -162,8 +163,8 @@ class Zero3Engine:
         """Bytes that the engine keeps on this rank between steps, by what they are for.
 
         Returns:
-            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer" (and what its exchange stages); and
-            "units", the bytes of each unit's slot by its name (units share the arena, so these add up to more than it).
+            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer" (with what the door to the other ranks
+            holds); and "units", the bytes of each unit's slot by its name (units share the arena, so these add up to more).
         """
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),

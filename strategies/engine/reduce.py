@@ -81,7 +81,7 @@ class Reducer:
         self._collectives, self._lane = collectives, lane
         trained = [u for u in units if u.trained]
         layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [u.nested for u in trained], ends=buffers)
-        self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, o) for u, o in zip(trained, layout.offsets, strict=True)}
         for k, unit in enumerate(trained):
             self._ranges[unit.index].rivals = [self._ranges[trained[j].index] for j in layout.overlapping(k)]

@@ -1,13 +1,27 @@
 """The door to the other ranks: its sums, gathers and agreements against what they must be."""
 
+import os
+import random
+import time
+from collections import deque
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import GroupCollectives, PairwiseCollectives, make_collectives
+from lightning_zero3.strategies.engine import (
+    DivergenceError,
+    GroupCollectives,
+    PairwiseCollectives,
+    SharedMemoryCollectives,
+    Zero3Engine,
+    make_collectives,
+)
 
 WORLD_SIZES = [2, 3, 4, 5]
+KINDS = {"shared": SharedMemoryCollectives.open, "pairwise": PairwiseCollectives, "group": GroupCollectives}
 SHARDS = [(4, torch.float32), (1024, torch.float32), (40, torch.float64), (16, torch.float32)]
 
 
@@ -18,9 +32,14 @@ def values_of(rank, world_size, k):
 
 def sums(rank, world_size, kind, together):
     """Every sum of SHARDS, one after another or all in flight together, three times over."""
-    door = kind(dist.group.WORLD)
+    door = KINDS[kind](dist.group.WORLD)
+    memory = door.allocate(sum(world_size * numel * dtype.itemsize for numel, dtype in SHARDS), torch.device("cpu"))
     for _ in range(3):
-        buffers = [values_of(rank, world_size, k) for k in range(len(SHARDS))]
+        buffers, start = [], 0
+        for k in range(len(SHARDS)):
+            values = values_of(rank, world_size, k)
+            buffers.append(memory[start : start + values.nbytes].view(values.dtype).copy_(values))
+            start += values.nbytes
         if together:
             pending = [door.reduce_scatter(buffer) for buffer in buffers]
             totals = [work.wait() for work in pending]
@@ -31,21 +50,22 @@ def sums(rank, world_size, kind, together):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("kind", [PairwiseCollectives, GroupCollectives])
+@pytest.mark.parametrize("kind", KINDS)
 def test_reduce_scatter_sums(kind, together, world_size):
     results = run_ranks(sums, world_size, kind, together, timeout=30)
     for k in range(len(SHARDS)):
         total = sum(values_of(r, world_size, k) for r in range(world_size))
         for rank, mine in enumerate(results):
             expected = total.chunk(world_size)[rank]
-            if kind is PairwiseCollectives:
+            if kind != "group":
                 assert torch.equal(mine[k], expected), "not the sum in rank order"
             else:
                 torch.testing.assert_close(mine[k], expected)
 
 
 def gathers(rank, world_size, kind):
-    door = kind(dist.group.WORLD)
+    door = KINDS[kind](dist.group.WORLD)
+    door.expect(8 * 1024)  # less than all that is gathered: the place of the first is used again
     buffers = []
     for k in range(len(SHARDS)):
         buffer = torch.full_like(values_of(0, world_size, k), float("nan"))
@@ -59,7 +79,7 @@ def gathers(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("kind", [PairwiseCollectives, GroupCollectives])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gather_agree_broadcast(kind, world_size):
     for buffers, farthest, half, total in run_ranks(gathers, world_size, kind, timeout=30):
         for k, buffer in enumerate(buffers):
@@ -77,4 +97,107 @@ def kinds(rank, world_size):
 
 def test_which_door():
     assert run_ranks(kinds, 1, timeout=30) == [("LocalCollectives", "LocalCollectives")]
-    assert run_ranks(kinds, 2, timeout=30) == [("PairwiseCollectives", "LocalCollectives")] * 2
+    assert run_ranks(kinds, 2, timeout=30) == [("SharedMemoryCollectives", "LocalCollectives")] * 2
+
+
+def races(rank, world_size, kind):
+    """Ranks that sleep at random, over memory that is used again all the time."""
+    door, chance = KINDS[kind](dist.group.WORLD), random.Random(rank)
+    common = random.Random(7)  # all ranks do the same
+    door.expect(1 << 13)
+    memory = door.allocate(world_size * (1 << 13), torch.device("cpu"))
+    flying, sums = deque(), []
+    for step in range(400):
+        numel = 4 * common.randrange(1, 512)
+        if common.random() < 0.5:
+            shard = torch.full((numel,), float(step * world_size + rank))
+            buffer = torch.empty(world_size * numel)
+            buffer.view(world_size, -1)[rank] = shard
+            flying.append((step, buffer, door.all_gather(buffer.view(torch.uint8), step)))
+            shard.fill_(-1.0)
+        else:
+            buffer = memory[: 4 * world_size * numel].view(torch.float32).fill_(float(step + rank))
+            sums.append((step, door.reduce_scatter(buffer, step).wait().clone()))
+            buffer.fill_(-1.0)
+        if chance.random() < 0.1:
+            time.sleep(chance.random() / 200)
+        while len(flying) > (1 if step < 399 else 0):
+            number, buffer, work = flying.popleft()
+            work.wait()
+            expected = (number * world_size + torch.arange(world_size)).repeat_interleave(buffer.numel() // world_size)
+            assert torch.equal(buffer, expected.float()), number
+    for step, total in sums:
+        assert (total == sum(step + r for r in range(world_size))).all(), step
+    return len(sums)
+
+
+@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+def test_memory_that_is_used_again(kind):
+    assert min(run_ranks(races, 3, kind, timeout=60)) > 100
+
+
+def different_exchanges(rank, world_size):
+    door = KINDS["shared"](dist.group.WORLD)
+    door.expect(1 << 10)
+    door.describe = {0: "gather unit a", 1: "gather unit b", -1: "agree"}.__getitem__
+    messages = []
+    for mine in ([0, 1], [0, -1]):
+        with pytest.raises(DivergenceError) as caught:
+            if mine[rank] < 0:
+                door.agree(torch.tensor([1]))
+            else:
+                door.all_gather(torch.zeros(16), mine[rank]).wait()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_in_different_exchanges_of_shared_memory():
+    first, second = run_ranks(different_exchanges, 2, timeout=30)
+    assert "rank 0 is about to gather unit a, rank 1 to gather unit b" in first[0]
+    assert "rank 1 is about to gather unit b, rank 0 to gather unit a" in second[0]
+    assert "rank 0 is about to gather unit a, rank 1 to agree" in first[1]
+    assert "rank 1 is about to agree, rank 0 to gather unit a" in second[1]
+
+
+def left_alone(rank, world_size):
+    door = KINDS["shared"](dist.group.WORLD)
+    door.expect(1 << 10)
+    if rank == 1:
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"Rank 1 \(process \d+\) has ended; rank 0 was waiting for it"):
+        door.all_gather(torch.zeros(16), 0).wait()
+    Path(os.environ["FOUND"]).write_text(str(time.monotonic() - began))
+
+
+def test_a_rank_that_dies_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOUND", str(tmp_path / "seconds"))
+    with pytest.raises(AssertionError, match="left_alone: rank 0 of 2 failed"):  # at the barrier after it
+        run_ranks(left_alone, 2, timeout=30)
+    assert float((tmp_path / "seconds").read_text()) < 5
+
+
+def trains(rank, world_size, kind):
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
+    optimizer = torch.optim.Adam(model.parameters())
+    engine = Zero3Engine(model, [optimizer], device=cpu, collectives=KINDS[kind](dist.group.WORLD), unit_policy=["Linear"])
+    for step in range(4):
+        with engine.step():
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = model(x).square().mean()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value for unit in engine.units for name, value in unit.values().items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_is_bitwise_the_same_through_both_doors(world_size):
+    for shared, pairwise in zip(
+        run_ranks(trains, world_size, "shared"), run_ranks(trains, world_size, "pairwise"), strict=True
+    ):
+        assert shared.keys() == pairwise.keys()
+        assert all(torch.equal(shared[name], pairwise[name]) for name in shared)

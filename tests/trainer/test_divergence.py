@@ -13,7 +13,7 @@ READS = {
     "gradient": lambda module: module.net[0].weight.grad,
     "gathered": lambda module: module.trainer.strategy.gathered(module).__enter__(),
     "forward": lambda module: module.net(torch.ones(1, 4)),
-    "save": lambda module: module.trainer.save_checkpoint("nowhere"),
+    "values": lambda module: module.trainer.strategy.engine.units[-1].values(),
 }
 ELSEWHERE = {
     "wait for the others at a barrier": lambda module: module.trainer.strategy.barrier(),
