@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
-from .engine import collectives
+from .engine import collectives, shared
 from .position import Activity, Neighbour, Place, Position, machine
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
 
@@ -167,7 +167,7 @@ class Watch:
         waits = code = ""
         while frame is not None:
             file = frame.f_code.co_filename
-            if not waits and file == collectives.__file__:
+            if not waits and file in (collectives.__file__, shared.__file__):
                 waits = ENGINE
             elif not waits and file == distributed_c10d.__file__:
                 waits = ELSEWHERE

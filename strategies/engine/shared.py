@@ -87,7 +87,7 @@ class Board:
                 looked = now
                 self._require_alive(rank)
             if now - began > self._timeout_s:
-                raise RuntimeError(f"Rank {self._rank} waited {self._timeout_s:.0f} s for rank {rank}, which did not come.")
+                raise RuntimeError(f"Rank {self._rank} timed out: rank {rank} did not come in {self._timeout_s:.0f} s.")
 
     def _require_alive(self, rank: int) -> None:
         try:
@@ -96,8 +96,8 @@ class Board:
             state = "gone"
         if state in ("gone", "Z", "X"):
             raise RuntimeError(
-                f"Rank {rank} (process {self._processes[rank]}) has ended; rank {self._rank} was waiting for it. Look for the "
-                "first error in that rank's output."
+                f"The connection to rank {rank} is lost: its process {self._processes[rank]} has ended while rank {self._rank} "
+                "waited for it. Look for the first error in that rank's output."
             )
 
 
@@ -156,6 +156,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return bool(self._outbox) and buffer.nbytes <= self.world_size * self._outbox[self.rank].numel()
 
     def _give(self, buffer: Tensor, label: int) -> _Gather:
+        self.progress[1] += 1
         shards = buffer.view(torch.uint8).view(self.world_size, -1)
         nbytes = shards.shape[1]
         start = self._reserve(nbytes)
@@ -170,6 +171,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         for address, nbytes, blocks in self._blocks:
             offset = buffer.data_ptr() - address
             if 0 <= offset < nbytes:
+                self.progress[1] += 1
                 parts = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
                 mine = [part.view(self.world_size, -1)[self.rank] for part in parts]
                 return _Sum(mine, self, label, self._board.post(label))
@@ -272,7 +274,7 @@ def _share(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
     if not nbytes:
         return None
     world_size = dist.get_world_size(group)
-    fd = os.memfd_create("lightning_zero3")
+    fd = os.memfd_create(f"lightning_zero3 rank {dist.get_rank(group)}")  # in /proc/<pid>/maps
     try:
         os.ftruncate(fd, nbytes + len(token := secrets.token_bytes(_ALIGNMENT)))
         os.pwrite(fd, token, nbytes)
