@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
@@ -91,5 +92,6 @@ class WatchedStrategy(ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self.watch is not None:
+        # After SIGTERM all ranks stop together.
+        if self.watch is not None and not isinstance(exception, SIGTERMException):
             self.watch.ends_with(exception)

@@ -1,11 +1,13 @@
 """The life of the process group around fits, failures and Ctrl-C; and fits in a notebook."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from helpers.parity import trainer
 from helpers.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Model(pl.LightningModule):
@@ -108,12 +112,75 @@ def fits_alone(rank, size):
 
 
 def test_a_notebook_trains_on_one_process_and_on_several():
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    environ.update(PYTHONPATH=f"{root}:{root}/tests", GLOO_SOCKET_IFNAME="lo")
+    environ.update(PYTHONPATH=f"{ROOT}:{ROOT}/tests", GLOO_SOCKET_IFNAME="lo")
     done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     refused, *fits = done.stdout.splitlines()
     assert 'Use strategy="zero3_notebook"' in refused
     (alone,) = run_ranks(fits_alone, 1)
     assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None"]
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+import lightning_zero3
+from tests.trainer.test_process_group import Model, trainer
+
+class Slow(Model):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            Path(f"ready{self.global_rank}").touch()
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+fitter = trainer("zero3", 2, max_epochs=-1, enable_checkpointing=None, callbacks=[OnExceptionCheckpoint(".")])
+fitter.fit(Slow())
+"""
+
+
+def left_of(session):
+    """Processes of a group that are not gone."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == session and state != "Z":
+                found.append(stat.parent.name)
+    return found
+
+
+def test_sigterm_and_ctrl_c_end_all_processes(tmp_path):
+    running = {}
+    for how in ("SIGTERM", "SIGINT", "torchrun"):
+        folder = tmp_path / how
+        folder.mkdir()
+        (folder / "script.py").write_text(SCRIPT)
+        environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+        environ.update(PYTHONPATH=f"{ROOT}:{ROOT}/tests", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        command = "-m torch.distributed.run --standalone --nproc-per-node 2 script.py" if how == "torchrun" else "script.py"
+        with open(folder / "log", "w") as log:
+            running[how] = subprocess.Popen(
+                [sys.executable, *command.split()], env=environ, cwd=folder, start_new_session=True, stdout=log, stderr=log
+            )
+    try:
+        for how, process in running.items():
+            until = time.monotonic() + 150
+            while len(list((tmp_path / how).glob("ready*"))) < 2:
+                assert process.poll() is None and time.monotonic() < until, (tmp_path / how / "log").read_text()
+                time.sleep(0.05)
+        os.kill(running["SIGTERM"].pid, signal.SIGTERM)  # to the first process alone
+        os.killpg(running["SIGINT"].pid, signal.SIGINT)  # what the terminal does
+        os.kill(running["torchrun"].pid, signal.SIGTERM)  # what SLURM does; the agent passes it on
+        codes = {how: process.wait(60) for how, process in running.items()}
+        assert codes["SIGTERM"] == 0 and codes["SIGINT"] == 1 and codes["torchrun"] != 0, codes  # as with Lightning's `ddp`
+        assert {how: left_of(process.pid) for how, process in running.items()} == {how: [] for how in running}
+        for how in ("SIGTERM", "torchrun"):
+            assert (tmp_path / how / "on_exception.ckpt").exists(), (tmp_path / how / "log").read_text()
+    finally:
+        for process in running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
