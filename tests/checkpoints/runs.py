@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.models import Lit, Recipe
 from helpers.parity import full_state, trainer, zero3
@@ -93,3 +94,27 @@ def train(world_size, module, until, read=None, write=None, strategy=None, **opt
     return Result(
         module.losses, full_weights(runner), optimizer_states(runner), torch.get_rng_state(), runner.global_step, start
     )
+
+
+class Shuffled(LightningModule):
+    """Shuffled data, dropout, gradients that do not vanish: only an exact resume repeats what an uninterrupted run does."""
+
+    def __init__(self, samples: int = 48, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.samples, self.losses = samples, []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = (self.net(x) - y).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(self.samples, 6, generator=generator)
+        return DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=4, shuffle=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
