@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from .environment import detect
+from .host import visible_devices
 from .rollcall import describe_process, explained, roll_call
 from .sessions import join_session
 from .world import LOOPBACK, LaunchError, World
@@ -41,13 +43,18 @@ class _Group:
 
 
 _group: _Group | None = None
+_world: World | None = None
 _stores: dict[tuple[str, int], dist.Store] = {}  # for the life of the process: peers may still ask
 _starts = itertools.count()
 
 
-def current_group_world() -> World | None:
-    """The record that the process group was started with, if this module did."""
-    return _group.world if _group is not None and dist.is_initialized() else None
+def current_world() -> World:
+    """This process's record: that of the run which began in it last, or what the variables say where none did.
+
+    Raises:
+        LaunchError: the process was started in a way that cannot work.
+    """
+    return _world or detect(os.environ, visible_devices())
 
 
 def start_process_group(
@@ -70,7 +77,8 @@ def start_process_group(
         LaunchError: the address does not resolve, the port is taken, ranks are missing, doubled or of different versions; or
             a group is there already and has other ranks.
     """
-    global _group
+    global _group, _world
+    _world = world
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
             raise LaunchError(

@@ -16,9 +16,10 @@ import lightning_zero3.strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 
+STRATEGIES = {"CheckpointOptions", "DataOptions", "LaunchError", "WatchOptions", "World", "Zero3Strategy", "current_world"}
 PUBLIC = {
-    "lightning_zero3": {"CheckpointOptions", "DataOptions", "WatchOptions", "Zero3Strategy", "__version__"},
-    "lightning_zero3.strategies": {"CheckpointOptions", "DataOptions", "WatchOptions", "Zero3Strategy"},
+    "lightning_zero3": {*STRATEGIES, "__version__"},
+    "lightning_zero3.strategies": STRATEGIES,
     "lightning_zero3.callbacks": {
         "AllocatorConfig",
         "CUDABackendConfig",
@@ -114,7 +115,7 @@ def test_the_root_package_shows_nothing_but_its_public_names():
         for name, value in vars(lightning_zero3).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    assert shown == {"CheckpointOptions", "DataOptions", "WatchOptions", "Zero3Strategy"}
+    assert shown == STRATEGIES
 
 
 def test_version_is_the_one_in_pyproject():

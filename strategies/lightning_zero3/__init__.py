@@ -3,8 +3,17 @@
 The import registers the strategy and does nothing else: no CUDA, no threads, no processes.
 """
 
-from .strategies import CheckpointOptions, DataOptions, WatchOptions, Zero3Strategy
+from .strategies import CheckpointOptions, DataOptions, LaunchError, WatchOptions, World, Zero3Strategy, current_world
 
 __version__ = "0.1.0"
 
-__all__ = ["CheckpointOptions", "DataOptions", "WatchOptions", "Zero3Strategy", "__version__"]
+__all__ = [
+    "CheckpointOptions",
+    "DataOptions",
+    "LaunchError",
+    "WatchOptions",
+    "World",
+    "Zero3Strategy",
+    "__version__",
+    "current_world",
+]

@@ -1,6 +1,5 @@
 """`python -m lightning_zero3 env`: alone, among ranks, and where the launch is wrong."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -8,14 +7,13 @@ import os
 import socket
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.environment_report import add_arguments, differences, run
+from lightning_zero3.__main__ import main
+from lightning_zero3.strategies.environment_report import differences
 
 
 def report(*options):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = run(parser.parse_args(options))
+        code = main(["env", *options])
     return code, out.getvalue()
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.rendezvous import current_group_world, end_process_group, start_process_group
+from lightning_zero3.strategies.rendezvous import current_world, end_process_group, start_process_group
 from lightning_zero3.strategies.rollcall import describe_process, roll_call
+from lightning_zero3.strategies.signals import _Notes
 from lightning_zero3.strategies.world import Devices, LaunchError
 
 SOON_S = 10  # what all of these take together at most; the shortest time-out in a message is longer
@@ -125,13 +126,14 @@ def total(rank):
 
 
 def groups(rank, size, port):
+    assert current_world().launcher == "torchrun"  # what the variables say, before any run
     dist.destroy_process_group()  # the test's own
     who, minute = world(rank, size, port), timedelta(seconds=60)
     sums, waits = [], []
     for timeout, end in ((minute, None), (minute, None), (minute / 2, {"failed": True}), (minute, {})):
         before = dist.group.WORLD
         start_process_group(who, "gloo", timeout, minute)
-        assert current_group_world() == who
+        assert current_world() == who
         sums.append(total(rank))
         if len(sums) == 2:
             assert dist.group.WORLD is before  # the same request keeps the group
@@ -143,7 +145,7 @@ def groups(rank, size, port):
             started = time.monotonic()
             end_process_group(**end)
             waits.append(time.monotonic() - started)
-            assert not dist.is_initialized() and current_group_world() is None
+            assert not dist.is_initialized()
     # A group of the user's is left alone, if it has this process in its place.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(LaunchError, match=r"as rank 0 of 1, but variables says rank \d of 2"):
@@ -159,3 +161,37 @@ def test_groups_start_again_and_end():
     assert sums == others == [3.0] * 4
     # Rank 0 serves the store and leaves last; after a failure nobody waits.
     assert first_waits[0] < 0.4 <= first_waits[1] and max(second_waits) < 0.4
+
+
+def on_gpus(rank, size, port):
+    dist.destroy_process_group()
+    who, minute, device = world(rank, size, port), timedelta(seconds=60), torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    found = []
+    for end in ({}, {"failed": True}, {}):
+        start_process_group(who, "nccl", minute, minute, device)
+        x = torch.full((3,), rank + 1.0, device=device)
+        dist.all_reduce(x)
+        found.append(x.tolist())
+        notes = _Notes()
+        # What is asked in one call is known after the next, on all ranks.
+        found.append([notes.compare(rank == size - 1 and call == 1, False, device) for call in range(4)])
+        dist.new_group(list(range(size)))
+        end_process_group(**end)
+        assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_groups_start_again_and_end():
+    (found,) = run_ranks(on_gpus, 1, free_port())
+    assert found[::2] == [[1.0] * 3] * 3
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl_groups_of_two():
+    off, on = (False, False), (True, False)
+    for found in run_ranks(on_gpus, 2, free_port()):
+        assert found == [[3.0] * 3, [off, off, on, off]] * 3
