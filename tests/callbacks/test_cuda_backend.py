@@ -22,12 +22,6 @@ VARIABLES = (
 matmul = torch.backends.cuda.matmul
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
 def read_switches():
     return {
         "matmul": matmul.fp32_precision,

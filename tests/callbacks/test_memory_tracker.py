@@ -1,6 +1,5 @@
-"""`CUDAMemoryTracker` in the Trainer: one device, DDP and FSDP2, recorded CUDA figures, errors, overhead."""
+"""`CUDAMemoryTracker` in the Trainer: phases, leaks, errors, arguments."""
 
-import gc
 import logging
 import time
 from pathlib import Path
@@ -8,215 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import nn
-from torch.utils.data import DataLoader
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-import lightning_zero3  # noqa: F401  (registers the strategy)
 from helpers.ranks import run_ranks
+from helpers.tracking import MIB, Model, fit, needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker, StepTimer
-from lightning_zero3.callbacks.memory_figures import GIB, KEYS
+from lightning_zero3.callbacks.memory_figures import GIB
 from lightning_zero3.callbacks.memory_ledger import CATEGORIES
-from lightning_zero3.callbacks.memory_phases import PHASES
 from lightning_zero3.callbacks.memory_run import Recording
 from lightning_zero3.callbacks.memory_source import Sample, Surroundings
-
-MIB = 2**20
-WIDTH = 512
-LAYERS = 12  # so that the data set is far below 1% of them
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-
-
-class Model(LightningModule):
-    def __init__(self, layers=6):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
-        self.register_buffer("table", torch.ones(WIDTH, WIDTH))
-
-    def training_step(self, batch, batch_idx):
-        for layer in self.layers:
-            batch = layer(batch).relu()
-        return batch.pow(2).mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-
-class Sharded(Model):
-    def configure_model(self):
-        from torch.distributed.fsdp import fully_shard
-
-        if not getattr(self, "done", False):
-            for layer in [*self.layers, self]:
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            self.done = True
-
-
-class Collecting(Logger):
-    """A logger of one's own: what it gets is what every logger gets."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    name = version = "collecting"
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def memory(self):
-        return [(step, metrics) for step, metrics in self.rows if any(name.startswith("memory/") for name in metrics)]
-
-
-def fit(*callbacks, tmp_path, model=None, **options):
-    logger = Collecting()
-    options = {"max_steps": 6, "accelerator": "cpu", "enable_progress_bar": False, "limit_val_batches": 0, **options}
-    trainer = Trainer(
-        callbacks=list(callbacks),
-        logger=logger,
-        log_every_n_steps=2,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **{"enable_checkpointing": False, **options},
-    )
-    loader = DataLoader(RandomDataset(WIDTH, 64), batch_size=4)
-    trainer.fit(model or Model(), loader, loader)
-    return trainer, logger
-
-
-def count_live_tensors():
-    """An independent ledger: every storage that Python can reach, once."""
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and not hasattr(item, "_local_tensor") and item.device.type == "cpu":
-            with torch._C.DisableTorchFunctionSubclass():  # a sharded parameter of zero3 would refuse
-                storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-class CountLive(Callback):
-    """Counts after each step."""
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        gc.collect()
-        self.live = count_live_tensors()
-
-
-# ---- ledger ---------------------------------------------------------------------------------------
-
-
-def ledger_case(rank, world_size, kind, folder):
-    strategy = {
-        "ddp": lambda: DDPStrategy(),
-        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
-        "zero3": lambda: "zero3",
-    }[kind]()
-    gc.collect()
-    foreign = count_live_tensors()
-    tracker, live = CUDAMemoryTracker(table=False, per_unit=True), CountLive()
-    model = Sharded(LAYERS) if kind == "fsdp2" else Model(LAYERS)
-    seen = {}
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            seen["calls"] = tracker._run.gatherer.calls
-            if kind == "ddp":
-                seen["buckets"] = trainer.strategy.model._get_ddp_logging_data()["bucket_sizes"]
-
-    _, logger = fit(tracker, live, Look(), tmp_path=folder, model=model, strategy=strategy, devices=world_size)
-    return {
-        "ledger": {category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES},
-        "live": live.live - foreign,
-        "rows": logger.memory(),
-        **seen,
-    }
-
-
-def ledger_cases(rank, world_size, folder):
-    return {kind: ledger_case(rank, world_size, kind, folder) for kind in ("ddp", "fsdp2", "zero3")}
-
-
-def test_ledger_against_live_storages_over_two_ranks(tmp_path):
-    for rank, results in enumerate(run_ranks(ledger_cases, 2, tmp_path)):
-        for kind, result in results.items():
-            check_ledger(kind, result)
-            if rank == 0:
-                check_keys(kind, result["rows"])
-
-
-def check_ledger(kind, result):
-    ledger, state = result["ledger"], LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-    share = 1 if kind == "ddp" else 2
-    assert ledger["parameters"] == pytest.approx(state / share, rel=1e-5)  # zero3 pads a rank's share by 16 bytes
-    assert ledger["gradients"] == pytest.approx(state / share, rel=1e-5)
-    assert ledger["optimizer_state"] == pytest.approx(2 * state / share, rel=1e-3)
-    assert ledger["buffers"] == WIDTH * WIDTH * 4
-    # Python cannot reach DDP's buckets; DDP itself knows their sizes.
-    if kind == "ddp":
-        assert ledger["slots"] == sum(int(size) for size in result["buckets"].split(","))
-    reachable = sum(ledger.values()) - (ledger["slots"] if kind == "ddp" else 0)
-    assert abs(result["live"] - reachable) < 0.01 * reachable, (kind, ledger)
-    assert result["calls"] == 3  # at steps 2, 4 and 6 one collective each
-
-
-def check_keys(kind, rows):
-    assert [step for step, _ in rows] == [2, 4, 6]
-    metrics = rows[-1][1]
-    assert {name for name in metrics if name.count("/") == 1} <= set(KEYS)
-    assert {f"memory/peak_gib/{part}" for part in ("min", "mean", "max_rank")} <= set(metrics)
-    units = {name: size * GIB for name, size in metrics.items() if name.startswith("memory/unit/")}
-    of_a_layer = (WIDTH * WIDTH + WIDTH) * 4
-    # zero3 tells the slot of each unit, others tell its share of parameters, gradients and optimizer state.
-    expected = {"ddp": 4 * of_a_layer, "fsdp2": 2 * of_a_layer, "zero3": of_a_layer}[kind]
-    if kind != "zero3":
-        assert set(units) == {f"memory/unit/layers.{i}_gib" for i in range(LAYERS)}
-    assert sum(units.values()) == pytest.approx(LAYERS * expected, rel=1e-3)
-
-
-def test_ledger_on_a_single_device(tmp_path):
-    gc.collect()
-    foreign = count_live_tensors()
-    tracker, live = CUDAMemoryTracker(table=False), CountLive()
-    _, logger = fit(tracker, live, tmp_path=tmp_path)
-    ledger = {category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES}
-    assert ledger["slots"] == 0
-    assert abs(live.live - foreign - sum(ledger.values())) < 0.01 * sum(ledger.values())
-    metrics = logger.memory()[-1][1]
-    missing = {f"memory/peak_{phase}_gib" for phase in PHASES}  # where steps are short, not all are detailed
-    assert set(KEYS) - missing <= set(metrics) <= set(KEYS)
-    assert tracker.run_spreads.keys() >= {f"memory/peak_{phase}_gib" for phase in PHASES[:3]}
-
-
-class Told(SingleDeviceStrategy):
-    """A strategy that keeps its own ledger."""
-
-    def memory_ledger(self, per_unit=False):
-        ledger = dict(zip(CATEGORIES, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True))
-        return {**ledger, "units": {"layers.0": 7 * MIB, "head": 3 * MIB}} if per_unit else ledger
-
-
-def test_a_strategy_that_knows_its_ledger_is_asked(tmp_path):
-    _, logger = fit(CUDAMemoryTracker(table=False, per_unit=True), tmp_path=tmp_path, strategy=Told("cpu"))
-    metrics = logger.memory()[-1][1]
-    assert [metrics[f"memory/{category}_gib"] * 1024 for category in CATEGORIES] == [10, 20, 30, 40, 50]
-    assert metrics["memory/unit/layers.0_gib"] * 1024 == 7 and metrics["memory/unit/head_gib"] * 1024 == 3
-    strategy = Told("cpu")
-    strategy.memory_ledger = lambda: {"parameters": 1}
-    with pytest.raises(KeyError, match="memory_ledger.*lacks.*gradients"):
-        fit(CUDAMemoryTracker(), tmp_path=tmp_path, strategy=strategy)
-
 
 # ---- phases through the Trainer -------------------------------------------------------------------
 
@@ -440,7 +242,7 @@ def test_the_report_asks_no_other_rank(tmp_path, monkeypatch):
     assert tracker.oom_reports and called == []
 
 
-# ---- arguments, YAML, overhead --------------------------------------------------------------------
+# ---- arguments, YAML ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -476,74 +278,7 @@ trainer:
     assert next(callback for callback in trainer.callbacks if isinstance(callback, StepTimer)).every_n_steps == 5
 
 
-HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
-
-
-def make_timed(base):
-    """A callback that adds up the thread's own time in its hooks."""
-
-    def timed(name):
-        def hook(self, *args, **kwargs):
-            begun = time.thread_time()
-            getattr(base, name)(self, *args, **kwargs)
-            self.spent += time.thread_time() - begun
-
-        return hook
-
-    return type(f"Timed{base.__name__}", (base,), {"spent": 0.0, **{name: timed(name) for name in HOOKS}})
-
-
-Timed, Nothing = make_timed(CUDAMemoryTracker), make_timed(Callback)
-
-
-def overhead_case(rank, world_size, folder):
-    """(share of the step, seconds) of all hooks of a step together, logging every 50, in the thread's own time."""
-    steps, found = 250, []
-    for _ in range(2):  # the better of two: other processes cost caches
-        tracker = Timed(table=False, every_n_steps=50)
-        clock = Nothing()  # reading the clock takes microseconds itself
-        begun = time.perf_counter()
-        fit(clock, tracker, tmp_path=folder, model=Slow(), max_steps=steps)
-        step = (time.perf_counter() - begun) / steps
-        spent = (tracker.spent - clock.spent) / steps
-        found.append((spent / step, spent))
-    return min(found)
-
-
-class Slow(Model):
-    """A step of about 10 ms."""
-
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.006)
-        return super().training_step(batch, batch_idx)
-
-
-def test_overhead_is_below_one_percent_of_a_10_ms_step(tmp_path):
-    ((share, spent),) = run_ranks(overhead_case, 1, tmp_path)
-    print(f"tracker: {spent * 1e6:.0f} µs per step, {share:.2%} of it")
-    assert share < 0.01  # of a step of 10 ms, longer where other processes hold it up
-
-
 # ---- on a GPU -------------------------------------------------------------------------------------
-
-
-@needs_cuda
-@pytest.mark.gpu
-def test_ledger_against_the_cuda_allocator(tmp_path):
-    tracker = CUDAMemoryTracker(table=False, report=str(tmp_path / "memory.html"), report_png=False)
-    seen = {}
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS's own, up to 32 MiB
-            seen["allocated"] = torch.cuda.memory_stats()["allocated_bytes.all.current"]
-
-    torch._C._cuda_clearCublasWorkspaces()
-    before = torch.cuda.memory_allocated()
-    fit(tracker, Look(), tmp_path=tmp_path, model=Model(layers=64), accelerator="gpu", devices=1)
-    ledger = sum(tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES)
-    assert abs(seen["allocated"] - before - ledger) < 0.01 * ledger
-    assert "train" in (tmp_path / "memory.html").read_text()
 
 
 @needs_cuda
@@ -561,41 +296,6 @@ def test_out_of_memory_on_the_gpu(tmp_path):
     (report,) = tracker.oom_reports
     assert report.wanted >= 2**42 and report.phase == "forward" and report.largest_free is not None
     assert Path(report.snapshot_path).stat().st_size > 0
-
-
-@needs_cuda
-@pytest.mark.gpu
-def test_overhead_on_the_gpu(tmp_path):
-    tracker = Timed(table=False, every_n_steps=50)
-    fit(tracker, tmp_path=tmp_path, max_steps=400, accelerator="gpu", devices=1)
-    assert tracker.spent / 400 < 0.01 * 0.010
-
-
-class Strict(CUDAMemoryTracker):
-    """Where a hook of its own waits for the device, torch raises."""
-
-
-def forbid_waiting(name):
-    def hook(self, *args, **kwargs):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            getattr(CUDAMemoryTracker, name)(self, *args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return hook
-
-
-for hook_name in HOOKS:
-    setattr(Strict, hook_name, forbid_waiting(hook_name))
-
-
-@needs_cuda
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu(tmp_path):
-    tracker = Strict(table=False, per_unit=True, time_share=None, every_n_steps=1)
-    fit(tracker, tmp_path=tmp_path, accelerator="gpu", devices=1)
-    assert tracker.run_spreads
 
 
 @needs_cuda
