@@ -237,6 +237,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self._data.on_train_batch_start(self._trainer)
 
     @override

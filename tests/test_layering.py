@@ -70,7 +70,7 @@ LAYERS = [
     (["strategies/checkpoints/boxes", "strategies/checkpoints/manifest", "strategies/checkpoints/options"], NOTHING),
     (["strategies/checkpoints/errors"], TORCH),
     (["strategies/checkpoints/storage"], NOTHING),
-    (["strategies/checkpoints/slices"], TORCH),
+    (["strategies/checkpoints/background", "strategies/checkpoints/slices"], TORCH),
     (["strategies/checkpoints/gather"], TORCH),
     (["strategies/checkpoints/full", "strategies/checkpoints/sharded"], TORCH),
     (["strategies/checkpoints/model_state", "strategies/checkpoints/optimizer_state"], TORCH),

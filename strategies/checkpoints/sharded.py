@@ -18,6 +18,7 @@ import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,73 @@ OTHERS = "others"  # sharded tensors that are neither the model's nor an optimiz
 _MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
 
 
-def save(checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write a Lightning checkpoint, every rank its part; collective.
+@dataclass
+class Prepared:
+    """What this rank is to write.
+
+    Attributes:
+        state: nested, with the rank's slices.
+        rest: ``meta.pt``, which rank 0 writes.
+        manifest: without files.
+    """
+
+    state: dict[str, Any]
+    rest: bytes
+    manifest: Manifest
+
+    def copied(self) -> Prepared:
+        """The same with CPU copies of all tensors, as they are now."""
+        return replace(self, state=_copied(self.state, {}))
+
+
+def prepare(checkpoint: dict[str, Any]) -> Prepared:
+    """Take a Lightning checkpoint apart; local.
 
     Args:
         checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded tensor, wherever it is.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    state = {"state_dict": checkpoint["state_dict"]}
+    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+        state[f"optimizer_{index}"] = optimizer
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    if any(True for _ in tensors_in(rest, SlicedTensor)):
+        state[OTHERS] = {}  # averages of weights, and what else callbacks keep
+        rest = _take_slices(rest, (), state[OTHERS])
+    packed = io.BytesIO()
+    if rank == 0:
+        torch.save(rest, packed)
+    manifest = Manifest(world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
+    return Prepared(state, packed.getvalue(), manifest)
+
+
+def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
+    if isinstance(tree, SlicedTensor):
+        return memory.setdefault(id(tree), tree.copied())
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: _copied(item, memory) for key, item in tree.items()}
+    return type(tree)(_copied(item, memory) for item in tree) if type(tree) in (list, tuple) else tree
+
+
+def save(prepared: Prepared, path: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint, every rank its part; collective.
+
+    Args:
+        prepared: this rank's part.
         path: of the directory, on a file system that all ranks see. What is there is replaced when the new one is whole.
         group: the ranks that write; all of them by default.
 
     Raises:
         CheckpointError: on all ranks; what was at ``path`` is still there.
     """
-    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    doing = f"Saving {path}"
-    manifest = Manifest(world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    doing, manifest = f"Saving {path}", prepared.manifest
     stage = together(doing, lambda: _begin(path, manifest) if rank == 0 else None, group)[0]
     try:
         together(doing, lambda: _require_shared(stage), group)
-        _write(checkpoint, stage, rank, doing, group)
+        _write(prepared, stage, rank, doing, group)
         for files in together(doing, lambda: {f.name: measure(f) for f in _files_of(stage, rank)}, group):
             manifest.files.update(files)
         together(doing, lambda: _finish(manifest, stage, path) if rank == 0 else None, group)
@@ -92,19 +142,12 @@ def _files_of(stage: Path, rank: int) -> list[Path]:
     return [*shard_files(stage, rank), *([] if rank else [stage / INDEX, stage / TRAINER_STATE])]
 
 
-def _write(checkpoint: dict[str, Any], stage: Path, rank: int, doing: str, group: dist.ProcessGroup | None) -> None:
-    state = {"state_dict": checkpoint["state_dict"]}
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        state[f"optimizer_{index}"] = optimizer
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    if any(True for _ in tensors_in(rest, SlicedTensor)):
-        state[OTHERS] = {}  # averages of weights, and what else callbacks keep
-        rest = _take_slices(rest, (), state[OTHERS])
+def _write(prepared: Prepared, stage: Path, rank: int, doing: str, group: dist.ProcessGroup | None) -> None:
     # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _torch_errors(doing):
-        dcp.save(state, storage_writer=FileSystemWriter(stage), planner=planner, process_group=group)
-    together(doing, lambda: None if rank else torch.save(rest, stage / TRAINER_STATE), group)
+        dcp.save(prepared.state, storage_writer=FileSystemWriter(stage), planner=planner, process_group=group)
+    together(doing, lambda: None if rank else (stage / TRAINER_STATE).write_bytes(prepared.rest), group)
 
 
 def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:

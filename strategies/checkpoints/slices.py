@@ -48,6 +48,13 @@ class SlicedTensor(Tensor):
         for offsets, part in self.parts.items():
             part.copy_(whole[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))])
 
+    def copied(self) -> SlicedTensor:
+        """The same with copies of this rank's parts in CPU memory."""
+        parts = {offsets: part.to("cpu", copy=True) for offsets, part in self.parts.items()}
+        tensor = Tensor._make_wrapper_subclass(SlicedTensor, self.size(), dtype=self.dtype, device=torch.device("cpu"))
+        tensor.place, tensor.flats, tensor.parts = self.place, _no_flats, parts
+        return tensor
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """What this rank writes of the tensor."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

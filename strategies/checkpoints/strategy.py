@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,6 +19,7 @@ from ..data import DataHooks
 from ..engine import Zero3Engine
 from ..processes import ProcessStrategy
 from . import full
+from .background import BackgroundSave
 from .errors import together
 from .gather import gather_on_rank_zero
 from .model_state import load_state_dict, own_values, sliced_state_dict
@@ -41,6 +43,7 @@ class CheckpointStrategy(ProcessStrategy):
     _data: DataHooks
     _checkpoints: CheckpointOptions
     _groups: Any  # ParamGroups, which imports from here
+    _background: BackgroundSave | None = None
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
     _set_up = False  # the model is sharded for the run that goes on
     _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
@@ -102,22 +105,71 @@ class CheckpointStrategy(ProcessStrategy):
             raise ValueError(
                 f"Sharded checkpoints are written to local folders, not to {path}: `CheckpointOptions(kind='full')`."
             )
-        from .sharded import save
+        from .sharded import prepare, save
 
-        save(checkpoint, Path(path))
+        self.finish_saving()
+        prepared = prepare(checkpoint)
+        if not self._checkpoints.background or self._trainer.state.status != TrainerStatus.RUNNING:
+            return save(prepared, Path(path))
+        if self._background is None:
+            self._background = BackgroundSave()
+        copy = prepared.copied()
+        self._background.start(lambda group: save(copy, Path(path), group))
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is written in the background; collective.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Report the end of a background save, on all ranks at the same step."""
+        super().on_train_batch_start(batch, batch_idx)
+        saving = self._background
+        if saving is not None and saving.running and self.reduce_boolean_decision(saving.finished()):
+            saving.wait()
+
+    @override
+    def on_train_end(self) -> None:
+        """Training is over when its last checkpoint is written."""
+        super().on_train_end()
+        self.finish_saving()
+
+    @override
+    def teardown(self) -> None:
+        """End the thread that saves."""
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.wait()
+        finally:
+            if background is not None:
+                background.close()
+            super().teardown()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Delete a checkpoint; one that is deleted halfway is not taken for a checkpoint."""
-        if self.is_global_zero:
-            path = Path(filepath)
-            remove(path) if path.is_dir() else self.checkpoint_io.remove_checkpoint(filepath)
+        if not self.is_global_zero:
+            return
+        path = Path(filepath)
+        if self._background is not None and self._background.running:
+            self._background.remove_later(path)
+        elif path.is_dir():
+            remove(path)
+        else:
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     # ------------------------------------------------------------------------------------------------ loading
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what is small, and remember where the tensors are to be read; collective."""
+        self.finish_saving()
         weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
         self._source = None
         if _is_remote(checkpoint_path) or type(self.checkpoint_io) is not TorchCheckpointIO:
