@@ -38,11 +38,12 @@ class CUDAMemoryTracker(Callback):
     rest). Over several ranks a key is the highest rank's, and the main ones also have `/min`, `/mean`
     and `/max_rank`; one packed all-gather carries them all.
 
-    What is exact: the peak of the run and between logging steps, always (between two readings where
-    only the driver can be asked); the peaks by phase, in every step that is read closely. With
-    `time_share` none of the steps is skipped as long as reading them closely costs less than that
-    share of the time: one reading of the CUDA allocator for each phase, tens of microseconds together
-    where the caches are warm. The table says how many steps were read.
+    What is exact: the peak of the run and of the steps between two logging steps, always (with a
+    pluggable allocator, where only the driver can be asked, it is that of the readings); peaks by phase
+    in every step that is read closely, which is every step as long as that takes less than `time_share`
+    of the time. Closely is one reading and reset for each phase: without CUDA 0.45 ms a step on a core of
+    2.6 GHz, so that by default every step above 0.2 s is read. The table says how many were. Altogether
+    the tracker took 0.3% to 0.5% of steps of 12 ms and more, on two busy cores.
 
     Args:
         every_n_steps: optimizer steps between logging; None takes the Trainer's `log_every_n_steps`.

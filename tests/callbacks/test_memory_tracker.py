@@ -13,12 +13,13 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from helpers.ranks import run_ranks
+from helpers.recorded_memory import SPLIT_SEGMENTS, UNSPLIT_SEGMENTS, as_stats
 from helpers.tracking import MIB, Model, fit, needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker, StepTimer
 from lightning_zero3.callbacks.memory_figures import GIB
 from lightning_zero3.callbacks.memory_ledger import CATEGORIES
 from lightning_zero3.callbacks.memory_run import Recording
-from lightning_zero3.callbacks.memory_source import Sample, Surroundings
+from lightning_zero3.callbacks.memory_source import Sample, Surroundings, sample_from_stats
 
 # ---- phases through the Trainer -------------------------------------------------------------------
 
@@ -111,6 +112,34 @@ def test_every_phase_gets_its_own_peak(accumulate, tmp_path, capsys):
     assert "6.00 GiB" in page and "checkpoint" in page
     assert tracker.run_figures().worst_waste == 6 * GIB
     assert AllocatorConfig().suggest(tracker.run_figures())[0].option == "expandable_segments"
+
+
+class Recorded(Scripted):
+    """Says what an allocator on a GPU has said."""
+
+    def __init__(self, table):
+        self.sample = sample_from_stats(as_stats(table))
+
+    def read(self, thorough=False):
+        return self.sample
+
+    def read_surroundings(self):
+        return Surroundings(80 * GIB, 20 * GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("table", "figures"), [(SPLIT_SEGMENTS, (43042, 37644, 32249)), (UNSPLIT_SEGMENTS, (52084, 49552, 32711))]
+)
+def test_recorded_figures_reach_the_logger_and_the_advice(table, figures, tmp_path):
+    tracker = WithSource(table=False)
+    tracker.scripted = Recorded(table)
+    _, logger = fit(tracker, tmp_path=tmp_path)
+    metrics = logger.memory()[-1][1]
+    peak, reserved, allocated = figures
+    assert [metrics[f"memory/{name}_gib"] * 1024 for name in ("peak", "reserved", "allocated")] == [peak, reserved, allocated]
+    assert metrics["memory/fragmentation"] == pytest.approx((reserved - allocated) / reserved)
+    (advice,) = AllocatorConfig().suggest(tracker.run_figures())
+    assert advice.option == "none" and "no retries" in advice.reason  # much is unused, and nobody wanted it
 
 
 def test_no_figures_before_the_end():
