@@ -208,6 +208,33 @@ class Summarized(Module):
         self.seen += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
 
 
+def sync_batch_norm(self, x):
+    """What ``nn.SyncBatchNorm`` computes, which torch has for CUDA only."""
+    from torch.distributed.nn.functional import all_reduce
+
+    count = x.shape[0] * torch.distributed.get_world_size()
+    mean = all_reduce(x.sum(0)) / count
+    variance = all_reduce((x - mean).square().sum(0)) / count
+    with torch.no_grad():
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+    return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+class SyncedNorms(Module):
+    options = {"sync_batchnorm": True}
+
+    def __init__(self):
+        super().__init__()
+        self.net = Chain(*(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3)))
+        nn.SyncBatchNorm.forward = sync_batch_norm  # in this process, which is a rank of the test
+
+    def on_train_start(self):
+        converted = isinstance(self.net.blocks[0][1], nn.SyncBatchNorm)
+        assert converted == (self.trainer.world_size > 1)
+
+
 class LikeDdp(Module):
     """The reference is two ranks of ddp: what is seen depends on the ranks."""
 
