@@ -18,13 +18,18 @@ class CUDAGraphStep(Callback):
     Args:
         warmup: eager steps before a capture.
         max_graphs: how many shapes of batches are captured; others run eagerly.
+        strict: a step that cannot be captured is an error; else training goes on eagerly, with a warning that says why.
         software: without CUDA use a slow software graph, instead of nothing: for tests.
     """
 
     _runner: StepRunner | None = None
 
-    def __init__(self, *, warmup: int = 3, max_graphs: int = 4, software: bool = False) -> None:
-        self.warmup, self.max_graphs, self.software = warmup, max_graphs, software
+    def __init__(self, *, warmup: int = 3, max_graphs: int = 4, strict: bool = False, software: bool = False) -> None:
+        if warmup < 2:
+            raise ValueError(f"warmup: expected at least 2 steps, which are compared, got {warmup}")
+        if max_graphs < 1:
+            raise ValueError(f"max_graphs: expected at least 1, got {max_graphs}")
+        self.warmup, self.max_graphs, self.strict, self.software = warmup, max_graphs, strict, software
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -33,7 +38,7 @@ class CUDAGraphStep(Callback):
             rank_zero_info(f"CUDAGraphStep: there are no CUDA graphs on {device.type}; steps run eagerly")
             return
         graphs = CudaGraphs(device) if device.type == "cuda" else SoftwareGraphs()
-        self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs)
+        self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs, self.strict)
         self._runner.install()
 
     def _remove(self) -> None:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from .graph_batch import signature
+from .graph_batch import UnsupportedBatch, signature, tensors_in
+from .graph_check import check_output, check_trainer
 from .graph_device import CudaGraphs, SoftwareGraphs
+from .graph_state import Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients
+from .graph_watch import Problem, Watch, WatchedIndex, compare
+
+MAX_RECAPTURES = 5
+
+
+class GraphCaptureError(RuntimeError):
+    """A training step cannot be captured, and ``strict`` was asked for."""
 
 
 @dataclass
 class _Shape:
     """What is known of batches of one signature."""
 
-    watched: int = 0  # eager steps so far
+    watches: list[Watch] = field(default_factory=list)  # of eager steps so far; the last two
+    watched: int = 0
     step: CapturedStep | None = None
 
 
@@ -29,20 +40,30 @@ class StepRunner:
         trainer: that trains.
         module: that is trained.
         graphs: makes them.
-        warmup: eager steps with batches of one signature before its capture.
+        warmup: eager steps with batches of one signature before its capture; two at least are compared.
         max_graphs: signatures that are captured; others run eagerly.
+        strict: raise where a step cannot be captured, instead of going on eagerly.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, graphs: CudaGraphs | SoftwareGraphs, warmup: int, max_graphs: int
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        graphs: CudaGraphs | SoftwareGraphs,
+        warmup: int,
+        max_graphs: int,
+        strict: bool,
     ) -> None:
         self._trainer, self._module, self._graphs = trainer, module, graphs
-        self._warmup, self._max_graphs = warmup, max_graphs
+        self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
         self._gradients = StaticGradients()
         self._shapes: dict[Hashable, _Shape] = {}
+        self._guard: Guard | None = None
         self._current: CapturedStep | None = None
-        self._watched: _Shape | None = None
-        self.replays = 0
+        self._watching: _Shape | None = None
+        self._refused = False
+        self._epoch = trainer.current_epoch
+        self.replays = self.recaptures = 0
         self._eager_step = trainer.strategy.training_step
         self._plugin = trainer.strategy.precision_plugin
         self._eager_backward = self._plugin.backward
@@ -52,6 +73,9 @@ class StepRunner:
         self._graphs.enter()
         self._trainer.strategy.training_step = self._training_step
         self._plugin.backward = self._backward
+        problems = check_trainer(self._trainer, self._module)
+        if problems:
+            self._refuse(problems)
 
     def remove(self) -> None:
         """The graphs go, and everything is as it was."""
@@ -66,7 +90,7 @@ class StepRunner:
             if shape.step is not None:
                 shape.step.reset()
         self._shapes = {}
-        self._current = None
+        self._guard = self._current = None
         self._graphs.renew()
 
     @property
@@ -74,20 +98,27 @@ class StepRunner:
         """Number of signatures that have graphs."""
         return sum(shape.step is not None for shape in self._shapes.values())
 
+    # ---- forward -----------------------------------------------------------------------------
+
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._current = self._watched = None
-        batch, *rest = args
-        shape = self._shapes.setdefault(self._key(batch), _Shape())
-        if shape.step is None and shape.watched < self._warmup:
-            self._watched = shape
-            shape.watched += 1
+        self._current = self._watching = None
+        if self._refused:
             return self._eager_step(*args, **kwargs)
+        self._check_guard()
+        batch, *rest = args
+        try:
+            key = self._key(batch)
+        except UnsupportedBatch as error:
+            self._refuse([Problem(str(error))])
+            return self._eager_step(*args)
+        shape = self._shapes.setdefault(key, _Shape())
+        new_epoch, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
+        if shape.watched < self._warmup or (new_epoch and shape.step is not None):
+            return self._watch(shape, batch, rest)
+        if shape.step is None and (self.captured >= self._max_graphs or not self._may_capture(shape)):
+            return self._eager_step(*args)
         if shape.step is None:
-            if self.captured >= self._max_graphs:
-                return self._eager_step(*args, **kwargs)
-            step = CapturedStep(self._graphs.make, self._gradients, self._without)
-            step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
-            shape.step = step
+            shape.step = self._capture(shape, batch, rest)
         else:
             shape.step.fill(batch)
         self._current = shape.step
@@ -98,12 +129,76 @@ class StepRunner:
         # DDP reduces only in the last micro-batch of a step.
         return signature(batch), getattr(self._trainer.strategy.model, "require_backward_grad_sync", None)
 
+    def _check_guard(self) -> None:
+        reason = self._guard.changed() if self._guard is not None else None
+        if reason is not None:
+            self._recapture(reason)
+
+    def _recapture(self, reason: str) -> None:
+        self.drop()
+        self.recaptures += 1
+        if self.recaptures > MAX_RECAPTURES:
+            self._refuse([Problem(f"Captured steps went out of date {self.recaptures} times; the last time, {reason}.")])
+        else:
+            rank_zero_info(f"CUDAGraphStep: {reason}; the training step is captured again")
+
+    def _watch(self, shape: _Shape, batch: Any, rest: list) -> Any:
+        """An eager step, observed."""
+        watch = Watch(self._trainer.strategy.root_device)
+        versions = [t._version for t in tensors_in(batch)]
+        rest = [WatchedIndex(value, watch) if type(value) is int else value for value in rest]
+        snapshot = Snapshot(self._module)
+        with watch.watching(self._module, forward=True):
+            output = self._eager_step(batch, *rest)
+        for name in snapshot.changes():
+            watch.add(
+                f"The step assigns or extends `self.{name}`; replays would not. Write into a buffer: `self.{name}.copy_(...)`."
+            )
+        if versions != [t._version for t in tensors_in(batch)]:
+            watch.add("The step writes into its batch; a replay would write into a copy.")
+        check_output(output, watch)
+        shape.watches = [*shape.watches[-1:], watch]
+        shape.watched += 1
+        self._watching = shape
+        return output
+
+    def _may_capture(self, shape: _Shape) -> bool:
+        problems = shape.watches[-1].problems + compare(*shape.watches)
+        if problems:
+            self._refuse(problems)
+        return not problems
+
+    def _capture(self, shape: _Shape, batch: Any, rest: list) -> CapturedStep:
+        watch = shape.watches[-1]
+        step = CapturedStep(lambda: self._graphs.make(watch.generators), self._gradients, self._without)
+        step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
+        self._names = watch.names if self._guard is None else self._names | watch.names
+        self._guard = Guard(self._module, self._names)
+        return step
+
+    def _refuse(self, problems: list[Problem]) -> None:
+        text = "CUDAGraphStep: the training step cannot be captured:\n" + "\n".join(f"  - {p}" for p in problems)
+        if self._strict:
+            raise GraphCaptureError(text)
+        self.drop()
+        self._refused = True
+        rank_zero_warn(f"{text}\nThe run goes on without graphs. `CUDAGraphStep(strict=True)` makes this an error.")
+
+    # ---- backward ----------------------------------------------------------------------------
+
     def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        run: Callable[[], None] = lambda: self._eager_backward(tensor, *args, **kwargs)  # noqa: E731
+        def run() -> None:
+            self._eager_backward(tensor, *args, **kwargs)
+
         step, self._current = self._current, None
+        shape, self._watching = self._watching, None
         if step is not None:
             step.replay_backward(run)
+        elif shape is not None:
+            with shape.watches[-1].watching(self._module, forward=False):
+                run()
+            self._without = {p for p in self._module.parameters() if p.requires_grad and p.grad is None}
+            if shape.step is not None and (problems := compare(*shape.watches)):
+                self._recapture(problems[0].what)
         else:
             run()
-            if self._watched is not None:
-                self._without = {p for p in self._module.parameters() if p.requires_grad and p.grad is None}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+
+from .graph_lines import user_line
 
 
 @dataclass
@@ -16,8 +18,9 @@ class Logged:
     """One call of ``self.log``."""
 
     name: str
-    value: Any  # a tensor has a copy in the graph's own memory
+    value: Any  # of a recorded call a copy in the graph's own memory
     options: dict[str, Any]
+    place: tuple[str, int] | None  # file and line
 
 
 class LogTape:
@@ -30,28 +33,46 @@ class LogTape:
     def __init__(self) -> None:
         self.calls: list[Logged] = []
 
-    @contextmanager
-    def record(self, module: LightningModule) -> Iterator[None]:
+    def record(self, module: LightningModule) -> AbstractContextManager[None]:
         """Inside, ``module.log`` only records."""
-        own = module.__dict__.get("log")
-        module.log = self._log
-        try:
-            yield
-        finally:
-            del module.log
-            if own is not None:
-                module.log = own
 
-    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        options.update(zip(_POSITIONAL, args, strict=False))
-        # A copy, because the program may go on to change the tensor in place.
-        self.calls.append(Logged(name, value.detach().clone() if isinstance(value, Tensor) else value, options))
+        def log(name: str, value: Any, options: dict[str, Any]) -> None:
+            # A copy, because the program may go on to change the tensor in place.
+            kept = value.detach().clone() if isinstance(value, Tensor) else value
+            self.calls.append(Logged(name, kept, options, user_line()))
+
+        return _replaced(module, log)
+
+    def listen(self, module: LightningModule, forward: Callable[..., None]) -> AbstractContextManager[None]:
+        """Inside, ``module.log`` notes the call and goes on to ``forward(the real log, name, value, options)``."""
+        real = module.log
+
+        def log(name: str, value: Any, options: dict[str, Any]) -> None:
+            self.calls.append(Logged(name, value, options, user_line()))
+            forward(real, name, value, options)
+
+        return _replaced(module, log)
 
     def play(self, module: LightningModule) -> None:
         """Log with the values that are in the graph's memory now."""
         for call in self.calls:
             value = call.value.clone() if isinstance(call.value, Tensor) else call.value
             module.log(call.name, value, **call.options)
+
+
+@contextmanager
+def _replaced(module: LightningModule, log: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
+    def replacement(name: str, value: Any, *args: Any, **options: Any) -> None:
+        log(name, value, {**dict(zip(_POSITIONAL, args, strict=False)), **options})
+
+    own = module.__dict__.get("log")
+    module.log = replacement
+    try:
+        yield
+    finally:
+        del module.log
+        if own is not None:
+            module.log = own
 
 
 # Parameters of `LightningModule.log` after name and value.

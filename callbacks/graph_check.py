@@ -1,0 +1,38 @@
+"""What can be said about a run before and after its steps: why they cannot be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from .graph_watch import Problem, Watch
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
+    """Problems that are there before the first step."""
+    found = []
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and strategy.strategy_name != "zero3":
+        found.append(f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or `zero3`.")
+    if not module.automatic_optimization:
+        found.append("The module optimizes manually: its `training_step` runs backward and the optimizer itself.")
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        found.append("`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.")
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        found.append("LBFGS runs a step several times, as often as values tell it.")
+    if trainer._detect_anomaly:
+        found.append("`Trainer(detect_anomaly=True)` looks at values on the host.")
+    return [Problem(what) for what in found]
+
+
+def check_output(output: Any, watch: Watch) -> None:
+    """Note what cannot be repeated of what ``training_step`` returned."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        watch.add("`training_step` returned no loss. Return one that is zero, so that every step is the same.")

@@ -1,0 +1,270 @@
+"""Watches eager training steps for what a graph could not repeat."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torchmetrics.metric
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from .graph_lines import describe_line, user_line
+from .graph_software import waits_for_device
+from .graph_tape import LogTape
+
+Place = tuple[str, int] | None  # file and line
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a step cannot be captured, and where."""
+
+    what: str
+    place: Place = None
+
+    def __str__(self) -> str:
+        return f"{self.what}\n    {describe_line(self.place)}"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One tensor operation: what has to be the same in every step."""
+
+    name: str
+    constants: tuple
+    shapes: tuple
+    place: Place
+
+
+# Calls whose answers change from step to step, or which would happen only once.
+_CHANGES = "is read, and changes while the graph would keep the value of its capture"
+_ONCE = "is called, and would be called only once, at the capture"
+_REMEDY_NUMBER = "Keep the number in a buffer of the module and fill it in `on_train_batch_start`: `self.weight.fill_(...)`."
+_REMEDY_HOOK = "Move it to `on_train_batch_end`, which gets what `training_step` returns."
+
+
+def _code(function: Any) -> CodeType:
+    return (function.fget if isinstance(function, property) else function).__code__
+
+
+_PYTHON_CALLS = {
+    _code(LightningModule.global_step): f"`global_step` {_CHANGES}. {_REMEDY_NUMBER}",
+    _code(LightningModule.current_epoch): f"`current_epoch` {_CHANGES}. {_REMEDY_NUMBER}",
+    _code(Trainer.global_step): f"`trainer.global_step` {_CHANGES}. {_REMEDY_NUMBER}",
+    _code(Trainer.current_epoch): f"`trainer.current_epoch` {_CHANGES}. {_REMEDY_NUMBER}",
+    _code(LightningModule.logger): f"`self.logger` is used, and would be used only once. Use `self.log`. {_REMEDY_HOOK}",
+    _code(LightningModule.loggers): f"`self.loggers` is used, and would be used only once. Use `self.log`. {_REMEDY_HOOK}",
+    _code(LightningModule.print): f"`self.print` {_ONCE}. {_REMEDY_HOOK}",
+    _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
+    _code(torch.random.set_rng_state): "Random state is set, as activation checkpointing does for dropout in what it computes "
+    "again; a graph cannot go back. Use `checkpoint(..., preserve_rng_state=False)` if nothing random is computed there.",
+}
+_METRICS = torchmetrics.metric.__file__
+_METRIC = f"A torchmetrics metric is used, and would be updated only once. {_REMEDY_HOOK}"
+_CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
+
+
+def _builtin_problem(function: Any) -> str | None:
+    if function is print:
+        return f"`print` {_ONCE}. {_REMEDY_HOOK}"
+    if function in _CLOCKS:
+        return f"The time {_CHANGES}. {_REMEDY_HOOK}"
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
+        return f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
+    return None
+
+
+class Watch(TorchDispatchMode):
+    """Of one eager micro-batch: its operations, and what a graph could not repeat.
+
+    Attributes:
+        problems: found so far.
+        operations: of the forward, in their order.
+        names: of all attributes that the program mentions.
+        tape: what was logged.
+        generators: that random operations drew from, other than the default.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.problems: list[Problem] = []
+        self.operations: list[Operation] = []
+        self.names: set[str] = set()
+        self.generators: list[torch.Generator] = []
+        self.tape = LogTape()
+        self._codes: set[CodeType] = set()
+
+    def add(self, what: str, place: Place = None) -> None:
+        """Note a problem, once for each place."""
+        problem = Problem(what, place)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    @contextmanager
+    def watching(self, module: LightningModule, forward: bool) -> Iterator[None]:
+        """Around a forward or a backward, whose operations follow from the forward and from what gradients there are."""
+        profiler, self._forward = sys.getprofile(), forward
+        with self.tape.listen(module, self._log_unwatched), self:
+            sys.setprofile(self._on_call)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+                # A `cProfile.Profile`, as of Lightning's AdvancedProfiler, comes back by itself.
+                profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
+        for code in self._codes:
+            self.names.update(code.co_names)
+
+    def _log_unwatched(self, log: Callable[..., None], name: str, value: Any, options: dict[str, Any]) -> None:
+        if isinstance(value, torchmetrics.Metric):
+            self.add(_METRIC, user_line())
+        sys.setprofile(None)
+        try:
+            with _disable_current_modes():
+                log(name, value, **options)
+        finally:
+            sys.setprofile(self._on_call)
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            self._codes.add(code)
+            what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
+            if what is not None:
+                self.add(what, user_line(frame.f_back))
+        elif event == "c_call":
+            what = _builtin_problem(argument)
+            if what is not None and (place := user_line(frame)) is not None:
+                self.add(what, place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = user_line()
+        leaves = tree_leaves((args, kwargs))
+        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        if waits_for_device(func, args):
+            self.add(
+                f"{func.overloadpacket} needs a value, or a size that depends on values, on the host: nobody has computed it "
+                "when the graph is captured. Keep it on the device (`torch.where` for `if` and for masks; log the tensor).",
+                place,
+            )
+        self._check_devices(func, tensors, kwargs, place)
+        self.generators += [v for v in leaves if isinstance(v, torch.Generator) and v not in self.generators]
+        if self._forward:
+            self._note(func, leaves, tensors, place)
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, leaves: list, tensors: list[Tensor], place: Place) -> None:
+        constants = [v for v in leaves if not isinstance(v, Tensor | torch.Generator)]
+        if func.overloadpacket is torch.ops.aten.lift_fresh and tensors[0].numel() <= 64:
+            with _disable_current_modes():
+                constants += tensors[0].flatten().tolist()  # `torch.tensor(number)`
+        shapes = tuple(t.shape for t in tensors)
+        self.operations.append(Operation(str(func.overloadpacket), tuple(map(_plain, constants)), shapes, place))
+
+    def _check_devices(self, func: Any, tensors: list[Tensor], kwargs: dict, place: Place) -> None:
+        """Nothing may come from, or go to, another device than that of the graph."""
+        target = kwargs.get("device")
+        others = [t for t in tensors if t.device.type != self._device.type]
+        if others and (len(others) < len(tensors) or (target is not None and torch.device(target).type == self._device.type)):
+            self.add(
+                f"{func.overloadpacket} reads a tensor on {others[0].device}, and the graph would keep its value, or wait for "
+                f"its copy. Make it on {self._device.type}, or keep it in a buffer of the module.",
+                place,
+            )
+        elif tensors and not others and target is not None and torch.device(target).type != self._device.type:
+            self.add(f"{func.overloadpacket} copies a tensor to {target}, which waits for the device. Keep it there.", place)
+
+
+def _plain(value: Any) -> Any:
+    """Something that equals itself: NaN does not, and objects may not."""
+    if isinstance(value, WatchedIndex):
+        return int.__int__(value)
+    return value if isinstance(value, int | bool | str | None | torch.dtype | torch.device) else repr(value)
+
+
+class WatchedIndex(int):
+    """A ``batch_idx`` that tells when something is computed from it."""
+
+    watch: Watch
+
+    def __new__(cls, value: int, watch: Watch) -> WatchedIndex:  # noqa: D102
+        index = super().__new__(cls, value)
+        index.watch = watch
+        return index
+
+
+def _tell(name: str) -> Callable[..., Any]:
+    def method(self: WatchedIndex, *args: Any) -> Any:
+        self.watch.add(f"`batch_idx` {_CHANGES}. {_REMEDY_NUMBER}", user_line())
+        return getattr(int, name)(self, *args)
+
+    return method
+
+
+_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow neg"
+_CONVERSIONS = "eq ne lt le gt ge bool int float index str repr format"
+for _name in f"{_ARITHMETIC} {_CONVERSIONS}".split():
+    setattr(WatchedIndex, f"__{_name}__", _tell(f"__{_name}__"))
+WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+def compare(before: Watch, after: Watch) -> list[Problem]:
+    """What two steps with batches of the same shapes did differently; the first difference only."""
+    for a, b in zip(before.operations, after.operations, strict=False):
+        if a.name != b.name:
+            return [_other_way(a, b)]
+        if a.constants != b.constants:
+            x, y = next((x, y) for x, y in zip(a.constants, b.constants, strict=False) if x != y)
+            what = f"A Python number that changes goes into {b.name}: {x}, then {y}. A graph would keep the first."
+            return [Problem(f"{what} {_REMEDY_NUMBER}", b.place or a.place)]
+        if a.shapes != b.shapes:
+            return [Problem(f"Shapes change from step to step in {b.name}: {_sizes(a)}, then {_sizes(b)}.", b.place)]
+    if len(before.operations) != len(after.operations):
+        longer = max(before.operations, after.operations, key=len)
+        extra = longer[min(len(before.operations), len(after.operations))]
+        return [
+            Problem(f"Not every step runs {extra.name}: a branch in Python, of which a graph would keep one side.", extra.place)
+        ]
+    return _compare_logs(before.tape, after.tape)
+
+
+def _other_way(a: Operation, b: Operation) -> Problem:
+    return Problem(
+        f"Steps run different operations, {a.name} ({describe_line(a.place)}), then {b.name}: a branch in Python that "
+        "depends on values which change. A graph would keep one side.",
+        b.place or a.place,
+    )
+
+
+def _sizes(operation: Operation) -> str:
+    return " ".join(str(list(shape)) for shape in operation.shapes)
+
+
+def _compare_logs(before: LogTape, after: LogTape) -> list[Problem]:
+    names, others = [c.name for c in before.calls], [c.name for c in after.calls]
+    if names != others:
+        name = min(set(names) ^ set(others), default=(names + others)[0])
+        place = next((c.place for c in before.calls + after.calls if c.name == name), None)
+        return [
+            Problem(f"`self.log({name!r}, ...)` is not called in every step: a graph would always, or never, log it.", place)
+        ]
+    for a, b in zip(before.calls, after.calls, strict=True):
+        if not isinstance(b.value, Tensor | torchmetrics.Metric) and _plain(a.value) != _plain(b.value):
+            what = f"`self.log({b.name!r}, ...)` logs a Python number that changes: {a.value}, then {b.value}. {_REMEDY_HOOK}"
+            return [Problem(what, b.place)]
+        if {k: repr(v) for k, v in a.options.items()} != {k: repr(v) for k, v in b.options.items()}:
+            return [Problem(f"The options of `self.log({b.name!r}, ...)` change.", b.place)]
+    return []

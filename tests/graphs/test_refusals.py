@@ -1,0 +1,287 @@
+"""Why a step cannot be captured: each reason, with the message and the line that a user reads."""
+
+import random
+import re
+import time
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from helpers.recorded import assert_same
+from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_runner import GraphCaptureError
+
+
+class Small(pl.LightningModule):
+    """A line of a training step to try."""
+
+    def __init__(self, line, batches=None):
+        super().__init__()
+        self.line, self.batches = line, batches
+        self.layer = nn.Linear(3, 3)
+        self.metric = MeanMetric()
+        self.temperature, self.history, self.last = 1.0, [], None
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch if isinstance(batch, torch.Tensor) else batch["x"]).square().mean()
+        return self.line(self, batch, batch_idx, loss)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        torch.manual_seed(0)
+        return DataLoader(self.batches or list(torch.randn(6, 4, 3)), batch_size=None)
+
+
+def train(module, *callbacks, **options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **options)
+    torch.manual_seed(1)
+    module.layer.reset_parameters()
+    trainer.fit(module)
+    return trainer
+
+
+def item(self, batch, batch_idx, loss):
+    return loss * 2 if loss.item() > 1e9 else loss
+
+
+def mask(self, batch, batch_idx, loss):
+    return self.layer(batch)[batch > 0].sum()
+
+
+def step_number(self, batch, batch_idx, loss):
+    return loss * (1 + self.global_step)
+
+
+def epoch_number(self, batch, batch_idx, loss):
+    return loss * (1 + self.trainer.current_epoch)
+
+
+def index(self, batch, batch_idx, loss):
+    return loss + batch_idx
+
+
+def branch_on_index(self, batch, batch_idx, loss):
+    if batch_idx % 100 == 0:
+        self.log("rare", loss)
+    return loss
+
+
+def growing_number(self, batch, batch_idx, loss):
+    self.trainer.temperature = getattr(self.trainer, "temperature", 0.5) * 2
+    return loss * self.trainer.temperature
+
+
+def growing_tensor(self, batch, batch_idx, loss):
+    self.trainer.temperature = getattr(self.trainer, "temperature", 0.5) * 2
+    return loss * torch.tensor(self.trainer.temperature)
+
+
+def branch(self, batch, batch_idx, loss):
+    self.trainer.turn = not getattr(self.trainer, "turn", False)
+    return loss.exp() if self.trainer.turn else loss.tanh()
+
+
+def logged_number(self, batch, batch_idx, loss):
+    self.trainer.temperature = getattr(self.trainer, "temperature", 0.5) * 2
+    self.log("temperature", self.trainer.temperature)
+    return loss
+
+
+def logged_sometimes(self, batch, batch_idx, loss):
+    self.trainer.turn = not getattr(self.trainer, "turn", False)
+    if self.trainer.turn:
+        self.log("sometimes", 1.0)
+    return loss
+
+
+def metric(self, batch, batch_idx, loss):
+    self.metric(loss)
+    return loss
+
+
+def logged_metric(self, batch, batch_idx, loss):
+    self.log("metric", self.metric)
+    return loss
+
+
+def prints(self, batch, batch_idx, loss):
+    print("loss", loss.shape)
+    return loss
+
+
+def logger(self, batch, batch_idx, loss):
+    if self.logger is not None:
+        self.logger.log_metrics({})
+    return loss
+
+
+def clock(self, batch, batch_idx, loss):
+    time.perf_counter()
+    return loss
+
+
+def python_random(self, batch, batch_idx, loss):
+    random.random()
+    return loss
+
+
+def assigns(self, batch, batch_idx, loss):
+    self.last = loss.detach()
+    return loss
+
+
+def appends(self, batch, batch_idx, loss):
+    self.history.append(loss.detach())
+    return loss
+
+
+def new_buffer(self, batch, batch_idx, loss):
+    self.average = 0.9 * self.average + 0.1 * loss.detach()
+    return loss
+
+
+def counts(self, batch, batch_idx, loss):
+    self.temperature += 1
+    return loss
+
+
+def writes_batch(self, batch, batch_idx, loss):
+    batch.add_(1)
+    return self.layer(batch.clone()).sum()
+
+
+def no_loss(self, batch, batch_idx, loss):
+    return None
+
+
+def checkpointed(self, batch, batch_idx, loss):
+    return loss + checkpoint(lambda x: nn.functional.dropout(self.layer(x)).sum(), batch, use_reentrant=False)
+
+
+CASES = {
+    item: r"_local_scalar_dense needs a value, or a size that depends on values, on the host.*if loss\.item\(\) > 1e9",
+    mask: r"aten\.index needs a value, or a size.*return self\.layer\(batch\)\[batch > 0\]\.sum\(\)",
+    step_number: r"`global_step` is read, and changes .*`self\.weight\.fill_\(.*return loss \* \(1 \+ self\.global_step\)",
+    epoch_number: r"`trainer\.current_epoch` is read, and changes",
+    index: r"A Python number that changes goes into aten\.add: 1, then 2.*return loss \+ batch_idx",
+    branch_on_index: r"`batch_idx` is read, and changes.*if batch_idx % 100 == 0",
+    growing_number: r"A Python number that changes goes into aten\.mul: 2\.0, then 4\.0.*loss \* self\.trainer\.temperature",
+    growing_tensor: r"A Python number that changes goes into aten\.lift_fresh: 2\.0, then 4\.0",
+    branch: r"Steps run different operations, aten\.(exp|tanh) .*a branch in Python.*if self\.trainer\.turn else",
+    logged_number: r"`self\.log\('temperature', \.\.\.\)` logs a Python number that changes: 2\.0, then 4\.0",
+    logged_sometimes: r"`self\.log\('sometimes', \.\.\.\)` is not called in every step.*self\.log\(\"sometimes\", 1\.0\)",
+    metric: r"A torchmetrics metric is used, and would be updated only once\. Move it to .*self\.metric\(loss\)",
+    logged_metric: r"A torchmetrics metric is used.*self\.log\(\"metric\", self\.metric\)",
+    prints: r"`print` is called, and would be called only once.*print\(\"loss\", loss\.shape\)",
+    logger: r"`self\.logger` is used, and would be used only once",
+    clock: r"The time is read, and changes.*time\.perf_counter\(\)",
+    python_random: r"A random number of Python or numpy is read.*random\.random\(\)",
+    assigns: r"assigns or extends `self\.last`",
+    appends: r"assigns or extends `self\.history`",
+    new_buffer: r"assigns or extends `self\.average`; replays would not\. .*: `self\.average\.copy_\(\.\.\.\)`",
+    counts: r"assigns or extends `self\.temperature`",
+    writes_batch: r"The step writes into its batch",
+    no_loss: r"`training_step` returned no loss",
+    checkpointed: r"Random state is set, as activation checkpointing does.*`checkpoint\(\.\.\., preserve_rng_state=False\)`",
+}
+
+
+@pytest.mark.parametrize("line", CASES, ids=lambda line: line.__name__)
+def test_each_reason_is_named_with_its_line(line):
+    with pytest.raises(GraphCaptureError, match=re.compile(CASES[line], re.DOTALL)) as error:
+        train(Small(line), CUDAGraphStep(software=True, strict=True))
+    if line not in (assigns, appends, new_buffer, counts, writes_batch, no_loss, checkpointed):
+        assert "test_refusals.py:" in str(error.value)
+
+
+def fine(self, batch, batch_idx, loss):
+    self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
+    self.log("constant", 2.0)
+    return {"loss": loss + checkpoint(self.layer, batch, use_reentrant=False, preserve_rng_state=False).sum(), "kept": "text"}
+
+
+def test_nothing_is_said_of_a_step_that_can_be_captured():
+    reference, mine = Small(fine), Small(fine)
+    train(reference)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="CUDAGraphStep")
+        train(mine, CUDAGraphStep(software=True, strict=True))
+    assert_same(mine.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("line", [item, growing_number, counts, metric])
+def test_without_strict_the_run_goes_on_eagerly(line):
+    reference, mine = Small(line), Small(line)
+    train(reference)
+    with pytest.warns(UserWarning, match="CUDAGraphStep: the training step cannot be captured:") as caught:
+        train(mine, CUDAGraphStep(software=True))
+    assert sum("CUDAGraphStep" in str(w.message) for w in caught) == 1
+    assert_same(mine.state_dict(), reference.state_dict())
+
+
+class Manual(Small):
+    def __init__(self):
+        super().__init__(None)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layer(batch).sum())
+        optimizer.step()
+
+
+class Closures(Small):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Opaque:
+    """Moved to a device by itself, as Lightning allows."""
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Manual(), {}, "The module optimizes manually"),
+        (Closures(fine), {}, "LBFGS runs a step several times"),
+        (Small(fine), {"detect_anomaly": True}, "looks at values on the host"),
+        (
+            Small(fine, [{"x": torch.ones(4, 3), "o": Opaque()}] * 4),
+            {},
+            r"batch\['o'\] is a .*Opaque\. The inputs of a graph are",
+        ),
+    ],
+    ids=["manual", "LBFGS", "anomaly", "batch"],
+)
+def test_runs_that_cannot_be_captured_at_all(module, options, message):
+    with pytest.raises(GraphCaptureError, match=message):
+        train(module, CUDAGraphStep(software=True, strict=True), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"warmup": 1}, "warmup: .* got 1"), ({"max_graphs": 0}, "max_graphs: .* got 0")]
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        CUDAGraphStep(**options)
+
+
+def test_without_cuda_nothing_is_captured():
+    module = Small(prints)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="CUDAGraphStep")
+        train(module, CUDAGraphStep(strict=True))
