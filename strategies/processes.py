@@ -127,6 +127,8 @@ class ProcessStrategy(ParallelStrategy):
             self.num_processes, self.num_nodes, self._start_method, bool(_IS_INTERACTIVE), self._process_group_backend
         )
         self.world = identify(self.cluster_environment, visible_devices(self.parallel_devices[0].type), request)
+        if self.world.launcher == "torchrun":
+            self.num_nodes = self.world.num_nodes
         super().setup_environment()
         reset_seed()
         limit_threads(self.world.local_world_size)

@@ -80,12 +80,7 @@ def start_process_group(
     global _group, _world
     _world = world
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
-            raise LaunchError(
-                f"The process group that is there already has this process as rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}, but {world.launcher} says rank {world.rank} of {world.world_size}. Call "
-                "torch.distributed.destroy_process_group() first, or give the Trainer as many devices and nodes."
-            )
+        _require_same_place(world)
         if _group is None or (_group.backend, _group.timeout, _group.device) == (backend, timeout, device):
             return
         end_process_group()
@@ -100,6 +95,15 @@ def start_process_group(
     _group = _Group(world, backend, timeout, device, store)
     # Unlike `atexit` this also runs at the end of forked processes.
     multiprocessing.util.Finalize(None, end_process_group, exitpriority=100)
+
+
+def _require_same_place(world: World) -> None:
+    if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
+        raise LaunchError(
+            f"The process group that is there already has this process as rank {dist.get_rank()} of {dist.get_world_size()}, "
+            f"but {world.launcher} says rank {world.rank} of {world.world_size}. Call torch.distributed.destroy_process_group() "
+            "first, or give the Trainer as many devices and nodes."
+        )
 
 
 def end_process_group(failed: bool = False) -> None:

@@ -60,17 +60,8 @@ def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline
     Raises:
         LaunchError: naming the ranks and what is wrong with them, on every rank that is there.
     """
-    mine = json.dumps(card, sort_keys=True)
     try:
-        there = store.compare_set(f"rank {world.rank}", "", mine).decode()
-        if there != mine:
-            other = json.loads(there)
-            text = (
-                f"Two processes are rank {world.rank}: {_name(other)} and {_name(card)}. RANK is set twice alike, or two runs "
-                f"share {world.meeting_point}. Give every process a rank of its own and every run a port of its own."
-            )
-            store.set("doubled", text)
-            raise LaunchError(text)
+        _answer(store, world, card)
         if world.rank == 0:
             problem = _look(store, world, deadline)
             store.set("verdict", json.dumps([problem, world.world_size]))
@@ -87,6 +78,19 @@ def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline
         if world.rank == 0:
             _wait(lambda: store.add("heard", 0) >= world.world_size - 1, time.monotonic() + 1)
         raise LaunchError(problem)
+
+
+def _answer(store: dist.Store, world: World, card: dict[str, object]) -> None:
+    mine = json.dumps(card, sort_keys=True)
+    there = store.compare_set(f"rank {world.rank}", "", mine).decode()
+    if there == mine:
+        return
+    text = (
+        f"Two processes are rank {world.rank}: {_name(json.loads(there))} and {_name(card)}. RANK is set twice alike, or two "
+        f"runs share {world.meeting_point}. Give every process a rank of its own and every run a port of its own."
+    )
+    store.set("doubled", text)
+    raise LaunchError(text)
 
 
 def _look(store: dist.Store, world: World, deadline: float) -> str:

@@ -94,9 +94,13 @@ class World:
 
 
 def require_requested(world: World, request: Request) -> None:
-    """Raise :class:`LaunchError` unless the Trainer asks for what was started."""
+    """Raise :class:`LaunchError` unless the Trainer asks for what was started.
+
+    torchrun has the last word on the number of nodes, which changes when a node joins or leaves.
+    """
     asked = request.processes * request.nodes
-    if asked != world.world_size:
+    elastic = world.launcher == "torchrun" and request.processes == world.local_world_size
+    if asked != world.world_size and not elastic:
         raise LaunchError(
             f"{world.launcher} started {world.world_size} processes ({world.because('world_size')}), but "
             f"Trainer(devices={request.processes}, num_nodes={request.nodes}) asks for {asked}. Use "

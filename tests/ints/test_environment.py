@@ -222,6 +222,12 @@ def test_what_contradicts_the_trainer_is_an_error_that_names_both(name):
         assert part in message, message
 
 
+def test_torchrun_decides_how_many_nodes_there_are():
+    one_left = {**TORCHRUN, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}
+    assert detect(one_left, Devices(), Request(4, 2)).num_nodes == 1
+    assert "asks for 8" in refusal(one_left, request=Request(8, 1))
+
+
 def test_two_processes_never_share_a_device():
     assert "4 processes on this node (LOCAL_WORLD_SIZE=4), but this one sees 2 cuda device(s)" in refusal(
         TORCHRUN, Devices("cuda", 2, "nccl")
