@@ -101,7 +101,7 @@ def _require_same_place(world: World) -> None:
     if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
         raise LaunchError(
             f"The process group that is there already has this process as rank {dist.get_rank()} of {dist.get_world_size()}, "
-            f"but {world.launcher} says rank {world.rank} of {world.world_size}. Call torch.distributed.destroy_process_group() "
+            f"but {world.launcher} says rank {world.rank} of {world.world_size}. Call torch.distributed.destroy_process_group "
             "first, or give the Trainer as many devices and nodes."
         )
 
