@@ -1,4 +1,4 @@
-"""States of the random generators: capture, restore, compare, derive, synchronize.
+"""States of the random generators: capture, restore, derive, synchronize.
 
 Four generators count: python's ``random``, numpy's global one, torch's CPU generator and the
 current CUDA device's. A state is a dict of tensors and numbers only, so that ``torch.load`` reads
@@ -91,11 +91,6 @@ def restore(state: State) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def differing(a: State, b: State) -> list[str]:
-    """Names of the generators whose states differ (also when only one side has them)."""
-    return [name for name in sorted(a.keys() | b.keys()) if not _equal(a.get(name), b.get(name))]
-
-
 @contextmanager
 def scoped(seed: int | None = None) -> Iterator[None]:
     """Run a block, seeded or not, that leaves python's, numpy's and torch's CPU state untouched."""
@@ -110,12 +105,12 @@ def scoped(seed: int | None = None) -> Iterator[None]:
         torch.set_rng_state(cpu)
 
 
-def gather_states(group: dist.ProcessGroup | None = None) -> list[State]:
+def gather_states() -> list[State]:
     """The states of every rank, on every rank. A collective."""
     if not dist.is_initialized():
         return [capture()]
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, capture(), group)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, capture())
     return states
 
 
@@ -137,37 +132,19 @@ def restore_rank(states: Sequence[State], rank: int, world_size: int, seed: int,
     )
 
 
-def synchronize(types: Sequence[str], group: dist.ProcessGroup | None = None, generator: torch.Generator | None = None) -> None:
-    """Set generators of all ranks to rank 0's state. A collective.
+def synchronize(names: Sequence[str]) -> None:
+    """Set these generators ("torch", "cuda", "numpy", "python") of all ranks to rank 0's state. A collective.
 
-    "torch", "cuda", "numpy" and "python" are the main generators: with these equal, all ranks draw the
-    *same* dropout masks and the same augmentation in the main process for their different samples,
-    which correlates the ranks' gradients. Seldom wanted; the order of samples does not need it.
-    "generator" is the one that is passed in, e.g. a sampler's, and harms nothing.
+    From there on all ranks draw the *same* dropout masks, and the same augmentation in the main process, for their different
+    samples, which correlates the ranks' gradients. Seldom wanted; the order of samples does not need it.
     """
-    known = ("torch", "cuda", "numpy", "python", "generator")
-    if unknown := [name for name in types if name not in known]:
-        raise ValueError(f"rng_types must be among {known}, got {unknown}")
-    if not dist.is_initialized() or not types:
+    if not dist.is_initialized():
         return
-    mine = capture() if any(name != "generator" for name in types) else {}
-    if generator is not None:
-        mine["generator"] = generator.get_state()
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, {name: mine[name] for name in types if name in mine}, group)
-    if "generator" in states[0] and generator is not None:
-        generator.set_state(states[0]["generator"])
-    if mine.keys() - {"generator"}:
-        restore({**mine, **states[0]})
+    mine = capture()
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, {name: mine[name] for name in names if name in mine})
+    restore({**mine, **states[0]})
 
 
 def _cuda_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and a == b

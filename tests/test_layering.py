@@ -82,6 +82,7 @@ LAYERS = [
     (["strategies/data/seeding", "strategies/data/source", "strategies/data/stream"], TORCH),
     (["strategies/data/sampler"], TORCH),
     (["strategies/data/feed"], TORCH),
+    (["strategies/data/map_feed", "strategies/data/stream_feed"], TORCH),
     (["strategies/data/dispatch"], TORCH),
     (["strategies/data/loader"], TORCH),
     (["strategies/data/shard"], TORCH),

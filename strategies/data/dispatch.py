@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from .device import map_tensors
-from .feed import Feed, MapFeed, Pairs
+from .feed import Feed, Pairs
+from .map_feed import MapFeed
 
 _BATCH, _END, _ERROR = 0, 1, 2
 # A message that is freed before it has left never arrives, so the lists of messages on their way outlive
@@ -78,21 +79,17 @@ class DispatchFeed:
         label: str,
         rank: int,
         world_size: int,
-        group: dist.ProcessGroup | None,
     ) -> None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.group = dist.new_group(ranks, backend="gloo")
-        self.peers = ranks  # global rank of each data rank
+        self.group = dist.new_group(backend="gloo")
         self.feed = feed
         self.inner = feed.inner if feed is not None else loader
         self.label = label
         self.rank = rank
         self.world_size = world_size
-        self.ranks_read = world_size
         self._in_flight: list[Any] = []  # (work, tensor) of the row on its way
         _KEPT.append(self._in_flight)
         facts: list[Any] = [(feed.row_samples, feed.batches_per_rank(), feed.describe())] if rank == 0 else [None]
-        dist.broadcast_object_list(facts, src=ranks[0], group=self.group)
+        dist.broadcast_object_list(facts, group=self.group)
         self.row_samples, self._counts, self._facts = facts[0]
 
     def start(self, epoch: int, cycle: int, position: Any, new_epoch: bool) -> Pairs:
@@ -151,22 +148,22 @@ class DispatchFeed:
             parts.append(torch.frombuffer(bytearray(structure), dtype=torch.uint8))
         if buffer.numel():
             parts.append(buffer)
-        self._in_flight += [(dist.isend(part, self.peers[rank], self.group), part) for part in parts]
+        self._in_flight += [(dist.isend(part, rank, self.group), part) for part in parts]
 
     def _receive(self, position_after: Callable[[int], Any]) -> Pairs:
         structure: Any = None
         header = torch.empty(3, dtype=torch.int64)
         count = 0
         while True:
-            dist.recv(header, self.peers[0], self.group)
+            dist.recv(header, 0, self.group)
             kind, structure_bytes, buffer_bytes = header.tolist()
             if structure_bytes:
                 raw = torch.empty(structure_bytes, dtype=torch.uint8)
-                dist.recv(raw, self.peers[0], self.group)
+                dist.recv(raw, 0, self.group)
                 structure = pickle.loads(raw.numpy().tobytes())
             buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
             if buffer_bytes:
-                dist.recv(buffer, self.peers[0], self.group)
+                dist.recv(buffer, 0, self.group)
             if kind == _END:
                 return
             if kind == _ERROR:

@@ -19,7 +19,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import rng
 from .loader import ShardedLoader
@@ -36,17 +35,14 @@ class DataHooks:
 
     Attributes:
         options: the user's choices.
-        group: processes that read different data; None is all.
         active: False when the user shards (``use_distributed_sampler=False``): nothing is touched.
     """
 
     options: DataOptions
-    group: dist.ProcessGroup | None
     active: bool | None
 
-    def __init__(self, options: DataOptions | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, options: DataOptions | None = None) -> None:
         self.options = options or DataOptions()
-        self.group = group
         self.active = None
         self._rng: dict[str, Any] | None = None
         self._synchronized_epoch: int | None = None
@@ -84,7 +80,6 @@ class DataHooks:
             stage=stage,
             options=self.options,
             device=strategy.root_device,
-            group=self.group,
         )
         if isinstance(sharded, ShardedLoader):
             sharded.accumulate = trainer.accumulate_grad_batches
@@ -138,7 +133,7 @@ class DataHooks:
         types = [name for name in self.options.rng_types if name != "generator"]
         if types and self._synchronized_epoch != trainer.current_epoch:
             self._synchronized_epoch = trainer.current_epoch
-            rng.synchronize(types, self.group)
+            rng.synchronize(types)
 
     def _continue_cycles(self, combined: Any, loaders: list[ShardedLoader]) -> None:
         """A combined loader forgets which of its loaders had begun again."""
@@ -191,7 +186,7 @@ class DataHooks:
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Add every rank's random states. A collective: all ranks save."""
-        checkpoint[CHECKPOINT_KEY] = {"version": 1, "states": rng.gather_states(self.group)}
+        checkpoint[CHECKPOINT_KEY] = {"version": 1, "states": rng.gather_states()}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states until training starts."""

@@ -83,7 +83,6 @@ class ShardedLoader:
         world_size: int,
         seed: int,
         device: torch.device,
-        group: dist.ProcessGroup | None,
     ) -> None:
         self.feed = feed
         self.source = source
@@ -93,7 +92,6 @@ class ShardedLoader:
         self.world_size = world_size
         self.seed = seed
         self.device = device
-        self.group = group
         self.label = feed.label
         self.epoch = 0
         self.held_by_consumer = _nothing_held
@@ -260,7 +258,7 @@ class ShardedLoader:
         }
         if self._differs_by_rank() and self.world_size > 1:
             positions: list[Any] = [None] * self.world_size
-            dist.all_gather_object(positions, state["position"], self.group)
+            dist.all_gather_object(positions, state["position"])
             state["position_per_rank"] = positions
         return state
 

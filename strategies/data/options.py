@@ -28,13 +28,15 @@ class DataOptions:
         exact_evaluation: validation, test and prediction see every sample exactly once. False: they end
             like training.
         streams: "cut": every rank reads the whole `IterableDataset` and keeps its part. "own": the dataset
-            shards itself by rank, all that it yields belongs to this rank. An epoch that was cut short is
-            not continued by the next one: that begins where the one before began.
+            shards itself by rank, all that it yields belongs to this rank; without a ``__len__`` it must yield
+            equally many batches on all ranks. An epoch that was cut short is not continued by the next one:
+            that begins where the one before began.
         seed: seed of the order of samples; None: ``PL_GLOBAL_SEED`` if set, else rank 0's torch seed.
         per_sample_seed: seed python, numpy and torch for every sample from (seed, epoch, index), which
             makes augmentation independent of world size, workers and restarts. About 20 us a sample.
-        rng_types: generators set to rank 0's state at the start of every training epoch, see
-            `rng.synchronize`. The default, the sampler's, is equal on all ranks by construction.
+        rng_types: what is set to rank 0's state. "generator": the generator of the user's own sampler, when a loader is set
+            up; without it ranks that differ are an error. "torch", "cuda", "numpy", "python": the main generators, at the start
+            of every training epoch, which makes all ranks draw the same dropout masks, see `rng.synchronize`.
         distinct_rank_rng: give ranks distinct dropout streams once the weights exist.
         prefetch_to_device: copy batches to the accelerator ahead of time, on a stream of their own.
         on_world_change: resuming on another world size: "allow" a changed global batch with a warning,

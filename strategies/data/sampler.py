@@ -58,6 +58,10 @@ class ShardSampler:
             )
         return source.batch // world
 
+    def forget_order(self) -> None:
+        """The source draws another one now."""
+        self._cached = None
+
     def begin(self, epoch: int, cycle: int, start: int) -> None:
         """The next iteration yields the rest of this pass after ``start`` items."""
         self.epoch, self.cycle, self.start = epoch, cycle, start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from .dispatch import DispatchFeed
-from .feed import Feed, MapFeed, StreamFeed
+from .feed import Feed
 from .loader import ShardedLoader
+from .map_feed import MapFeed
 from .options import DataOptions, Stage
+from .stream_feed import StreamFeed
 
 
 def shard_dataloader(
@@ -24,7 +27,6 @@ def shard_dataloader(
     stage: Stage,
     options: DataOptions,
     device: torch.device | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Any:
     """This rank's share of a loader. A collective: every rank calls it, in the same order.
 
@@ -37,7 +39,6 @@ def shard_dataloader(
         stage: decides the layout of the last step, see `DataOptions`.
         options: the user's choices.
         device: where batches are copied to; None or CPU: they are left where they are.
-        group: the processes that read different data; None is all.
 
     Raises:
         ValueError: the same on every rank, naming the ranks, if they do not agree about the data.
@@ -50,11 +51,14 @@ def shard_dataloader(
     data = _name(loader, stage)
     label = f"rank {rank}, {data}"
     feed, facts, seed = _make_feed(loader, options, stage, rank, world_size, label)
-    seed = _agree(facts, seed, data, rank, world_size, group)
+    generator = feed.source.generator_state if isinstance(feed, MapFeed) else None
+    seed, generator = _agree(facts, (seed, generator), data, rank, world_size)
     if feed is not None:
         feed.reseed(seed)
+    if isinstance(feed, MapFeed) and "generator" in options.rng_types:
+        feed.use_generator(generator)
     if options.sharding == "dispatch" and world_size > 1:
-        feed = DispatchFeed(feed, loader, label, rank, world_size, group)
+        feed = DispatchFeed(feed, loader, label, rank, world_size)
     assert feed is not None
     _check_lengths(feed, stage, data, world_size)
     if isinstance(feed, StreamFeed) and options.streams == "cut" and world_size > 1 and rank == 0:
@@ -64,7 +68,7 @@ def shard_dataloader(
             stacklevel=2,
         )
     device = device or torch.device("cpu")
-    sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device, group)
+    sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":
         feed.inner.pin_memory = True
     return sharded
@@ -89,7 +93,7 @@ def _make_feed(
     make = StreamFeed if streams else MapFeed
     try:
         feed = make(loader, options, stage, rank, world_size, seed, label)
-        return feed, _facts(feed, loader, seed), seed
+        return feed, _facts(feed, loader, options), seed
     except (ValueError, IndexError) as error:
         return None, {"problem": str(error)}, seed
 
@@ -102,7 +106,7 @@ def _choose_seed(options: DataOptions) -> int:
     return torch.initial_seed() & 0x7FFFFFFF
 
 
-def _facts(feed: Feed, loader: DataLoader, seed: int) -> dict[str, Any]:
+def _facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, Any]:
     """What all ranks must have in common, by the name that an error gives it."""
     facts = {"kind": feed.describe()["kind"], "batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(feed, MapFeed):
@@ -114,17 +118,17 @@ def _facts(feed: Feed, loader: DataLoader, seed: int) -> dict[str, Any]:
         if source.kind in ("custom", "batches"):
             # Checked with one seed on all ranks: the sampler may draw from the global generators.
             facts["checksum of the sampler's order"] = source.fingerprint(0)
-        if source.kind == "drawn":
-            facts["seed of the sampler's generator"] = source.generator_state.sum().item()  # type: ignore[union-attr]
+        if source.generator_state is not None and "generator" not in options.rng_types:
+            facts["state of the sampler's generator"] = zlib.crc32(source.generator_state.numpy().tobytes())
     return facts
 
 
-def _agree(facts: dict[str, Any], seed: int, data: str, rank: int, world_size: int, group: dist.ProcessGroup | None) -> int:
-    """Compare all ranks' facts; returns rank 0's seed."""
-    entries: list[Any] = [(facts, seed)]
+def _agree(facts: dict[str, Any], shared: Any, data: str, rank: int, world_size: int) -> Any:
+    """Compare all ranks' facts; returns what rank 0 has to share."""
+    entries: list[Any] = [(facts, shared)]
     if world_size > 1 and dist.is_initialized():
         entries = [None] * world_size
-        dist.all_gather_object(entries, (facts, seed), group)
+        dist.all_gather_object(entries, (facts, shared))
     for other, (theirs, _) in enumerate(entries):
         if "problem" in theirs:
             raise ValueError(theirs["problem"] if other == rank else f"on rank {other}: {theirs['problem']}")

@@ -21,7 +21,7 @@ _COMPARED = 1024  # items of an order without a length that are compared across 
 Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MapSource:
     """The order in which a map-style loader reads.
 
@@ -35,7 +35,7 @@ class MapSource:
         collated: False with ``batch_size=None``: an item of the order is loaded by itself.
         opaque: an item of the order is a whole batch (a list of indices).
         sharded_by_user: a `DistributedSampler`: what it yields is this rank's already.
-        generator_state: of the user's own generator when the loader was set up.
+        generator_state: of the user's own generator when the loader was set up, or of the run that is resumed.
         shares_generator: the loader draws its workers' seed from that generator too, before the sampler.
         sized: the sampler says how many items it yields; otherwise it may never end.
         size: samples in the dataset, None if it has no length.
@@ -54,11 +54,6 @@ class MapSource:
     sized: bool
     size: int | None
     label: str
-
-    @property
-    def draws_shuffle(self) -> bool:
-        """Whether the order depends on the seed."""
-        return self.kind not in ("sequential",)
 
     def order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         """The items of one pass over the data; ``cycle`` counts passes within the epoch."""

@@ -6,11 +6,20 @@ import random
 import numpy as np
 import pytest
 import torch
+from data.datasets import Indices
+from data.trainers import plain
+from torch.utils.data import DataLoader, RandomSampler
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies import rng
+from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 
 pytestmark = pytest.mark.timeout(100)
+
+
+def differing(a, b):
+    """Names of the generators whose states differ."""
+    return [name for name in sorted(a.keys() | b.keys()) if plain(a.get(name)) != plain(b.get(name))]
 
 
 def draw():
@@ -25,15 +34,9 @@ def test_restore_repeats_the_draws_also_through_a_weights_only_file():
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    assert rng.differing(loaded, state) == []
+    assert differing(loaded, state) == []
     rng.restore(loaded)
     assert draw() == expected
-
-
-def test_differing_names_the_generators():
-    before = rng.capture()
-    torch.rand(()), random.random()
-    assert rng.differing(before, rng.capture()) == ["python", "torch"]
 
 
 def test_scoped_leaves_no_trace_and_repeats():
@@ -45,7 +48,7 @@ def test_scoped_leaves_no_trace_and_repeats():
     with pytest.raises(KeyError), rng.scoped():
         draw()
         raise KeyError
-    assert rng.differing(before, rng.capture()) == []
+    assert differing(before, rng.capture()) == []
 
 
 def test_derived_seeds():
@@ -61,7 +64,7 @@ def seed_each(rank, world):
     rng.seed_rank(7, rank)
     mine = draw()
     states = rng.gather_states()
-    return mine, rng.differing(states[rank], rng.capture()), [rng.differing(states[0], s) for s in states]
+    return mine, differing(states[rank], rng.capture()), [differing(states[0], s) for s in states]
 
 
 def test_ranks_get_streams_of_their_own_and_rank_zero_keeps_its_own():
@@ -73,22 +76,31 @@ def test_ranks_get_streams_of_their_own_and_rank_zero_keeps_its_own():
     assert first[1][1] == [] and first[1][2] == [[], ["numpy", "python", "torch"], ["numpy", "python", "torch"]]
 
 
-def synchronize_some(rank, world, types):
+def synchronize_some(rank, world, names):
     torch.manual_seed(100 + rank), random.seed(rank)
+    rng.synchronize(names)
+    return torch.rand(()).item(), random.random()
+
+
+def sample_with_own_generator(rank, world, rng_types):
     generator = torch.Generator().manual_seed(5 + rank)
-    rng.synchronize(types, generator=generator)
-    return torch.rand(()).item(), random.random(), torch.randint(0, 1000, (3,), generator=generator).tolist()
+    loader = DataLoader(Indices(1000), batch_size=3, sampler=RandomSampler(Indices(1000), generator=generator))
+    options = DataOptions(rng_types=rng_types)
+    try:
+        return next(iter(shard_dataloader(loader, rank=rank, world_size=world, stage="fit", options=options))).tolist()
+    except ValueError as error:
+        return str(error)
 
 
 def test_synchronize():
-    zero, one = run_ranks(synchronize_some, 2, ("torch", "generator"))
-    # Accelerate's vector for the same seeds: rank 0's numbers on both ranks.
-    assert zero[0] == one[0] == 0.1116642951965332 and zero[2] == one[2] == [411, 814, 767]
+    zero, one = run_ranks(synchronize_some, 2, ("torch",))
+    assert zero[0] == one[0] == 0.1116642951965332  # Accelerate's vector for the same seeds: rank 0's numbers on both ranks
     assert zero[1] != one[1]
-    zero, one = run_ranks(synchronize_some, 2, ("generator",))
-    assert zero[0] != one[0] and zero[2] == one[2]
-    with pytest.raises(ValueError, match="rng_types must be among"):
-        rng.synchronize(("dropout",))
+    generator = torch.Generator().manual_seed(5)
+    order = list(RandomSampler(Indices(1000), generator=generator))
+    assert run_ranks(sample_with_own_generator, 2, ("generator",)) == [order[:3], order[3:6]]
+    for text in run_ranks(sample_with_own_generator, 2, ()):
+        assert "the ranks do not agree about the state of the sampler's generator" in text
 
 
 def test_another_world_size_derives_and_says_so():
