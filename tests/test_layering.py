@@ -76,6 +76,7 @@ LAYERS = [
     (["strategies/checkpoints/model_state", "strategies/checkpoints/optimizer_state"], TORCH),
     (["strategies/long_vector", "strategies/owned"], TORCH),
     (["strategies/param_groups"], TORCH),
+    (["strategies/checkpoints/weights"], {*TORCH, "safetensors"}),
     (["strategies/checkpoints/consolidate", "strategies/checkpoints/inspect"], TORCH),
     (["strategies/averaging"], TORCH),
     (["strategies/data/device", "strategies/data/unsized"], TORCH),

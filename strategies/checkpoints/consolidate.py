@@ -12,7 +12,8 @@ from .gather import tensors_in
 from .optimizer_state import numbered
 from .sharded import ShardedCheckpoint
 from .slices import SavedTensor
-from .storage import begin, commit
+from .storage import begin, commit, make_folder
+from .weights import SafetensorsWriter
 
 DESCRIPTION = "write a sharded checkpoint as one file that any strategy and torch.load read"
 
@@ -20,14 +21,38 @@ DESCRIPTION = "write a sharded checkpoint as one file that any strategy and torc
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("folder", type=Path, help="the sharded checkpoint, of zero3 or of FSDP2")
-    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument("out", type=Path, help="the file to write; with --safetensors a folder")
+    parser.add_argument(
+        "--safetensors", action="store_true", help="write the weights alone, as safetensors files with an index"
+    )
+    parser.add_argument("--max-file-bytes", type=int, default=5 * 10**9, help="of a safetensors file (default: 5 GB)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write; returns the exit code."""
-    consolidate(arguments.folder, arguments.out)
-    print(f"{arguments.out}: {arguments.out.stat().st_size:,} bytes")
+    out: Path = arguments.out
+    if arguments.safetensors:
+        export(arguments.folder, out, arguments.max_file_bytes)
+    else:
+        consolidate(arguments.folder, out)
+    for file in sorted(out.iterdir()) if out.is_dir() else [out]:
+        print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
+
+
+def export(folder: Path, out: Path, max_file_bytes: int) -> None:
+    """Write the weights in ``folder`` as safetensors files to the folder ``out``, which appears when it is whole.
+
+    Raises:
+        CheckpointError: the checkpoint is broken.
+    """
+    stage = make_folder(out)
+    writer = SafetensorsWriter(stage, max_file_bytes)
+    for key, value in ShardedCheckpoint(folder).checkpoint()["state_dict"].items():
+        if isinstance(value, Tensor):
+            writer.add(key, value)
+    writer.finish()
+    commit(stage, out)
 
 
 def consolidate(folder: Path, out: Path) -> None:

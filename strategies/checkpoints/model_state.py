@@ -47,7 +47,7 @@ def sliced_state_dict(engine: Zero3Engine, module: nn.Module, flats: Flats = own
 
 def load_state_dict(
     engine: Zero3Engine, module: nn.Module, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Load weights into the shards; of saved tensors every rank reads what it holds. Collective.
 
     Args:
@@ -58,7 +58,7 @@ def load_state_dict(
         source: where to read saved tensors.
 
     Returns:
-        sentences about keys that were missing or unexpected.
+        keys that were missing in ``state``, and keys that the model does not have.
 
     Raises:
         RuntimeError: keys with ``strict``, or shapes, do not fit; nothing was changed then.
@@ -80,7 +80,7 @@ def load_state_dict(
     if source is not None:
         source.read(list({id(targets[k]): (value, targets[k]) for k, value in saved.items()}.values()))
         engine.weights_changed()
-    return told
+    return keys["Missing"], keys["Unexpected"]
 
 
 def _listed(keys: list[str]) -> str:

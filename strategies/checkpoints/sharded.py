@@ -37,7 +37,7 @@ from .errors import CheckpointError, together
 from .gather import tensors_in
 from .manifest import MANIFEST, Manifest, changed, damage, measure, shard_files
 from .slices import SavedTensor, SlicedTensor
-from .storage import begin, commit, remove
+from .storage import commit, make_folder, remove
 
 INDEX = ".metadata"
 TRAINER_STATE = "meta.pt"
@@ -122,8 +122,7 @@ def save(prepared: Prepared, path: Path, group: dist.ProcessGroup | None = None)
 
 
 def _begin(path: Path, manifest: Manifest) -> Path:
-    stage = begin(path)
-    stage.mkdir()
+    stage = make_folder(path)
     manifest.write(stage)
     return stage
 

@@ -35,6 +35,13 @@ def begin(path: Path) -> Path:
     return stage
 
 
+def make_folder(path: Path) -> Path:
+    """:func:`begin` for a folder, which is created."""
+    stage = begin(path)
+    stage.mkdir()
+    return stage
+
+
 def commit(stage: Path, path: Path) -> None:
     """Give what is whole its name, and remove what had the name before."""
     _sync(stage)

@@ -12,6 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,12 +22,12 @@ from ..processes import ProcessStrategy
 from . import full
 from .background import BackgroundSave
 from .errors import together
-from .gather import gather_on_rank_zero
+from .gather import gather, gather_on_rank_zero
 from .model_state import load_state_dict, own_values, sliced_state_dict
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
-from .slices import Flats
-from .storage import remove, resolve
+from .slices import Flats, SlicedTensor
+from .storage import commit, make_folder, remove, resolve
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .sharded import ShardedCheckpoint
@@ -204,8 +205,64 @@ class CheckpointStrategy(ProcessStrategy):
         self._set_up = True
         if self._weights is not None:
             (state, strict), self._weights = self._weights, None
-            for told in load_state_dict(self.engine, self.lightning_module, state, strict, self._source):
-                rank_zero_warn(told)
+            missing, unexpected = load_state_dict(self.engine, self.lightning_module, state, strict, self._source)
+            if missing or unexpected:
+                rank_zero_warn(f"The checkpoint has no {missing}; the model has no {unexpected}. `strict_loading` is off.")
+
+    # ------------------------------------------------------------------------------------------------ weights alone
+
+    def load_weights(
+        self, path: _PATH, key_mapping: Mapping[str, str] | None = None, strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Start from the weights of another program; to be called by all ranks once the model is sharded (`on_fit_start`).
+
+        Args:
+            path: a safetensors file, its index or their folder; a checkpoint of any strategy; a state dict of ``torch.save``.
+            key_mapping: regular expressions in the keys of the file -> what ``re.sub`` puts in their place, in order.
+            strict: refuse missing and unexpected keys.
+
+        Returns:
+            keys that the model has and the file has not, and the other way round.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be read.
+            RuntimeError: keys with ``strict``, or shapes, do not fit; nothing was changed then.
+        """
+        if self.engine is None or self.lightning_module is None:
+            raise RuntimeError("`load_weights` needs the sharded model: call it in `on_fit_start` or later.")
+        from .weights import open_weights, renamed
+
+        state, source = open_weights(Path(path), self._checkpoints.weights_only)
+        return load_state_dict(self.engine, self.lightning_module, renamed(state, key_mapping), strict, source)
+
+    def save_weights(
+        self, folder: _PATH, key_mapping: Mapping[str, str] | None = None, max_file_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the weights as safetensors files with an index, as Hugging Face keeps them; collective.
+
+        Args:
+            folder: to write; what is there is replaced when all is written.
+            key_mapping: regular expressions in the model's keys -> what ``re.sub`` puts in their place, in order.
+            max_file_bytes: of a file, which is also what rank 0 holds in memory.
+        """
+        from .weights import SafetensorsWriter, renamed
+
+        path, state = Path(folder), renamed(self.lightning_module_state_dict(), key_mapping)
+        keys: dict[int, list[str]] = {}
+        for key, value in state.items():
+            keys.setdefault(id(value), []).append(key)
+        made = together(f"Saving {path}", lambda: make_folder(path) if self.is_global_zero else None)
+        writer = SafetensorsWriter(made[0], max_file_bytes)
+        gather(state, self.global_rank, lambda tensor, whole: [writer.add(key, whole) for key in keys[id(tensor)]])
+
+        def finish() -> None:
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not isinstance(value, SlicedTensor):
+                    writer.add(key, value)
+            writer.finish()
+            commit(made[0], path)
+
+        together(f"Saving {path}", finish if self.is_global_zero else _nothing)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -220,6 +277,10 @@ class CheckpointStrategy(ProcessStrategy):
                 rank_zero_warn(told)
         if self._source is not None:
             self._source.read(reads)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_remote(path: _PATH) -> bool:
