@@ -33,6 +33,7 @@ from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
 _BEAT_S = 1.0
 _SAMPLES = 10  # of the training thread, for each beat
 _NOT_USER_CODE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, lightning.__file__, __file__, threading.__file__))
+_DOORS = (collectives.__file__, shared.__file__)
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 from .adapted import adapt, follow, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .data import DataHooks, DataOptions
-from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives
+from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives, make_hybrid_collectives
 from .evaluation import EvaluationStrategy
 from .param_groups import ParamGroups
 from .precision import convert, gather_dtypes
@@ -53,6 +53,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             "fork" and "forkserver" use ``multiprocessing``.
         unit_policy: which modules are gathered together: None finds repeated blocks by itself; a list of module classes or
             class names; or a function from the model to a list of modules or lists of modules.
+        shard_size: shard over groups of so many neighbouring ranks, a node's for example, each of which has all of the model;
+            by default over all ranks.
         keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed" and "16-mixed" gather in
             fp32, though they are linear or convolution layers: for those that the model runs with autocast off.
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
@@ -80,6 +82,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         timeout: timedelta = default_pg_timeout,
         start_method: StartMethod = "popen",
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
+        shard_size: int | None = None,
         keep_in_fp32: Sequence[str] = (),
         data: DataOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
@@ -102,6 +105,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             cpu_affinity,
         )
         self.unit_policy = unit_policy
+        self._shard_size = shard_size
         self._keep_in_fp32 = tuple(keep_in_fp32)
         self._data = DataHooks(data)
         self._checkpoints = checkpoint or CheckpointOptions()
@@ -168,7 +172,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         names = {id(p): name for name, p in module.named_parameters()}
         states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
         group = dist.group.WORLD if _distributed_is_initialized() else None
-        self._door = make_collectives(group, self.root_device)
+        if self._shard_size is None:
+            self._door = make_collectives(group, self.root_device)
+        else:
+            self._door = make_hybrid_collectives(self._shard_size, self.root_device)
         self.show_progress()
         self._groups = ParamGroups(self.optimizers, self._build_engine)
         self.engine = self._build_engine()

@@ -47,6 +47,7 @@ LAYERS = [
     (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/shared", "strategies/engine/timing"], TORCH),
     (["strategies/engine/door"], TORCH),
+    (["strategies/engine/hybrid"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
     (["strategies/engine/whole"], TORCH),

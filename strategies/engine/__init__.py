@@ -18,6 +18,7 @@ from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Me
 from .door import make_collectives
 from .engine import Zero3Engine
 from .finite import FiniteCheck, NonFiniteError
+from .hybrid import make_hybrid_collectives
 from .partition import UnitPolicy, find_units
 from .resting import ResidencyError, is_sharded
 from .shared import SharedMemoryCollectives
@@ -41,4 +42,5 @@ __all__ = [
     "is_sharded",
     "make_clock",
     "make_collectives",
+    "make_hybrid_collectives",
 ]

@@ -48,7 +48,7 @@ class Buffers:
             with torch.no_grad():
                 parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in tensors]
                 packed = self._collectives.broadcast(torch.cat(parts))
-                if self._collectives.rank:
+                if self._collectives.global_rank:
                     for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
                         b.copy_(part.clone().view(b.dtype).view(b.shape))  # cloned: a view of a dtype must be aligned
         for k in picked:

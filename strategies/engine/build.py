@@ -166,7 +166,7 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
                     view.copy_(value)
                 collectives.broadcast(buffer)
                 for entry, value, view in zip(chunk.entries, locals_, views, strict=True):
-                    if collectives.rank and not same(value.to(device), view):
+                    if collectives.global_rank and not same(value.to(device), view):
                         differing.append(entry.name)
                 chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
             for entry in chunk.entries:

@@ -76,6 +76,8 @@ class LocalCollectives:
     """One rank: everything is already where it belongs.
 
     Attributes:
+        rank: among the ranks that share the model's shards, ``world_size`` in number.
+        global_rank: among all ranks: ``replicas`` groups that share shards.
         trace: labels of the exchanges since the last :meth:`agree`.
         describe: what a label stands for, for errors.
         progress: index of the unit whose forward or backward ran last, and exchanges begun; others may look at it.
@@ -83,6 +85,8 @@ class LocalCollectives:
 
     rank = 0
     world_size = 1
+    global_rank = 0
+    replicas = 1
 
     def __init__(self) -> None:
         self.trace: list[int] = []
@@ -139,7 +143,7 @@ class GroupCollectives(LocalCollectives):
         super().__init__()
         self._group = group
         self._control = control or group
-        self.rank = dist.get_rank(group)
+        self.rank = self.global_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
@@ -204,6 +208,7 @@ class PairwiseCollectives(GroupCollectives):
         self._spare: list[Tensor] = []  # for labels to arrive in
         self._held_ballots: dict[int, list[Tensor]] = {}
         self._others = [r for r in range(self.world_size) if r != self.rank]
+        self._names = dist.get_process_group_ranks(group)
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._staged = 0  # bytes of it taken by sums in flight
         self._in_flight = 0
@@ -256,9 +261,9 @@ class PairwiseCollectives(GroupCollectives):
         """Raise if ``rank`` exchanges ``other`` and not ``label``."""
         if other != label:
             raise DivergenceError(
-                f"The ranks run different things: rank {self.rank} is about to {self.describe(label)}, rank {rank} to "
-                f"{self.describe(other)}. All ranks must run the same modules in the same order and take the same number "
-                "of steps; look for a branch or a loop that depends on a rank's own data."
+                f"The ranks run different things: rank {self._names[self.rank]} is about to {self.describe(label)}, rank "
+                f"{self._names[rank]} to {self.describe(other)}. All ranks must run the same modules in the same order and "
+                "take the same number of steps; look for a branch or a loop that depends on a rank's own data."
             )
 
     def agree(self, values: Tensor) -> Tensor:

@@ -99,11 +99,11 @@ class FiniteCheck:
         # An infinite output alone may be meant, as in a mask.
         matters = any(found.stage == 1 or (found.stage > 1 and self._gradients) for found in findings)
         if int(self._door.agree(torch.tensor([int(matters)], dtype=torch.int64))):
-            first = min(findings, default=_Finding(4, 0, self._door.rank, "", 0.0))
+            first = min(findings, default=_Finding(4, 0, self._door.global_rank, "", 0.0))
             raise NonFiniteError(self._explain(step, first))
 
     def _find(self, values: list[float]) -> Iterator[_Finding]:
-        rank, count = self._door.rank, len(self.engine.units)
+        rank, count = self._door.global_rank, len(self.engine.units)
         for stage, turns, start in ((0, self._forward_turns, 0), (2, self._backward_turns, count)):
             for unit, turn in turns.items():
                 if not math.isfinite(values[start + unit]):

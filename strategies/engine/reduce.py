@@ -169,7 +169,7 @@ class Reducer:
             self._lane.join(self._mark)  # hazard: the buffer's next gradients, or the optimizer, before the sum is there
 
     def _accumulate(self, place: _Range) -> None:
-        scale = 1.0 / self._collectives.world_size
+        scale = 1.0 / (self._collectives.world_size * self._collectives.replicas)
         pending, place.pending = place.pending, []
         dropped, place.dropped = place.dropped, False
         for (chunk, _), work in zip(place.chunks, pending, strict=False):

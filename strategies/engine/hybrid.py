@@ -1,0 +1,129 @@
+"""Hybrid sharding: groups of ranks share one copy of the model's shards each, and average their gradients with each other.
+
+::
+
+              shard 0   shard 1   shard 2
+    replica 0  rank 0    rank 1    rank 2     gather and reduce-scatter run along a row (a node),
+    replica 1  rank 3    rank 4    rank 5     the sum over replicas along a column
+
+A step moves the weights inside rows only; between rows travels one shard of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from .collectives import GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives, Pending
+from .door import make_collectives
+
+
+def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalCollectives:
+    """The door for shards over ``shard_size`` neighbouring ranks; collective over all ranks.
+
+    Raises:
+        ValueError: the ranks do not divide into such groups.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if shard_size < 2 or world_size % shard_size:
+        raise ValueError(
+            f"shard_size={shard_size} must be at least 2 and divide the number of ranks, {world_size}. Take the number of "
+            "ranks on a node, or none to shard over all."
+        )
+    everyone = make_collectives(dist.group.WORLD, device)
+    if shard_size == world_size:
+        return everyone
+    mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replica", "shard"))
+    group = mesh.get_group("shard")
+    # All agreement is among everyone, so the shards of NCCL need no group on the host.
+    shards = make_collectives(group, device) if isinstance(everyone, PairwiseCollectives) else GroupCollectives(group)
+    return HybridCollectives(shards, everyone, mesh.get_group("replica"))
+
+
+class HybridCollectives(LocalCollectives):
+    """Shards along ``shards``, the same shards along ``replicas``; what concerns no shard goes to ``everyone``."""
+
+    def __init__(self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup) -> None:
+        self._shards, self._everyone, self._replicas = shards, everyone, replicas
+        super().__init__()
+        self.rank, self.world_size = shards.rank, shards.world_size
+        self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
+        self.trace = shards.trace
+
+    @property
+    def describe(self) -> Callable[[int], str]:
+        """See :class:`LocalCollectives`."""
+        return self._shards.describe
+
+    @describe.setter
+    def describe(self, describe: Callable[[int], str]) -> None:
+        self._shards.describe = self._everyone.describe = describe
+
+    @property
+    def progress(self) -> MutableSequence[int] | memoryview:
+        """See :class:`LocalCollectives`."""
+        return self._shards.progress
+
+    @progress.setter
+    def progress(self, progress: MutableSequence[int] | memoryview) -> None:
+        self._shards.progress = self._everyone.progress = progress
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`LocalCollectives`."""
+        return self._shards.nbytes + self._everyone.nbytes
+
+    def expect(self, shard_bytes: int) -> None:
+        """See :meth:`LocalCollectives.expect`."""
+        self._shards.expect(shard_bytes)
+        self._everyone.expect(0)
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """See :meth:`LocalCollectives.allocate`."""
+        return self._shards.allocate(nbytes, device)
+
+    def meet(self, meeting: Meeting) -> None:
+        """See :meth:`LocalCollectives.meet`."""
+        self._everyone.meet(meeting)
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_gather`."""
+        return self._shards.all_gather(buffer, label)
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
+        return _OverReplicas(self._shards.reduce_scatter(buffer, label), self._replicas)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Over the shards of one replica, all of which hold the same."""
+        return self._shards.all_reduce(tensor, op)
+
+    def agree(self, values: Tensor) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        return self._everyone.agree(values)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """From the first replica to all."""
+        return self._everyone.broadcast(tensor, source)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Of all ranks."""
+        return self._everyone.all_gather_object(value)
+
+
+class _OverReplicas(Pending):
+    """The sum of a shard over replicas follows the sum inside each."""
+
+    def __init__(self, inside: Pending, replicas: dist.ProcessGroup) -> None:
+        super().__init__(torch.empty(0))
+        self._inside, self._replicas = inside, replicas
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        total = self._inside.wait()
+        dist.all_reduce(total, group=self._replicas)
+        return total
