@@ -134,7 +134,8 @@ class StepTimer(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         self._totals = dict.fromkeys(PARTS, 0.0)
-        self._steps, self._communicated = 0, now
+        self._communicated = now if self._steps else before  # of no step: it counts at the next logging step
+        self._steps = 0
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

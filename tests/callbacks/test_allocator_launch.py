@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from helpers.tracking import needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig, PluggableAllocator, allocator_early
 from lightning_zero3.callbacks.allocator_environment import READ_NAMES
 from lightning_zero3.callbacks.allocator_grammar import AllocatorOptionError
@@ -157,3 +158,36 @@ trainer:
     trainer = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
     (config,) = (callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig))
     assert config.pluggable == PluggableAllocator(str(tmp_path / "a.so"), "alloc", "free_it")
+
+
+COUNTING = """
+int cudaMalloc(void** pointer, unsigned long size);
+int cudaFree(void* pointer);
+long served = 0;
+void* alloc(long size, int device, void* stream) { void* pointer = 0; cudaMalloc(&pointer, size); served++; return pointer; }
+void free_it(void* pointer, long size, int device, void* stream) { cudaFree(pointer); }
+"""
+
+PLUGGED = """
+    import ctypes, sys
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker, PluggableAllocator
+
+    library = __file__.replace("script.py", "a.so")
+    config = AllocatorConfig(pluggable=PluggableAllocator(library, free="free_it"))
+    tracker = CUDAMemoryTracker()
+    Trainer(max_steps=2, accelerator="gpu", devices=1, logger=False, callbacks=[config, tracker], enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0).fit(BoringModel())
+    print(tracker.run_figures().source, ctypes.c_long.in_dll(ctypes.CDLL(library), "served").value)
+"""
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_a_pluggable_allocator_serves_a_run_on_the_gpu(tmp_path):
+    compile_library(tmp_path, COUNTING)
+    result = run_script(tmp_path, PLUGGED)
+    assert result.returncode == 0, result.stderr[-3000:]
+    source, served = result.stdout.split()[-2:]
+    assert source == "driver" and int(served) > 0
