@@ -89,6 +89,8 @@ class EvaluationStrategy(WatchedStrategy):
             ) from error
         if turn.lacking and self._trainer._results is not None:
             self._share_logged_values(lacks_batch)
+        if self._signals is not None and not turn.joint:  # all ranks are here
+            self._signals.between_batches()
         return output
 
     def _next_turn(self, loader: int, lacks_batch: bool) -> Turn:
