@@ -90,6 +90,7 @@ def runs(tmp_path_factory):
     one, two, rest = folder / "one", folder / "two", folder / "rest"
     return {
         "whole": (in_one(one), in_two(two)),
+        "one rank": (in_one(rest), run_ranks(fit_all, 1, "zero3", rest)),
         "resumed": (in_one(rest, one), in_two(rest, two)),
         "the other's file": (in_one(rest, one), in_two(rest, one)),
         "our file": (in_one(rest, one), in_one(rest, two)),
@@ -97,7 +98,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", ["whole", "resumed", "the other's file", "our file"])
+@pytest.mark.parametrize("run", ["whole", "one rank", "resumed", "the other's file", "our file"])
 def test_as_in_one_process(run, kind, runs):
     expected, found = runs[run]
     losses, state = expected[0][kind]

@@ -1,5 +1,7 @@
 """Optimizers that step on whole tensors, which ranks own: their checkpoints, and the memory of their state."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -8,6 +10,8 @@ from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, full_state, relative, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
+from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+from lightning_zero3.strategies.owned import OwnedTensors, balance
 
 
 class ByAdafactor(Lit):
@@ -79,3 +83,44 @@ def save_lbfgs(rank, world_size, folder):
 def test_lbfgs_saves_weights_only(tmp_path):
     run_ranks(save_lbfgs, 2, tmp_path)
     assert (tmp_path / "weights.ckpt").exists()
+
+
+def counted(sent, original, buffer, label=0):
+    sent.append(buffer.nbytes)
+    return original(buffer, label)
+
+
+def count_exchanges(rank, world_size):
+    """Bytes that an optimizer's step hands to the collectives, and bytes of the parameters."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    cpu = torch.device("cpu")
+    collectives = make_collectives(torch.distributed.group.WORLD, cpu)
+    engine = Zero3Engine(model, [optimizer], device=cpu, collectives=collectives)
+    OwnedTensors(engine, 0, optimizer)
+    with engine.step():
+        loss = model(torch.ones(2, 16)).sum()
+    with engine.backward():
+        loss.backward()
+    sent = []
+    for name in ("all_gather", "reduce_scatter"):
+        original = getattr(collectives, name)
+        setattr(collectives, name, partial(counted, sent, original))
+    optimizer.step()
+    return sum(sent), sum(chunk.nbytes for unit in engine.units for chunk in unit.chunks)
+
+
+def test_a_step_moves_each_element_three_times():
+    for sent, parameters in run_ranks(count_exchanges, 2):
+        assert sent == 3 * parameters
+
+
+@pytest.mark.parametrize("world_size", range(1, 17))
+def test_owners_have_about_the_same(world_size):
+    numels = {str(k): k * k for k in range(1, 30)}
+    load = [0] * world_size
+    for name, owner in balance(numels, world_size).items():
+        load[owner] += numels[name]
+    assert sum(load) == sum(numels.values())
+    assert max(load) - min(load) <= max(numels.values())

@@ -1,0 +1,376 @@
+"""Modules that bring in callbacks of Lightning and hooks of their own, for `test_in_the_trainer.py`."""
+
+import csv
+import tempfile
+import zlib
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.model_summary import summarize
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader
+
+from behaviours.harness import DIM, Chain
+
+
+class Module(pl.LightningModule):
+    refused: str | None = None
+    reference = "one"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Chain()
+        self.seen = []
+
+    def train_dataloader(self):
+        mine = range(2) if self.trainer.world_size == 1 else [self.trainer.global_rank]
+        parts = [torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(rank)) for rank in mine]
+        return DataLoader(torch.cat(parts, 1), batch_size=None)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def callbacks(self):
+        return []
+
+
+class Averaged(Module):
+    """The validation loss is that of the average."""
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(self.net(batch).square().mean().item())
+
+
+class Ema(Averaged):
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5))]
+
+
+class EmaOfSomeSteps(Averaged):
+    def callbacks(self):
+        return [EMAWeightAveraging(decay=0.7, update_every_n_steps=2, update_starting_at_step=3)]
+
+
+class EmaWhileUnfreezing(Averaged):
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5)), *Unfreezing().callbacks()]
+
+
+class Swa(Averaged):
+    def callbacks(self):
+        return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+
+
+class NotElementwise(Module):
+    refused = "averaging function of WeightAveraging does not average each element by itself.*get_ema_avg_fn"
+
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=lambda average, weight, n: weight / weight.norm())]
+
+
+class Unfreezing(Module):
+    def callbacks(self):
+        class Finetuning(BaseFinetuning):
+            def freeze_before_training(self, module):
+                self.freeze(module.net.blocks[:2])
+
+            def finetune_function(self, module, epoch, optimizer):
+                if epoch == 1:
+                    self.unfreeze_and_add_param_group(module.net.blocks[:2], optimizer)
+
+        return [Finetuning()]
+
+
+class UnfreezingTwice(Unfreezing):
+    """Adam's step counts, equal values among the parameters that BaseFinetuning compares, and a group that is edited."""
+
+    def callbacks(self):
+        class Finetuning(BaseFinetuning):
+            def freeze_before_training(self, module):
+                self.freeze([module.net.blocks[:3], module.net.stem])
+
+            def finetune_function(self, module, epoch, optimizer):
+                if epoch == 1:
+                    self.unfreeze_and_add_param_group(module.net.blocks[1], optimizer, lr=0.02)
+                if epoch == 2:
+                    self.unfreeze_and_add_param_group([module.net.stem, module.net.blocks[0]], optimizer)
+                    optimizer.param_groups[0]["lr"] /= 2
+
+        return [Finetuning()]
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
+
+
+class UnfreezingByFlag(Module):
+    """The optimizer has all parameters from the start."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self):
+        self.net.blocks[:2].requires_grad_(self.current_epoch > 0)
+
+
+class ByLbfgs(Module):
+    options = {"precision": "64-true"}  # its line search magnifies rounding
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+class ByAdafactor(Module):
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters(), lr=0.02, eps=(1e-3, 1e-2))
+
+
+class AccumulationSchedule(Module):
+    options = {"limit_train_batches": 3}  # the last window of an epoch is short
+
+    def callbacks(self):
+        return [GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
+class Profiled(Module):
+    options = {"profiler": "simple"}
+
+
+class ProfiledByTorch(Module):
+    @property
+    def options(self):
+        return {"profiler": PyTorchProfiler(dirpath=tempfile.mkdtemp(), filename="trace", export_to_chrome=False)}
+
+
+class DeviceStats(Module):
+    @property
+    def options(self):
+        return {"logger": CSVLogger(tempfile.mkdtemp()), "log_every_n_steps": 1}
+
+    def callbacks(self):
+        return [DeviceStatsMonitor(cpu_stats=True)]
+
+    def on_train_end(self):
+        if self.trainer.is_global_zero:
+            self.trainer.logger.save()
+            (row, *_) = csv.DictReader(open(Path(self.trainer.logger.log_dir) / "metrics.csv"))
+            assert any("cpu" in name for name in row)
+
+
+class Summarized(Module):
+    """Parameters, shapes and operations of each layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.ones(4, DIM)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_train_start(self):
+        summary = summarize(self, max_depth=3)
+        self.seen += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
+        self.seen += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
+
+
+def sync_batch_norm(self, x):
+    """What ``nn.SyncBatchNorm`` computes, which torch has for CUDA only."""
+    from torch.distributed.nn.functional import all_reduce
+
+    count = x.shape[0] * torch.distributed.get_world_size()
+    mean = all_reduce(x.sum(0)) / count
+    variance = all_reduce((x - mean).square().sum(0)) / count
+    with torch.no_grad():
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+    return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+class SyncedNorms(Module):
+    options = {"sync_batchnorm": True}
+
+    def __init__(self):
+        super().__init__()
+        self.net = Chain(*(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3)))
+        nn.SyncBatchNorm.forward = sync_batch_norm  # in this process, which is a rank of the test
+
+    def on_train_start(self):
+        converted = isinstance(self.net.blocks[0][1], nn.SyncBatchNorm)
+        assert converted == (self.trainer.world_size > 1)
+
+
+class LikeDdp(Module):
+    """The reference is two ranks of ddp: what is seen depends on the ranks."""
+
+    reference = "ddp"
+
+
+class ByMuon(LikeDdp):
+    """Muon for matrices, whose iteration is in bfloat16, and AdamW for the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, eps=1e-3)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class AllGatherWithGradients(LikeDdp):
+    def training_step(self, batch, batch_idx):
+        mine = self.net(batch)
+        everyone = self.all_gather(mine, sync_grads=True)
+        loss = (everyone * everyone.flip(0)).mean() + mine.square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+
+class LearningRateFound(LikeDdp):
+    lr = 0.1
+
+    def callbacks(self):
+        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, early_stop_threshold=None)
+        return [self.finder]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def on_train_end(self):
+        if self.finder.optimal_lr is not None:  # training begins
+            self.seen += [self.lr, *self.finder.optimal_lr.results["loss"]]
+
+
+class BatchSizeFound(LikeDdp):
+    refused = "The Batch size finder is not supported with distributed strategies"  # Lightning's own, for ddp too
+
+    def callbacks(self):
+        return [BatchSizeFinder()]
+
+
+class Pruned(Module):
+    refused = "ModelPruning replaces parameters during training.*torch.nn.utils.prune. before"
+
+    def callbacks(self):
+        return [ModelPruning("l1_unstructured", amount=0.5, parameters_to_prune=[(self.net.head, "weight")])]
+
+
+class PrunedBefore(Module):
+    def __init__(self):
+        super().__init__()
+        for layer in (self.net.head, self.net.blocks[1].up):
+            prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+class SkippedSteps(Module):
+    refused = "Skipping the `training_step` by returning None in distributed training is not supported"  # Lightning's own
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+class GradientNorms(Module):
+    def on_before_optimizer_step(self, optimizer):
+        self.seen += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
+
+
+class ClippedByValue(Module):
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
+class ClippedByNorm(Module):
+    options = {"gradient_clip_val": 0.01}
+
+
+class Manual(Module):
+    """Two optimizers, toggled."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.05, momentum=0.9)
+
+    def training_step(self, batch, batch_idx):
+        for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * self.judge(self.net(batch)).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.seen.append(loss.item())
+
+
+class ManualAccumulation(Module):
+    """Two batches to a step, clipped by the user."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.seen.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1).item())
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class ExceptionOnce(Module):
+    """A step that fails inside, is caught, and is taken again."""
+
+    def training_step(self, batch, batch_idx):
+        with pytest.raises(RuntimeError):
+            self.net(batch[:, :3])
+        return super().training_step(batch, batch_idx)
+
+
+MODULES = {
+    name: cls
+    for name, cls in vars().items()
+    if isinstance(cls, type) and issubclass(cls, Module) and cls not in (Averaged, LikeDdp)
+}
