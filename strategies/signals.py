@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+_ANY = dist.ReduceOp.MAX
 _ONE_REQUEST_S = 10.0  # SLURM signals every process of a job, within moments
 
 
@@ -61,7 +62,7 @@ class AgreedSignals(_SignalConnector):
 
     @override
     def _slurm_sigusr_handler_fn(self, signum: int, frame: FrameType | None) -> None:
-        self._requeue = time.monotonic() - self._requeued_at > _ONE_REQUEST_S
+        self._requeue |= time.monotonic() - self._requeued_at > _ONE_REQUEST_S
 
     def between_batches(self) -> None:
         """Do what any rank was asked for before the last call; to be called by all ranks.
@@ -97,32 +98,37 @@ class _Notes:
     """The ranks' notes, compared in the background: a call returns what the one before has found."""
 
     def __init__(self) -> None:
-        self._found: Tensor | None = None
-        self._ready: Any = None
+        self._ready: Any = None  # a work of gloo's, or an event
+        self._found: Tensor | None = None  # on the host, once it is ready
+        self._free: Tensor | None = None
+        self._on_device: Tensor | None = None
 
     def compare(self, stop: bool, requeue: bool, device: torch.device) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, or to requeue, at the call before; collective."""
-        mine = torch.tensor([stop, requeue], dtype=torch.int32)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return stop, requeue
         found, ready = self._found, self._ready
-        if device.type == "cpu":
-            self._ready = dist.all_reduce(mine, dist.ReduceOp.MAX, async_op=True)
-            self._found = mine
-        else:
-            self._send(mine, device)
+        mine, self._free = self._free, found  # two take turns: the last one is still under way
+        if mine is None:
+            mine = torch.empty(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        mine[0], mine[1] = stop, requeue
+        self._found = mine
+        self._ready = self._send(mine, device) if device.type != "cpu" else dist.all_reduce(mine, _ANY, async_op=True)
         if found is None:
             return False, False
         ready.wait() if device.type == "cpu" else ready.synchronize()
         return bool(found[0]), bool(found[1])
 
-    def _send(self, mine: Tensor, device: torch.device) -> None:
-        # Pinned and on the current stream, so that the host waits for the batch before, never for this one.
-        there = mine.pin_memory().to(device, non_blocking=True)
-        dist.all_reduce(there, dist.ReduceOp.MAX)
-        self._found = torch.empty(2, dtype=torch.int32, pin_memory=True).copy_(there, non_blocking=True)
-        self._ready = torch.get_device_module(device).Event()
-        self._ready.record()
+    def _send(self, mine: Tensor, device: torch.device) -> torch.Event:
+        if self._on_device is None:
+            self._on_device = torch.empty_like(mine, device=device)
+        # All on the current stream, so that the host waits for the batch before, never for this one.
+        self._on_device.copy_(mine, non_blocking=True)
+        dist.all_reduce(self._on_device, _ANY)
+        mine.copy_(self._on_device, non_blocking=True)
+        event = torch.Event(device)
+        event.record()
+        return event
 
 
 def _nothing() -> None:

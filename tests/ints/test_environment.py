@@ -1,4 +1,4 @@
-"""Who a process is, from variables alone. `environment_vectors.json` holds what Lightning 2.6 and Accelerate 1.15 answer."""
+"""Who a process is, from variables alone. `environment_vectors.json` holds what Lightning 2.6 answers."""
 
 import json
 from dataclasses import FrozenInstanceError, replace
@@ -17,7 +17,7 @@ FIELDS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "
 DEVIATIONS = {
     # Lightning: one process, so four processes train alone. All four meet at the loopback address, so all are on this host.
     "rank+world, no LOCAL_RANK": (1, 1, 0, 4, 4, "127.0.0.1", 29500),
-    # Lightning: one process. Accelerate refuses too.
+    # Lightning: one process.
     "WORLD_SIZE only": "its rank is unknown: RANK is not set. Set are: WORLD_SIZE=4",
     # Lightning: rank 0 on every node.
     "manual launcher (torchrun vars without TORCHELASTIC_RUN_ID)": (5, 1, 1, 8, 4, "h0", 1),
