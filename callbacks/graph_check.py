@@ -20,6 +20,10 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     strategy = trainer.strategy
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and strategy.strategy_name != "zero3":
         found.append(f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or `zero3`.")
+    if trainer.world_size > 1:
+        found.append(f"There are {trainer.world_size} ranks, and only steps of one are captured so far.")
+    if getattr(strategy, "_stop_on_nonfinite", False):
+        found.append("`Zero3Strategy(stop_on_nonfinite=True)` looks at values on the host.")
     if not module.automatic_optimization:
         found.append("The module optimizes manually: its `training_step` runs backward and the optimizer itself.")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):

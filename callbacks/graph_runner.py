@@ -14,7 +14,7 @@ from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_output, check_trainer
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_state import Guard, Snapshot
-from .graph_step import CapturedStep, StaticGradients
+from .graph_step import CapturedStep, ShardedGradients, StaticGradients
 from .graph_watch import Problem, Watch, WatchedIndex, compare
 
 MAX_RECAPTURES = 5
@@ -170,10 +170,12 @@ class StepRunner:
 
     def _capture(self, shape: _Shape, batch: Any, rest: list) -> CapturedStep:
         watch = shape.watches[-1]
-        step = CapturedStep(lambda: self._graphs.make(watch.generators), self._gradients, self._without)
+        engine = getattr(self._trainer.strategy, "engine", None)
+        gradients = self._gradients if engine is None else ShardedGradients(engine)
+        step = CapturedStep(lambda: self._graphs.make(watch.generators), gradients, self._without)
         step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
         self._names = watch.names if self._guard is None else self._names | watch.names
-        self._guard = Guard(self._module, self._names)
+        self._guard = Guard(self._module, self._trainer.optimizers, self._names)
         return step
 
     def _refuse(self, problems: list[Problem]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 _PLAIN = (int, float, complex, bool, str, type(None), torch.dtype)
@@ -54,10 +55,11 @@ class Guard:
 
     Args:
         module: whose step was captured.
+        optimizers: whose groups of parameters are the same.
         names: of the attributes that the program of the step mentions; others may change as they like.
     """
 
-    def __init__(self, module: nn.Module, names: set[str]) -> None:
+    def __init__(self, module: nn.Module, optimizers: list[Optimizer], names: set[str]) -> None:
         self._tables: list[tuple[str, dict, tuple[int, ...]]] = []
         self._empty: list[dict] = []
         self._plain: list[tuple[str, dict, list[str], list]] = []
@@ -77,6 +79,8 @@ class Guard:
                 if tensor is not None:
                     self._tensors.append((f"{path}.{name}".lstrip("."), tensor, _address(tensor), tensor.requires_grad))
         self._flags = _flags()
+        self._lists = [(group["params"], list(group["params"])) for o in optimizers for group in o.param_groups]
+        self._groups = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
 
     def changed(self) -> str | None:
         """What is not as it was at the capture, in words; None if all is."""
@@ -94,6 +98,10 @@ class Guard:
                 return f"{name} was {'frozen' if needs_grad else 'unfrozen'}"
             if _address(tensor) != address:
                 return f"{name} lies in other memory"
+        if any(len(o.param_groups) != count for o, count in self._groups):
+            return "a group of parameters was added to the optimizer"
+        if any(list(map(id, now)) != list(map(id, then)) for now, then in self._lists):
+            return "parameters joined or left the optimizer"
         return None if _flags() == self._flags else "a setting of torch changed (determinism, precision, cuDNN, attention)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from ..strategies.engine import ReplayedPass, Zero3Engine
 from .graph_batch import StaticInputs
 from .graph_device import Graph
 from .graph_tape import LogTape
@@ -39,10 +41,31 @@ class StaticGradients:
         if cleared:
             torch._foreach_zero_(cleared)
 
+    def capture(self) -> AbstractContextManager[None]:
+        """Around the capture of a backward."""
+        return nullcontext()
+
     @property
     def nbytes(self) -> int:
         """Of all gradients."""
         return sum(t.nbytes for t in self._held.values())
+
+
+class ShardedGradients:
+    """The same for `zero3` on one rank: the engine takes gradients from the parameters and adds them to its flat ones."""
+
+    nbytes = 0
+
+    def __init__(self, engine: Zero3Engine) -> None:
+        self._pass = ReplayedPass(engine)
+
+    def attach(self, parameters: list[Tensor]) -> None:
+        """See :meth:`StaticGradients.attach`."""
+        self._pass.begin()
+
+    def capture(self) -> AbstractContextManager[None]:
+        """See :meth:`StaticGradients.capture`."""
+        return self._pass.capture()
 
 
 class CapturedStep:
@@ -58,7 +81,9 @@ class CapturedStep:
         without_gradient: parameters that are reached by backward, but get no gradient.
     """
 
-    def __init__(self, make_graph: Callable[[], Graph], gradients: StaticGradients, without_gradient: set[Tensor]) -> None:
+    def __init__(
+        self, make_graph: Callable[[], Graph], gradients: StaticGradients | ShardedGradients, without_gradient: set[Tensor]
+    ) -> None:
         self._make_graph, self._gradients, self._without = make_graph, gradients, without_gradient
         self._tape = LogTape()
         self._forward = make_graph()
@@ -104,7 +129,7 @@ class CapturedStep:
         if self._backward is None:
             backward = self._make_graph()
             loss, self._loss = self._loss, None
-            with backward.capture():
+            with self._gradients.capture(), backward.capture():
                 torch.autograd.backward(loss, self._seed)
             self._backward = backward
         self._backward.replay()

@@ -66,6 +66,7 @@ LAYERS = [
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/finite"], TORCH),
+    (["strategies/engine/replay"], TORCH),
     (["strategies/engine/__init__"], TORCH),
     (["strategies/optimizers", "strategies/substitution"], TORCH),
     (["strategies/checkpoints/boxes", "strategies/checkpoints/manifest", "strategies/checkpoints/options"], NOTHING),

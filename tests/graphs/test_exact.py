@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.recorded import Net, assert_same, assert_same_run, fit
+from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 
 CASES = {
@@ -37,6 +38,19 @@ def test_a_captured_run_is_the_eager_run(case):
     mine = fit(Net(**arguments), callback, **options)
     assert callback.replays >= 5
     assert callback.captured == (2 if case == "ragged last batch" else 1)
+    assert_same_run(mine, reference)
+
+
+ON_ZERO3 = ["accumulation", "clipping by norm", "ragged last batch", "validation in the middle", "bf16-mixed"]
+
+
+@pytest.mark.parametrize("case", ON_ZERO3)
+def test_zero3_on_one_rank_too(case):
+    arguments, options = CASES[case]
+    reference = fit(Net(**arguments), **options, strategy=Zero3Strategy())
+    callback = Counting(software=True, strict=True)
+    mine = fit(Net(**arguments), callback, **options, strategy=Zero3Strategy())
+    assert callback.replays >= 5
     assert_same_run(mine, reference)
 
 
