@@ -13,13 +13,31 @@ from .graph_runner import StepRunner
 
 
 class CUDAGraphStep(Callback):
-    """Captures the forward and backward of a training step once and replays them, without Python.
+    """Runs the forward and backward of training as CUDA graphs: captured once, then replayed without Python.
+
+    Losses, logged values, outputs, gradients, hooks, counters, random numbers and checkpoints are those of the run without it,
+    bit by bit (but for the sign of zeros in gradients). The rest of Lightning's loop runs as ever: clipping, loss scaling, the
+    optimizer, schedulers, validation. It is for models whose layers are so small that Python is slower than the GPU.
+
+    The first `warmup` batches of a shape run eagerly and are watched. If the step does anything that a replay would not repeat
+    (waits for a value, computes with a Python number that changes, updates a metric, prints, keeps state in Python), the reason
+    and the line are named, and training goes on eagerly. Changes of the module later on (weights in other memory, layers frozen
+    or replaced, another mode, an attribute that the step mentions, settings of torch) are noticed before each replay; numbers
+    that live elsewhere, at the first step of each epoch, which runs eagerly and is compared. Then the step is captured again.
+
+    What the step reads must therefore not change within an epoch, unless it is a tensor or an attribute of a module. Forward
+    hooks may compute with tensors; what else they do happens only in eager steps.
+
+    Works on a single device and with `zero3` on one rank.
 
     Args:
-        warmup: eager steps before a capture.
-        max_graphs: how many shapes of batches are captured; others run eagerly.
-        strict: a step that cannot be captured is an error; else training goes on eagerly, with a warning that says why.
-        software: without CUDA use a slow software graph, instead of nothing: for tests.
+        warmup: eager steps before the capture of a shape, at least 2.
+        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly.
+        strict: a step that cannot be captured is an error.
+        software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
+
+    Raises:
+        GraphCaptureError: with `strict`, the step cannot be captured.
     """
 
     _runner: StepRunner | None = None
@@ -41,6 +59,12 @@ class CUDAGraphStep(Callback):
         self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs, self.strict)
         self._runner.install()
 
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes that graphs hold while training runs: "pool" (reserved), "inputs" and "gradients" (the parameters' own)."""
+        if self._runner is None:
+            return {"pool": 0, "inputs": 0, "gradients": 0}
+        return self._runner.memory_bytes()
+
     def _remove(self) -> None:
         if self._runner is not None:
             self._runner.remove()
@@ -48,6 +72,8 @@ class CUDAGraphStep(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._runner is not None:
+            rank_zero_info(self._runner.summary())
         self._remove()
 
     @override

@@ -63,7 +63,7 @@ class StepRunner:
         self._watching: _Shape | None = None
         self._refused = False
         self._epoch = trainer.current_epoch
-        self.replays = self.recaptures = 0
+        self.steps = self.replays = self.recaptures = 0
         self._eager_step = trainer.strategy.training_step
         self._plugin = trainer.strategy.precision_plugin
         self._eager_backward = self._plugin.backward
@@ -98,10 +98,23 @@ class StepRunner:
         """Number of signatures that have graphs."""
         return sum(shape.step is not None for shape in self._shapes.values())
 
+    def memory_bytes(self) -> dict[str, int]:
+        """See :meth:`CUDAGraphStep.memory_bytes`."""
+        inputs = sum(shape.step.input_nbytes for shape in self._shapes.values() if shape.step is not None)
+        return {"pool": self._graphs.pool_nbytes(), "inputs": inputs, "gradients": self._gradients.nbytes}
+
+    def summary(self) -> str:
+        """One line on the run."""
+        memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory_bytes().items())
+        return (
+            f"CUDAGraphStep: {self.replays} of {self.steps} micro-batches replayed, {self.captured} shapes captured; {memory}"
+        )
+
     # ---- forward -----------------------------------------------------------------------------
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._current = self._watching = None
+        self.steps += 1
         if self._refused:
             return self._eager_step(*args, **kwargs)
         self._check_guard()

@@ -1,0 +1,26 @@
+"""The example runs as it stands, and shows what it says."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda_graph.py"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("cuda_graph_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_the_captured_run_is_the_eager_run(strategy, capsys):
+    load().compare(strategy, epochs=1)
+    assert "the same weights and the same 3 logged values" in capsys.readouterr().out
+
+
+def test_the_refused_step_is_named():
+    with pytest.warns(UserWarning, match=r"(?s)cannot be captured.*cuda_graph\.py:\d+: `if self\.refused and loss\.item\(\)"):
+        load().fit(True, epochs=1, refused=True)

@@ -1,0 +1,84 @@
+"""What the other files here test with the software graph, on the real thing: `pytest -m gpu tests/graphs`."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from helpers.recorded import Net, assert_same_run, fit
+from lightning_zero3 import Zero3Strategy
+from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_runner import GraphCaptureError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CASES = {
+    "200 steps": ({}, {"max_epochs": 19}),
+    "accumulation": ({}, {"accumulate_grad_batches": 4}),
+    "clipping": ({}, {"gradient_clip_val": 0.1}),
+    "ragged last batch": ({"batch_size": 8}, {"accumulate_grad_batches": 4, "max_epochs": 6}),
+    "validation in the middle": ({}, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
+    "scheduler": ({"scheduled": True}, {}),
+    "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+    "16-mixed": ({}, {"precision": "16-mixed", "max_epochs": 4}),
+}
+
+
+class Counting(CUDAGraphStep):
+    """Keeps the figures of the run."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.replays, self.memory = self._runner.replays, self.memory_bytes()
+        super().on_train_end(trainer, pl_module)
+
+
+def train(arguments, options, *callbacks, strategy="auto"):
+    torch.cuda.manual_seed(5)
+    strategy = Zero3Strategy() if strategy == "zero3" else strategy
+    return fit(Net(**arguments), *callbacks, accelerator="gpu", strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_captured_run_is_the_eager_run(case, strategy):
+    reference = train(*CASES[case], strategy=strategy)
+    callback = Counting(strict=True)
+    mine = train(*CASES[case], callback, strategy=strategy)
+    assert callback.replays >= 5 and callback.memory["pool"] > 0
+    assert_same_run(mine, reference)
+
+
+class Frees(Callback):
+    """Other work on the device between replays may not touch their memory."""
+
+    def on_train_batch_end(self, *_):
+        torch.cuda.empty_cache()
+        torch.full((1 << 20,), float("nan"), device="cuda")
+
+
+def test_memory_of_graphs_is_left_alone():
+    assert_same_run(train({}, {}, CUDAGraphStep(strict=True), Frees()), train({}, {}, Frees()))
+
+
+class CopiesFromHost(Net):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": output["loss"] * torch.tensor(2.0, device="cuda")}
+
+
+class HostTensor(Net):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": output["loss"] * torch.tensor(2.0)}
+
+
+class ToHost(Net):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        output["scores"].cpu()
+        return output
+
+
+@pytest.mark.parametrize("module", [CopiesFromHost, HostTensor, ToHost])
+def test_tensors_of_the_host_are_refused(module):
+    with pytest.raises(GraphCaptureError, match=r"reads a tensor on cpu|copies a tensor to cpu"):
+        fit(module(), CUDAGraphStep(strict=True), accelerator="gpu")
