@@ -131,31 +131,37 @@ def machine() -> str:
 class Neighbour:
     """Another rank's process on this machine.
 
+    Args:
+        pid: of the process.
+        descriptor: of its :class:`Position`.
+        place: where it was when it told these, in case it has ended since.
+
     Raises:
-        OSError: the system does not offer this, or the process is gone.
+        ProcessLookupError: it has ended, and nobody waits for it.
+        OSError: the system does not offer this.
     """
 
-    def __init__(self, pid: int, descriptor: int) -> None:
+    def __init__(self, pid: int, descriptor: int, place: Place) -> None:
         if not hasattr(os, "pidfd_open"):
             raise OSError("pidfd_open needs Linux 5.3")
         self.descriptor = os.pidfd_open(pid)  # readable when the process has ended
-        try:
+        self._place, self._memory = place, b""
+        with suppress(OSError):
             memory = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
-        except OSError:
-            os.close(self.descriptor)
-            raise
-        self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
-        self._cells = memoryview(self._memory).cast("q")
-        os.close(memory)
+            self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
+            os.close(memory)
 
     @property
     def words(self) -> str:
         """See :meth:`Position.leave_words`; empty if it left none."""
-        return self._memory[_WORDS_START : _WORDS_START + self._cells[_WORDS_LENGTH]].decode(errors="replace")
+        if not self._memory:
+            return ""
+        length = memoryview(self._memory).cast("q")[_WORDS_LENGTH]
+        return self._memory[_WORDS_START : _WORDS_START + length].decode(errors="replace")
 
     def place(self) -> Place:
         """Now, or when it ended."""
-        return _read(self._cells)
+        return _read(memoryview(self._memory).cast("q")) if self._memory else self._place
 
     @property
     def ended(self) -> bool:

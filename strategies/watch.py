@@ -6,7 +6,6 @@ which only writes its position to memory. Processes of one machine see each othe
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
@@ -14,9 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,9 +25,9 @@ from torch.distributed import distributed_c10d
 
 from .engine import collectives, shared
 from .position import Activity, Neighbour, Place, Position, machine
+from .reports import BEAT_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
 
-_BEAT_S = 1.0
 _SAMPLES = 10  # of the training thread, for each beat
 _NOT_USER_CODE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, lightning.__file__, __file__, threading.__file__))
 _DOORS = (collectives.__file__, shared.__file__)
@@ -52,8 +49,8 @@ class WatchOptions:
     grace: float = 5.0
 
     def __post_init__(self) -> None:
-        if not (self.slow > 0 and self.lost >= 5 * _BEAT_S and self.grace > 0):
-            raise ValueError(f"WatchOptions need slow > 0, grace > 0 and lost >= {5 * _BEAT_S:.0f} seconds, not {self}.")
+        if not (self.slow > 0 and self.lost >= 5 * BEAT_S and self.grace > 0):
+            raise ValueError(f"WatchOptions need slow > 0, grace > 0 and lost >= {5 * BEAT_S:.0f} seconds, not {self}.")
 
 
 class Watch:
@@ -69,11 +66,10 @@ class Watch:
     def __init__(self, options: WatchOptions, store: dist.Store, rank: int, world_size: int) -> None:
         self.position = Position()
         self.unit_name: Callable[[int], str] = str
-        self._options, self._store, self._rank, self._world_size = options, store, rank, world_size
+        self._options, self._rank, self._world_size = options, rank, world_size
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
         self._trained = threading.current_thread().ident
-        self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> its newest report, when it came
-        self._neighbours: dict[int, Neighbour] = {}
+        self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
         self._over: dict[int, Place] = {}  # ranks whose run has ended well
         self._deadlock, self._straggler = Deadlock(), Straggler(options.slow)
         self._verdict: dict[str, Any] | None = None
@@ -82,6 +78,7 @@ class Watch:
         self._hurry = False
         self._wake_reader, self._wake_writer = os.pipe()
         self._stopping = False
+        self._reports = Reports(store, rank, world_size, self._beat)
         self._thread = threading.Thread(target=self._run, name="lightning_zero3.watch", daemon=True)
         self._thread.start()
 
@@ -107,18 +104,20 @@ class Watch:
     def _who_broke_it(self) -> str:
         """Waits a few seconds for the news."""
         self._hurry = True
+        self._reports.hurry()
         self._wake()
-        self._known.wait(min(self._options.lost, 6 * _BEAT_S))
+        self._known.wait(min(self._options.lost, 6 * BEAT_S))
         return self._message(self._verdict) if self._verdict is not None and self._verdict["rank"] != self._rank else ""
 
     def stop(self) -> None:
         """The run ends on this rank."""
         self.position.activity = Activity.ENDED
-        if self._rank == 0 and self._verdict and any(b.machine != self._machine for b, _ in self._beats.values()):
-            time.sleep(2 * _BEAT_S)  # the store may be this process's: leave other machines the time to read the verdict
+        if self._rank == 0 and self._verdict and any(r.beat.machine != self._machine for r in self._reports.newest.values()):
+            time.sleep(2 * BEAT_S)  # the store may be this process's: leave other machines the time to read the verdict
         self._stopping = True
         self._wake()
-        self._thread.join(2 * _BEAT_S)
+        self._thread.join()
+        self._reports.stop()
         self.position.close()
 
     # ------------------------------------------------------------------------------------------------ the thread
@@ -127,37 +126,33 @@ class Watch:
         os.write(self._wake_writer, b".")
 
     def _run(self) -> None:
-        store_lost_at = float("inf")
-        with suppress(RuntimeError):
-            self._beat()
-            self._store.wait([str(rank) for rank in range(self._world_size)], timedelta(seconds=_BEAT_S))
-        while True:
+        while not self._stopping:
+            self._meet_neighbours()
             self._find_ended()
-            try:
-                self._beat()
-                if self._stopping:
-                    return
+            if self._verdict is None:
                 self._look()
-                store_lost_at = float("inf")
-            except (RuntimeError, ValueError) as error:  # the store, or a value of it
-                if self._stopping:
-                    return
-                store_lost_at = min(store_lost_at, time.monotonic())
-                limit = 3 * _BEAT_S if self._hurry else self._options.lost
-                if self._verdict is None and time.monotonic() > store_lost_at + limit:
-                    self._conclude({"rank": 0, "text": f"The store of rank 0's machine does not answer ({error})."})
             self._end_if_late()
             self._sample()
+
+    def _look(self) -> None:
+        newest = dict(self._reports.newest)
+        if self._reports.verdict is not None:
+            self._conclude(self._reports.verdict)
+            return
+        self._find_silent(newest)
+        if self._rank == 0 and len(newest) == self._world_size:
+            self._diagnose([newest[r].beat for r in range(self._world_size)])
 
     def _sample(self) -> None:
         """Look at the training thread for a second, or until a process of this machine ends."""
         poll = select.poll()
-        for descriptor in (self._wake_reader, *(n.descriptor for n in self._neighbours.values())):
+        for descriptor in (self._wake_reader, *(n.descriptor for n in self._neighbours.values() if n)):
             poll.register(descriptor, select.POLLIN)
         self._samples = []
-        for _ in range(_SAMPLES):
+        all_met = len(self._neighbours) == self._world_size - 1
+        for _ in range(_SAMPLES if all_met else 1):
             self._samples.append(self._waits()[0])
-            if events := poll.poll(1000 * _BEAT_S / _SAMPLES):
+            if events := poll.poll(1000 * BEAT_S / _SAMPLES):
                 if any(fd == self._wake_reader for fd, _ in events):
                     os.read(self._wake_reader, 100)
                 return
@@ -168,73 +163,42 @@ class Watch:
         waits = code = ""
         while frame is not None:
             file = frame.f_code.co_filename
-            if not waits and file in (collectives.__file__, shared.__file__):
-                waits = ENGINE
-            elif not waits and file == distributed_c10d.__file__:
+            if file == distributed_c10d.__file__ or frame.f_code.co_name == "_meet":
                 waits = ELSEWHERE
+            elif not waits and file in _DOORS:
+                waits = ENGINE
             if not file.startswith(_NOT_USER_CODE) and not file.startswith("<"):
                 code = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
                 break
             frame = frame.f_back
         return waits, code
 
-    def _beat(self) -> None:
+    def _beat(self) -> Beat:
         self._number += 1
         waits, code = self._waits()
-        busy = sum(not w for w in self._samples) / len(self._samples)
-        beat = Beat(
-            number=self._number,
-            machine=self._machine,
-            pid=os.getpid(),
-            descriptor=self.position.descriptor,
-            place=self.position.place(),
-            busy=busy,
-            waits=waits,
-            code=code,
-        )
-        self._store.set(str(self._rank), beat.pack())
+        samples = self._samples or [waits]
+        busy = sum(not w for w in samples) / len(samples)
+        place = self.position.place()
+        return Beat(self._number, self._machine, os.getpid(), self.position.descriptor, place, busy, waits, code)
 
-    def _look(self) -> None:
-        if self._verdict is None and self._store.check(["verdict"]):
-            self._conclude(json.loads(self._store.get("verdict")))
-        if self._verdict is not None:
-            return
-        keys = [str(rank) for rank in range(self._world_size)]
-        if len(self._beats) < self._world_size and not self._store.check(keys):
-            return  # some have not begun
-        everyone = self._rank == 0 or self._hurry or len(self._beats) < self._world_size
-        ranks = [r for r in range(self._world_size) if everyone or r == 0]
-        self._read(ranks)
-        self._find_silent([r for r in ranks if r != self._rank])
-        if self._rank == 0:
-            self._diagnose([self._beats[r][0] for r in range(self._world_size)])
-
-    def _read(self, ranks: list[int]) -> None:
-        keys = [str(rank) for rank in ranks]
-        values = self._store.multi_get(keys) if self._store.has_extended_api() else [self._store.get(k) for k in keys]
-        now = time.monotonic()
-        for rank, value in zip(ranks, values, strict=True):
-            beat = Beat.unpack(value)
-            known = self._beats.get(rank)
-            if known is None or known[0].number != beat.number:
-                self._beats[rank] = (beat, now)
-            if known is None and rank != self._rank and beat.machine == self._machine:
-                with suppress(OSError):
-                    self._neighbours[rank] = Neighbour(beat.pid, beat.descriptor)
+    def _meet_neighbours(self) -> None:
+        for rank, report in list(self._reports.newest.items()):
+            if rank != self._rank and rank not in self._neighbours:
+                self._neighbours[rank] = None
+                if (beat := report.beat).machine == self._machine:
+                    try:
+                        self._neighbours[rank] = Neighbour(beat.pid, beat.descriptor, beat.place)
+                    except ProcessLookupError:
+                        self._take_end(rank, beat.place, "")
+                    except OSError:
+                        pass  # only silence will tell
 
     def _find_ended(self) -> None:
-        for rank, neighbour in list(self._neighbours.items()):
-            if neighbour.ended:
-                place, words = neighbour.place(), neighbour.words
-                del self._neighbours[rank]
+        for rank, neighbour in self._neighbours.items():
+            if neighbour is not None and neighbour.ended:
+                self._neighbours[rank] = None
+                self._take_end(rank, neighbour.place(), neighbour.words)
                 neighbour.close()
-                if words:
-                    self._condemn(rank, words)
-                elif place.activity == Activity.ENDED:
-                    self._over[rank] = place
-                else:
-                    end = "died without a word (killed, out of memory, or os._exit)"
-                    self._condemn(rank, f"Rank {rank} {end} in {self._describe(place)}.")
         for rank, place in self._over.items() if self._hurry else ():
             self._condemn(
                 rank,
@@ -242,20 +206,34 @@ class Watch:
                 "same number of steps; look for loaders of different length.",
             )
 
-    def _find_silent(self, ranks: list[int]) -> None:
-        now = time.monotonic()
-        limit = 3 * _BEAT_S if self._hurry else self._options.lost
-        for rank in ranks:
-            beat, since = self._beats[rank]
-            if beat.place.activity == Activity.ENDED:
-                self._over[rank] = beat.place
-            elif now - since > limit:
-                place = self._neighbours[rank].place() if rank in self._neighbours else beat.place
-                self._condemn(
-                    rank,
-                    f"Rank {rank} on {beat.machine.split()[0]} has not been heard of for {now - since:.0f} s (its process is "
-                    f"stopped, or its machine or network is gone); it was in {self._describe(place)}.",
-                )
+    def _take_end(self, rank: int, place: Place, words: str) -> None:
+        if not words and place.activity == Activity.ENDED:
+            self._over[rank] = place
+        else:
+            end = "died without a word (killed, out of memory, or os._exit)"
+            self._condemn(rank, words or f"Rank {rank} {end} in {self._describe(place)}.")
+
+    def _find_silent(self, newest: dict[int, Report]) -> None:
+        limit = 3 * BEAT_S if self._hurry else self._options.lost
+        for rank, report in newest.items():
+            if rank == self._rank:
+                continue
+            if report.beat.place.activity == Activity.ENDED:
+                self._over[rank] = report.beat.place
+            elif report.read - report.since > limit:
+                self._condemn_silent(rank, report, f"has not been heard of for {report.read - report.since:.0f} s", "its")
+        silence = time.monotonic() - self._reports.answered
+        if silence > limit and 0 in newest and self._rank and 0 not in self._over:
+            self._condemn_silent(0, newest[0], f"has not answered for {silence:.0f} s", "its store's")
+
+    def _condemn_silent(self, rank: int, report: Report, silence: str, whose: str) -> None:
+        neighbour = self._neighbours.get(rank)
+        place = neighbour.place() if neighbour is not None else report.beat.place
+        self._condemn(
+            rank,
+            f"Rank {rank} on {report.beat.machine.split()[0]} {silence} ({whose} process is stopped, or its machine or network "
+            f"is gone); it was in {self._describe(place)}.",
+        )
 
     def _diagnose(self, beats: list[Beat]) -> None:
         if pair := self._deadlock.find(beats):
@@ -273,10 +251,10 @@ class Watch:
     # ------------------------------------------------------------------------------------------------ verdicts
 
     def _condemn(self, rank: int, text: str, stuck: bool = False) -> None:
-        verdict = json.dumps({"rank": rank, "text": text, "stuck": stuck})
-        with suppress(RuntimeError):  # the store may be gone with the rank
-            verdict = self._store.compare_set("verdict", "", verdict).decode()
-        self._conclude(json.loads(verdict))
+        if self._verdict is None:
+            verdict = {"rank": rank, "text": text, "stuck": stuck}
+            self._reports.send(verdict)
+            self._conclude(verdict)
 
     def _conclude(self, verdict: dict[str, Any]) -> None:
         if self._verdict is not None:

@@ -26,6 +26,7 @@ LAYERS = [
     # Integers and strings.
     (["strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
     (["strategies/symptoms"], NOTHING),
+    (["strategies/reports"], TORCH),
     (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),

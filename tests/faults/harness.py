@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -115,7 +116,7 @@ def _last_words(log: str) -> str:
     """The message at the end of the traceback, or what was said about another rank before the process was ended."""
     errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M)
     said = re.findall(r"((?:Rank \d+ (?:on|died|raised|has|holds)|The ranks|The store).*)$", log, re.M)
-    return errors[-1] if errors else said[-1] if said else ""
+    return errors[-1] if errors else " ".join(said)
 
 
 def _in_group(group: int) -> int:
@@ -144,6 +145,7 @@ def _rank_main(rank, world_size, port, folder, logs, fault):
         GLOO_SOCKET_IFNAME="lo",
         **ranks._ONE_THREAD,
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's processes would ignore it
     ranks._redirect_output(Path(logs, str(rank)))
     import torch
 

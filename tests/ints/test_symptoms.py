@@ -83,7 +83,7 @@ def test_the_place_of_a_killed_process_can_be_read():
         position.progress[0], position.progress[1] = 2, 99
         position.leave_words("last words")
         os.kill(os.getpid(), signal.SIGKILL)
-    neighbour = Neighbour(child, int(os.read(reader, 9)))
+    neighbour = Neighbour(child, int(os.read(reader, 9)), PLACE)
     assert not neighbour.ended
     os.waitpid(child, 0)
     assert neighbour.ended
