@@ -1,0 +1,246 @@
+"""Training speed and memory of zero3 beside its peers, on the same work in the same run.
+
+    python benchmarks/train.py cpu                                # two gloo ranks, all sizes and cases
+    python benchmarks/train.py cpu --sizes tiny --rounds 3        # a part of it
+    python benchmarks/train.py gpu                                # one GPU, NCCL with one rank
+
+Rounds are interleaved: each runs every entry once, in fresh processes. Times are compared as ratios inside this run; losses
+are compared too, so that nothing fast is wrong. Results go to benchmarks/results as JSON, a table and a plot.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+import lightning
+import torch
+from entries import Job
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ENTRIES = {
+    "cpu": ["L:ddp", "L:fsdp2", "L:zero3", "B:ddp", "B:fsdp2", "L:fsdp", "L:deepspeed3"],
+    "gpu": ["B:single", "L:single", "L:zero3", "L:fsdp2", "B:fsdp2"],
+}
+REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}
+CASES = {"tiny": ["plain", "acc4", "frozen"], "small": ["plain"], "medium": ["plain"], "thin8": ["plain"], "thin48": ["plain"]}
+
+
+def launch(job, world_size, limit_s=600):
+    """Results of all ranks, or the text of the first error."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    shared |= {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"}  # Lightning takes the processes for torchrun's
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(HERE / "entries.py"), json.dumps(asdict(job)), folder]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(world_size)
+        ]
+        try:
+            said = [rank.communicate(timeout=limit_s)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return f"not finished after {limit_s} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+        files = sorted(Path(folder).glob("*.json"))
+        if len(files) == world_size:
+            return [json.loads(file.read_text()) for file in files]
+    lines = [line for text in said for line in text.splitlines() if "Error" in line or "Exception" in line]
+    return lines[0] if lines else f"exit codes {[rank.returncode for rank in ranks]}"
+
+
+def measure(kind, sizes, cases, rounds, steps, world_size):
+    """{size: {case: {entry: {...}}}} of all rounds."""
+    results = {}
+    chosen = [(size, case) for size in sizes for case in CASES[size] if not cases or case in cases]
+    with Progress() as progress:
+        bar = progress.add_task("", total=len(chosen) * len(ENTRIES[kind]) * (rounds + 1))
+        for size, case in chosen:
+            found = results.setdefault(size, {}).setdefault(case, {entry: {"runs": []} for entry in ENTRIES[kind]})
+            for number in range(rounds + 1):  # the last counts memory
+                for entry, record in found.items():
+                    progress.update(bar, advance=1, description=f"{size} {case} {entry}")
+                    if "error" in record:
+                        continue
+                    memory = number == rounds
+                    if memory and kind == "gpu":
+                        continue
+                    device = "cuda" if kind == "gpu" else "cpu"
+                    job = Job(entry, size, case, 2 if memory else steps, memory, time.time(), device)
+                    ranks = launch(job, world_size)
+                    if isinstance(ranks, str):
+                        record["error"] = ranks
+                    elif memory:
+                        record["live"], record["peak"] = (max(rank[key] for rank in ranks) for key in ("live", "peak"))
+                    else:
+                        record["runs"].append(ranks)
+    return results
+
+
+def summarize(records, reference):
+    """One row for each entry: medians over all steps of all rounds, ratios to the reference's."""
+
+    def times(entry, key, pick=statistics.median):
+        return pick(t for run in records[entry]["runs"] for t in run[0][key])
+
+    rows = {}
+    losses = {e: [r["losses"] for r in rec["runs"][0]] for e, rec in records.items() if rec["runs"]}
+    for entry, record in records.items():
+        if "error" in record or not record["runs"]:
+            rows[entry] = {"error": record.get("error", "not run")}
+            continue
+        rounds = [statistics.median(run[0]["wall"]) for run in record["runs"]]
+        beside = [statistics.median(run[0]["wall"]) for run in records[reference]["runs"]]
+        ratios = sorted(a / b for a, b in zip(rounds, beside, strict=False))
+        rows[entry] = {
+            "step_ms": 1e3 * times(entry, "wall"),
+            "ratio": statistics.median(ratios),
+            "ratio_range": [ratios[0], ratios[-1]],
+            "best_ratio": times(entry, "wall", min) / times(reference, "wall", min),
+            "cpu_ratio": times(entry, "cpu") / times(reference, "cpu"),
+            "first_step_s": statistics.median(run[0]["first"] for run in record["runs"]),
+            "wire_mb": statistics.median(run[0]["wire"] for run in record["runs"]) / 1e6,
+            "live_mb": record.get("live", 0) / 1e6,
+            "peak_mb": record.get("peak", 0) / 1e6,
+            "reserved_mb": max(r.get("reserved", 0) for run in record["runs"] for r in run) / 1e6,
+            "loss_difference": difference(losses[entry], losses[reference]),
+        }
+    return rows
+
+
+def difference(mine, theirs):
+    """Largest relative difference of two entries' losses, over ranks and micro-batches."""
+    pairs = [(a, b) for mine_, theirs_ in zip(mine, theirs, strict=True) for a, b in zip(mine_, theirs_, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def show(size, case, rows, reference):
+    """The table of one case."""
+    table = Table(title=f"{size}, {case}: against {reference} in the same run", title_justify="left")
+    names = ["entry", "step ms", "ratio", "lowest to highest", "best", "CPU", "first step s", "loopback MB"]
+    for name in [*names, "live MB", "peak MB", "loss difference"]:
+        table.add_column(name, justify="left" if name == "entry" else "right")
+    for entry, row in rows.items():
+        if "error" in row:
+            table.add_row(entry, row["error"][:90], style="dim")
+            continue
+        low, high = row["ratio_range"]
+        table.add_row(
+            entry,
+            f"{row['step_ms']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{row['best_ratio']:.2f}",
+            f"{row['cpu_ratio']:.2f}",
+            f"{row['first_step_s']:.1f}",
+            f"{row['wire_mb']:.1f}",
+            f"{row['live_mb']:.1f}",
+            f"{row['peak_mb']:.1f}",
+            f"{row['loss_difference']:.1e}",
+        )
+    return table
+
+
+def per_unit(summary):
+    """Milliseconds that each block of width 16 adds, from 8 and 48 blocks; what communication and hooks cost by themselves."""
+    if not {"thin8", "thin48"} <= summary.keys():
+        return {}
+    few, many = summary["thin8"]["plain"], summary["thin48"]["plain"]
+    return {e: (many[e]["step_ms"] - few[e]["step_ms"]) / 40 for e in many if "step_ms" in many[e] and "step_ms" in few[e]}
+
+
+def plot(summary, added, path):
+    """Step time, memory, and the time that a block adds, as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [(f"{s} {c}", r) for s, cases in summary.items() if not s.startswith("thin") for c, r in cases.items()]
+    figure, axes = pyplot.subplots(2, len(panels) + bool(added), figsize=(4 * (len(panels) + bool(added)), 6), squeeze=False)
+    for column, (title, rows) in enumerate(panels):
+        shown = {entry: row for entry, row in rows.items() if "ratio" in row}
+        axes[0][column].barh(list(shown), [row["ratio"] for row in shown.values()])
+        axes[0][column].axvline(1.0, color="black", linewidth=0.8)
+        axes[0][column].set_title(f"{title}: step time, ratio")
+        axes[1][column].barh(list(shown), [row["peak_mb"] for row in shown.values()], color="lightgray", label="peak")
+        axes[1][column].barh(list(shown), [row["live_mb"] for row in shown.values()], label="live between steps")
+        axes[1][column].set_title(f"{title}: memory of a rank, MB")
+        axes[1][column].legend()
+    if added:
+        axes[0][-1].barh(list(added), list(added.values()))
+        axes[0][-1].set_title("ms that a block of width 16 adds")
+        axes[1][-1].axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=ENTRIES)
+    parser.add_argument("--sizes", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=["plain", "acc4", "frozen"], default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="measured in each run, after three of warm-up")
+    parser.add_argument("--ranks", type=int, default=None)
+    parser.add_argument("--entries", nargs="+", default=None)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    if options.entries:
+        ENTRIES[options.kind] = options.entries
+    world_size = options.ranks or (2 if options.kind == "cpu" else 1)
+    load = os.getloadavg()[0]
+    results = measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size)
+    reference = REFERENCE[options.kind]
+    summary = {s: {c: summarize(records, reference) for c, records in cases.items()} for s, cases in results.items()}
+    about = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name()}" if options.kind == "gpu" else ""),
+        "load_before": load,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__},
+        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "ranks": world_size,
+        "rounds": options.rounds,
+    }
+    added = per_unit(summary)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"train-{options.kind}-{'-'.join(options.sizes)}"
+    raw = {s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()} for s, cases in results.items()}
+    stem.with_suffix(".json").write_text(json.dumps({**about, "summary": summary, "added_ms_per_block": added, "runs": raw}))
+    with stem.with_suffix(".txt").open("w") as file:
+        for console in (Console(), Console(file=file, width=170)):
+            console.print(json.dumps(about, indent=1))
+            for size, cases in summary.items():
+                for case, rows in cases.items():
+                    console.print(show(size, case, rows, reference))
+            if added:
+                console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
+    plot(summary, added, stem.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
