@@ -163,8 +163,7 @@ class Zero3Engine:
         """Bytes that the engine keeps on this rank between steps, by what they are for.
 
         Returns:
-            "parameters", "gradients" (the shards), "slots" (the arena), "reduce_buffer" (with what the door to the other ranks
-            holds); and "units", the bytes of each unit's slot by its name (units share the arena, so these add up to more).
+            "parameters", "gradients" (shards), "slots" (the arena), "reduce_buffer" (and what the door holds), "units" (by name).
         """
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
