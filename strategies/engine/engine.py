@@ -163,7 +163,7 @@ class Zero3Engine:
         """Bytes that the engine keeps on this rank between steps, by what they are for.
 
         Returns:
-            "parameters", "gradients" (shards), "slots" (the arena), "reduce_buffer" (and what the door holds), "units" (by name).
+            "parameters", "gradients" (shards), "slots" (the arena), "reduce_buffer" (and what the door holds), "units".
         """
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
