@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+# As large as where optimizers begin to treat a tensor otherwise (factors of large matrices, quantized blocks).
+_LARGE, _SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
+
 
 class Stepping(enum.Enum):
     """What an optimizer must see of the model to update one element of it."""
@@ -31,7 +34,7 @@ def stepping(optimizer: Optimizer) -> Stepping:
         return Stepping.MODEL
     cls = type(optimizer)
     try:
-        if not optimizer.param_groups or _agree(optimizer, [(4, 8), (8,)], [(13,), (27,)]):
+        if not optimizer.param_groups or _agree(optimizer, _LARGE, _SLICES):
             return Stepping.ELEMENTS  # without groups: what Lightning puts where `configure_optimizers` returns None
     except Exception:
         pass  # it may take matrices only
@@ -52,9 +55,10 @@ def stepping(optimizer: Optimizer) -> Stepping:
 
 
 def _agree(optimizer: Optimizer, together: list[tuple[int, ...]], apart: list[tuple[int, ...]]) -> bool:
-    """Whether 40 elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time."""
+    """Whether elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time."""
     generator = torch.Generator().manual_seed(0)
-    values, *grads = (torch.randn(40, generator=generator) for _ in range(4))
+    numel = sum(torch.Size(shape).numel() for shape in together)
+    values, *grads = (torch.randn(numel, generator=generator) for _ in range(4))
     first, second = values.clone(), values.clone()
     _train(optimizer, _parts(first, together), [_parts(grad, together) for grad in grads])
     for k, part in enumerate(_parts(second, apart)):

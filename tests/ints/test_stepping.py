@@ -1,0 +1,53 @@
+"""What optimizers must see of the model, found out by trying them."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero3.strategies.optimizers import Stepping, stepping
+
+
+class InBlocks(torch.optim.SGD):
+    """Rounds large gradients in blocks, as optimizers with 8-bit state do; small ones not at all."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() > 4096:
+                    blocks = p.grad.flatten().split(256)
+                    p.grad = torch.cat([(b / b.abs().max() * 127).round() for b in blocks]).view_as(p)
+        return super().step(closure)
+
+
+class ByGlobalNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.grad /= norm
+        return super().step(closure)
+
+
+TENSORS = {torch.optim.Adafactor, torch.optim.Muon, InBlocks}
+REFUSED = {torch.optim.SparseAdam: "could not be tried", ByGlobalNorm: "combines several parameters"}
+OF_TORCH = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer}
+
+
+def make(cls):
+    return cls(nn.Linear(3, 3, bias=False).parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("cls", sorted((OF_TORCH | TENSORS) - REFUSED.keys(), key=lambda c: c.__name__))
+def test_what_it_must_see(cls):
+    expected = Stepping.MODEL if cls is torch.optim.LBFGS else Stepping.TENSORS if cls in TENSORS else Stepping.ELEMENTS
+    assert stepping(make(cls)) is expected
+
+
+def test_a_warm_up_from_zero_shows_nothing_at_first():
+    assert stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=0.0)) is Stepping.ELEMENTS
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_refused(cls):
+    with pytest.raises(ValueError, match=REFUSED[cls]):
+        stepping(make(cls))
