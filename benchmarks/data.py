@@ -2,9 +2,9 @@
 
     python benchmarks/data.py            # a few minutes on two cores; prints a table for benchmarks/results/data.md
 
-Every pair takes turns, pass by pass, so that both see the same machine. A ratio is the median over pairs of passes; the
-range holds the middle half of them. Without workers, and per sample, the figure is CPU time of the process, which does all
-the work then; with workers and between ranks it is time on the clock.
+Every pair takes turns, pass by pass, so that both see the same machine. Two ratios are given, of time on the clock and of
+CPU time of the process that reads (without workers it does all the work; on a machine that is busy with other things this is
+the steadier one). Each is the median over pairs of passes; in brackets the range of the middle half of them.
 
 - By batch: this rank's share of a `DataLoader`, against the same `DataLoader` with the `DistributedSampler` that Lightning
   puts in. Above 1 is slower than that. Samples of 64 floats are the worst case: they cost next to nothing themselves.
@@ -20,7 +20,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -31,9 +31,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 
-WORLD = 2
-SHAPES = {"64 floats": (64,), "3 x 64 x 64 floats": (3, 64, 64)}
-Clock = Callable[[], float]
+WORLD, BATCH = 2, 32
+SAMPLES = {"64 floats": ((64,), 200), "3 x 64 x 64 floats": ((3, 64, 64), 50)}  # shape, batches in a pass
+Seconds = tuple[float, float]  # on the clock, of CPU time
 
 
 class Tensors(Dataset):
@@ -59,34 +59,36 @@ class TensorStream(IterableDataset):
         return (self.tensors[index] for index in range(len(self.tensors)))
 
 
-def seconds_of(loader: Iterable[torch.Tensor], clock: Clock) -> float:
+def seconds_of(loader: Iterable[torch.Tensor]) -> Seconds:
     """One pass, from the first batch to the end: starting workers is not what is compared."""
     batches = iter(loader)
     next(batches)
-    start = clock()
+    start = time.perf_counter(), time.process_time()
     for _ in batches:
         pass
-    return clock() - start
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def take_turns(ours: Iterable, theirs: Iterable, pairs: int, clock: Clock) -> list[tuple[float, float]]:
+def take_turns(ours: Iterable, theirs: Iterable, pairs: int) -> list[tuple[Seconds, Seconds]]:
     """Seconds of both in each pair of passes, each first in every other one."""
     found = []
     for pair in range(pairs + 1):
         if pair % 2:
-            theirs_s, ours_s = seconds_of(theirs, clock), seconds_of(ours, clock)
+            theirs_s, ours_s = seconds_of(theirs), seconds_of(ours)
         else:
-            ours_s, theirs_s = seconds_of(ours, clock), seconds_of(theirs, clock)
+            ours_s, theirs_s = seconds_of(ours), seconds_of(theirs)
         found.append((ours_s, theirs_s))
     return found[1:]  # the first pair warms up
 
 
-def ratio_line(name: str, found: list[tuple[float, float]], batches: int) -> str:
+def row(name: str, found: list[tuple[Seconds, Seconds]], batches: int) -> str:
     """A row of the table."""
-    ratios = sorted(ours / theirs for ours, theirs in found)
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    ours_us, theirs_us = (statistics.median(pair[k] for pair in found) / batches * 1e6 for k in (0, 1))
-    return f"| {name} | {ours_us:.0f} | {theirs_us:.0f} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} |"
+    cells = [f"{statistics.median(pair[who][0] for pair in found) / batches * 1e6:.0f}" for who in (0, 1)]
+    for clock in (0, 1):
+        ratios = sorted(ours[clock] / theirs[clock] for ours, theirs in found)
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        cells.append(f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+    return f"| {' | '.join([name, *cells])} |"
 
 
 def shard(loader: DataLoader, rank: int, sharding: str = "batch", per_sample_seed: bool = False) -> Iterable:
@@ -98,26 +100,25 @@ def shard(loader: DataLoader, rank: int, sharding: str = "batch", per_sample_see
 def by_batch(pairs: int) -> list[str]:
     """Rows for both kinds of samples, without workers and with two."""
     lines = []
-    for name, shape in SHAPES.items():
+    for name, (shape, batches) in SAMPLES.items():
         for workers in (0, 2):
-            batch, batches = 32, 200
-            dataset = Tensors(batch * batches * WORLD, shape)
-            kwargs = {"batch_size": batch, "num_workers": workers, "persistent_workers": workers > 0}
+            dataset = Tensors(BATCH * batches * WORLD, shape)
+            kwargs = {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
             kwargs["multiprocessing_context"] = "forkserver" if workers else None
             ours = shard(DataLoader(dataset, shuffle=True, **kwargs), 0)
             theirs = DataLoader(dataset, sampler=DistributedSampler(dataset, WORLD, 0, shuffle=True), **kwargs)
-            clock = time.perf_counter if workers else time.process_time
-            found = take_turns(ours, theirs, pairs, clock)
-            lines.append(ratio_line(f"by batch, {name}, {workers} workers, against DistributedSampler", found, batches - 1))
+            found = take_turns(ours, theirs, pairs)
+            lines.append(row(f"by batch, {name}, {workers} workers, against DistributedSampler", found, batches - 1))
     return lines
 
 
 def per_sample_seeds(pairs: int) -> str:
     """Microseconds that seeding adds to a sample."""
-    dataset = Tensors(64 * 100 * WORLD, (64,))
-    make = lambda seeded: shard(DataLoader(dataset, batch_size=64), 0, per_sample_seed=seeded)  # noqa: E731
-    found = take_turns(make(True), make(False), pairs, time.process_time)
-    added = statistics.median(seeded - plain for seeded, plain in found) / (64 * 99) * 1e6
+    shape, batches = SAMPLES["64 floats"]
+    dataset = Tensors(BATCH * batches * WORLD, shape)
+    make = lambda seeded: shard(DataLoader(dataset, batch_size=BATCH), 0, per_sample_seed=seeded)  # noqa: E731
+    found = take_turns(make(True), make(False), pairs)
+    added = statistics.median(seeded[1] - plain[1] for seeded, plain in found) / (BATCH * (batches - 1)) * 1e6
     return f"Per-sample seeds add {added:.1f} us of CPU time to a sample."
 
 
@@ -131,13 +132,12 @@ def dispatch(rank: int, folder: str, pairs: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
     PartialState(cpu=True)
     lines = []
-    for name, shape in SHAPES.items():
-        batch, batches = 32, 100
-        stream = TensorStream(batch * batches * WORLD, shape)
-        ours = shard(DataLoader(stream, batch_size=batch), rank, "dispatch")
-        theirs = prepare_data_loader(DataLoader(stream, batch_size=batch), dispatch_batches=True, put_on_device=True)
-        found = take_turns(ours, theirs, pairs, time.perf_counter)
-        lines.append(ratio_line(f"dispatch, {name}, against Accelerate's dispatcher", found, batches - 1))
+    for name, (shape, batches) in SAMPLES.items():
+        stream = TensorStream(BATCH * batches * WORLD, shape)
+        ours = shard(DataLoader(stream, batch_size=BATCH), rank, "dispatch")
+        theirs = prepare_data_loader(DataLoader(stream, batch_size=BATCH), dispatch_batches=True, put_on_device=True)
+        found = take_turns(ours, theirs, pairs)
+        lines.append(row(f"dispatch, {name}, against Accelerate's dispatcher", found, batches - 1))
     if rank == 0:
         Path(folder, "rows").write_text("\n".join(lines))
     dist.barrier()
@@ -150,7 +150,7 @@ def main() -> None:
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n")
-    print("| | ours, us a batch | theirs | ratio | middle half |\n|---|---|---|---|---|")
+    print("| | ours, us a batch | theirs | ratio of time | ratio of CPU time |\n|---|---|---|---|---|")
     print("\n".join(by_batch(pairs)), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(dispatch, (folder, pairs), nprocs=WORLD, start_method="spawn")

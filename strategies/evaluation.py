@@ -61,18 +61,20 @@ class EvaluationStrategy(WatchedStrategy):
             counts = [{"min_size": min, "max_size": max, "max_size_cycle": max}[mode](counts)]
         self._turns = []
         everyone = self.engine.collectives.all_gather_object(counts)
-        for index, batches in enumerate(zip(*everyone, strict=True)):
-            if all(float(n).is_integer() for n in batches):
+        for loader, batches in zip(loaders, zip(*everyone, strict=True), strict=False):
+            if isinstance(loader, ShardedLoader) and loader.may_lack_batches:
+                self._turns.append(None)
+            elif all(float(n).is_integer() for n in batches):
                 self._turns.append(iter(plan_turns(batches, self.global_rank)))
-            else:  # a stream without a length
-                pads = isinstance(loaders[index], ShardedLoader) and loaders[index].may_lack_batches
-                self._turns.append(None if pads else iter(()))
+            else:  # the user's own, of unknown length: as many steps on each rank
+                self._turns.append(iter(()))
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, or help those that do; what a rank without a batch returns is its `NoBatch`."""
         assert self.engine is not None
         lacks_batch = isinstance(args[0], NoBatch)
-        turn = self._next_turn(args[-1] if len(self._turns) > 1 else 0, lacks_batch)
+        several = len(self._turns) > 1 and len(args) > 1  # then the last argument is the loader's index
+        turn = self._next_turn(args[-1] if several else 0, lacks_batch)
         output = args[0]
         try:
             if not lacks_batch:

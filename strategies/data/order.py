@@ -191,8 +191,7 @@ def stream_rows(
         head: gives the first row of the whole stream when ``source`` does not begin there.
         begin: the mark at which ``source`` begins.
     """
-    first: list[Any] | None = None
-    held: tuple[list[Any], Any] | None = None
+    first, held = None, None  # rows of items; the second with the mark after it
     while True:
         buffer = _read(source, shape.row_items)
         if first is None:

@@ -31,9 +31,10 @@ def shard_dataloader(
     """This rank's share of a loader. A collective: every rank calls it, in the same order.
 
     Anything but a `DataLoader` is returned as it is: nobody knows how to share it out.
+    A `ShardedLoader` is made anew from its own source.
 
     Args:
-        loader: the user's `DataLoader`; a `ShardedLoader` is made anew from its own source.
+        loader: the user's `DataLoader`.
         rank: of this process among those that read different data.
         world_size: number of those.
         stage: decides the layout of the last step, see `DataOptions`.
@@ -50,6 +51,21 @@ def shard_dataloader(
         return loader
     data = _name(loader, stage)
     label = f"rank {rank}, {data}"
+    feed, seed = _agreed_feed(loader, options, stage, rank, world_size, data, label)
+    _check_lengths(feed, stage, data, world_size)
+    if isinstance(feed, StreamFeed) and options.streams == "cut" and world_size > 1 and rank == 0:
+        _warn_of_whole_reads(data, world_size)
+    device = device or torch.device("cpu")
+    sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
+    if sharded.place_on_device and device.type == "cuda":
+        feed.inner.pin_memory = True
+    return sharded
+
+
+def _agreed_feed(
+    loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world_size: int, data: str, label: str
+) -> tuple[Feed, int]:
+    """The feed, and the seed of its order, which is rank 0's."""
     feed, facts, seed = _make_feed(loader, options, stage, rank, world_size, label)
     generator = feed.source.generator_state if isinstance(feed, MapFeed) else None
     seed, generator = _agree(facts, (seed, generator), data, rank, world_size)
@@ -60,18 +76,15 @@ def shard_dataloader(
     if options.sharding == "dispatch" and world_size > 1:
         feed = DispatchFeed(feed, loader, label, rank, world_size)
     assert feed is not None
-    _check_lengths(feed, stage, data, world_size)
-    if isinstance(feed, StreamFeed) and options.streams == "cut" and world_size > 1 and rank == 0:
-        warnings.warn(
-            f'{data}: every rank reads the whole stream and keeps one of {world_size} batches (streams="cut"). If the'
-            ' dataset shards itself by rank already, choose streams="own", or samples are lost.',
-            stacklevel=2,
-        )
-    device = device or torch.device("cpu")
-    sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
-    if sharded.place_on_device and device.type == "cuda":
-        feed.inner.pin_memory = True
-    return sharded
+    return feed, seed
+
+
+def _warn_of_whole_reads(data: str, world_size: int) -> None:
+    warnings.warn(
+        f'{data}: every rank reads the whole stream and keeps one of {world_size} batches (streams="cut"). If the'
+        ' dataset shards itself by rank already, choose streams="own", or samples are lost.',
+        stacklevel=3,
+    )
 
 
 def _name(loader: DataLoader, stage: Stage) -> str:

@@ -16,7 +16,7 @@ from helpers.parity import RTOL
 from helpers.ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 
@@ -70,7 +70,7 @@ def evaluate(rank, world, folder):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_sample_counts_once(tmp_path, world):
-    results = run_ranks(evaluate, world, str(tmp_path), timeout=100)
+    results = run_ranks(evaluate, world, str(tmp_path), timeout=240)
     for key in results[0][0]:
         stage, _, _, n, _ = key
         ranks = [found[key] for found, _ in results]
@@ -104,6 +104,8 @@ class Field(LightningModule):
         return self.net(batch).square().mean()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        if isinstance(batch, list):  # of a combined loader
+            batch = batch[0]
         energy, force = self(batch)
         self.mean.update(force)
         self.all.update(energy)
@@ -151,6 +153,7 @@ def validate(rank, world, folder, alone):
         "2 samples": lambda: make_loader(vectors(2), batch_size=1),
         "5 samples": lambda: make_loader(vectors(5), batch_size=1),
         "several loaders": lambda: [make_loader(vectors(n), batch_size=1) for n in (5, 1, 2)],
+        "combined": lambda: CombinedLoader([make_loader(vectors(n), batch_size=1) for n in (5, 7)], "min_size"),
         "stream of 1": lambda: make_loader(VectorStream(1), batch_size=1),
         "stream of 5": lambda: make_loader(VectorStream(5), batch_size=1),
         "streams and others": lambda: [make_loader(d, batch_size=1) for d in (VectorStream(2), vectors(4), VectorStream(4))],
@@ -163,6 +166,10 @@ def validate(rank, world, folder, alone):
     torch.manual_seed(0)
     module, runner = Field(), trainer(num_sanity_val_steps=2, max_epochs=2)
     runner.fit(module, make_loader(vectors(12), batch_size=12 // world), make_loader(vectors(1), batch_size=1))
+    torch.manual_seed(0)
+    limited = trainer(limit_val_batches=10)  # more than there are: the stream ends before the limit
+    limited.validate(Field(), make_loader(VectorStream(5), batch_size=1), verbose=False)
+    found["limited stream"] = {key: value.item() for key, value in limited.callback_metrics.items()}
     found["fit"] = {key: value.item() for key, value in runner.callback_metrics.items()}
     torch.manual_seed(0)
     return found, trainer().predict(Field(), make_loader(vectors(5), batch_size=1))
@@ -170,8 +177,8 @@ def validate(rank, world, folder, alone):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_metrics_are_those_of_one_process(tmp_path, world):
-    ((expected, forces),) = run_ranks(validate, 1, str(tmp_path), True, timeout=60)
-    everyone = run_ranks(validate, world, str(tmp_path), False, timeout=100)
+    ((expected, forces),) = run_ranks(validate, 1, str(tmp_path), True, timeout=120)
+    everyone = run_ranks(validate, world, str(tmp_path), False, timeout=240)
     for found, _ in everyone:
         assert found.keys() == expected.keys()
         for name, metrics in expected.items():
@@ -199,8 +206,8 @@ def validate_combined(rank, world, folder):
 
 def test_what_cannot_be_right_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="reduce a value over the ranks.*HINT: not every rank has a batch"):
-        run_ranks(log_each_step, 2, str(tmp_path), timeout=30)
+        run_ranks(log_each_step, 2, str(tmp_path), timeout=100)
     with pytest.raises(
         AssertionError, match=r"rank \d, validate dataloader \(list, 1 samples\): rank 1 has no sample.*max_size"
     ):
-        run_ranks(validate_combined, 2, str(tmp_path), timeout=30)
+        run_ranks(validate_combined, 2, str(tmp_path), timeout=100)

@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 WORLDS = (1, 2, 3, 4)
 
 
@@ -33,6 +33,7 @@ WAYS = {
     "estimated_stepping_batches": {"asks_for_steps": True},
     "persistent workers": {},
     "StatefulDataLoader": {},
+    "sharded checkpoints": {"checkpoint": "sharded"},
 }
 BATCH = 2
 
@@ -56,7 +57,7 @@ def resume_every_way(rank, world, folder):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_from_every_checkpoint_in_every_way(tmp_path, world):
-    results = run_ranks(resume_every_way, world, str(tmp_path), timeout=100)
+    results = run_ranks(resume_every_way, world, str(tmp_path), timeout=240)
     n = samples(world)
     for way in WAYS:
         ranks = [result[way] for result in results]
@@ -87,14 +88,17 @@ def fit_in_other_ways(rank, world, folder):
     loader = make_loader(Indices(8), batch_size=2)
     module, trainer = fit(folder, {"train": lambda: loader}, every=0, max_epochs=1, use_distributed_sampler=False)
     found["left alone"] = [batch for _, _, batch in module.seen["train"]], trainer.train_dataloader is loader
+    module, _ = fit(folder, {"train": shuffled}, {"rng_types": ("torch",)}, every=0)
+    found["synchronised"] = module.draws
     return found
 
 
 def test_other_ways_to_fit(tmp_path):
-    results = run_ranks(fit_in_other_ways, 2, str(tmp_path), timeout=60)
+    results = run_ranks(fit_in_other_ways, 2, str(tmp_path), timeout=120)
     for epoch in (0, 1):
         assert flat([r["second fit"] for r in results], epoch) == order_of(epoch, 16)
         assert flat([r["not shuffled"] for r in results], epoch) == list(range(12))
+    assert results[0]["synchronised"] == results[1]["synchronised"]
     assert [r["left alone"] for r in results] == [([[0, 1], [2, 3], [4, 5], [6, 7]], True)] * 2
 
 
@@ -124,7 +128,7 @@ def resume_all(rank, world, folder):
         for step in range(1, rows_of(SMALL, save) + 1):
             ckpt = f"{folder}/{save}-{workers}/step={step}.ckpt"
             module, trainer = fit(f"{folder}/again", small_loaders(workers), ckpt=ckpt, every=0)
-            rest[save, workers, step] = module.seen["train"], trainer.current_epoch
+            rest[save, workers, step] = module.seen["train"], trainer.current_epoch, trainer.num_training_batches
     return rest
 
 
@@ -136,13 +140,13 @@ def rows_of(n, world, batch=2):
 def test_kill_at_every_batch_and_resume_on_every_world(tmp_path):
     handed = {}  # (world, workers) -> samples handed over, in the global order
     for world in WORLDS:
-        results = run_ranks(save_every_step, world, str(tmp_path), timeout=60)
+        results = run_ranks(save_every_step, world, str(tmp_path), timeout=120)
         for workers in WORKERS:
             handed[world, workers] = flat([r[workers] for r in results], 0)
             assert handed[world, workers][:SMALL] == order_of(0, SMALL)
     cases = 0
     for load in WORLDS:
-        results = run_ranks(resume_all, load, str(tmp_path), timeout=100)
+        results = run_ranks(resume_all, load, str(tmp_path), timeout=240)
         for key in results[0]:
             save, workers, step = key
             done = min(step * save * 2, SMALL)
@@ -152,8 +156,9 @@ def test_kill_at_every_batch_and_resume_on_every_world(tmp_path):
             assert rest[: SMALL - done] == order_of(0, SMALL)[done:], (key, load)
             assert len(rest) < SMALL - done + load * 2 and (done < SMALL or not rest), (key, load)
             assert flat(ranks, 1)[:SMALL] == order_of(1, SMALL), (key, load)
-            for rank, (seen, epoch) in zip(ranks, (result[key] for result in results), strict=True):
-                assert seen == rank and epoch == 2
+            for result in results:
+                seen, epoch, total = result[key]
+                assert epoch == 2 and total == rows_of(SMALL, load), "the progress bar's total is that of a whole epoch"
                 indices = [index for e, index, _ in seen if e == 0]
                 assert indices == list(range(rows_of(SMALL, load) - len(indices), rows_of(SMALL, load))), (key, load)
                 assert [index for e, index, _ in seen if e == 1] == list(range(rows_of(SMALL, load)))
@@ -170,11 +175,11 @@ def keep_global_batch(rank, world, folder, ckpt):
 
 
 def test_the_global_batch_is_kept_by_accumulation_or_refused(tmp_path):
-    saved = run_ranks(keep_global_batch, 4, str(tmp_path), None, timeout=30)
+    saved = run_ranks(keep_global_batch, 4, str(tmp_path), None, timeout=100)
     assert flat([seen for seen, _, _ in saved], 0) == order_of(0, 32)[:16]
     ckpt = f"{tmp_path}/step=2.ckpt"
-    results = run_ranks(keep_global_batch, 2, str(tmp_path / "again"), ckpt, timeout=30)
+    results = run_ranks(keep_global_batch, 2, str(tmp_path / "again"), ckpt, timeout=100)
     assert {(accumulate, step) for _, accumulate, step in results} == {(2, 8)}
     assert flat([seen for seen, _, _ in results], 0) == order_of(0, 32)[16:]
     with pytest.raises(AssertionError, match=r"3 ranks and 6 \(6 x 1\).*8 / 6 is none"):
-        run_ranks(keep_global_batch, 3, str(tmp_path / "no"), ckpt, timeout=30)
+        run_ranks(keep_global_batch, 3, str(tmp_path / "no"), ckpt, timeout=100)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def items(world):
@@ -46,7 +46,7 @@ def resume_streams(rank, world, folder):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream")
 def test_streams_resume_from_every_checkpoint(tmp_path, world):
-    results = run_ranks(resume_streams, world, str(tmp_path), timeout=100)
+    results = run_ranks(resume_streams, world, str(tmp_path), timeout=240)
     for key in results[0]:
         ranks = [result[key] for result in results]
         for epoch in (0, 1):
@@ -72,7 +72,7 @@ def resume_combined(rank, world, folder):
 
 
 def test_combined_loaders_resume_in_every_mode_of_training(tmp_path):
-    results = run_ranks(resume_combined, 2, str(tmp_path), timeout=100)
+    results = run_ranks(resume_combined, 2, str(tmp_path), timeout=240)
     for key in results[0]:
         ranks = [result[key] for result in results]
         for rank in ranks:

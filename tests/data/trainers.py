@@ -75,7 +75,7 @@ def plain(batch):
     return batch
 
 
-def make_trainer(folder, options, every=1, callbacks=(), **kwargs):
+def make_trainer(folder, options, every=1, callbacks=(), checkpoint="full", **kwargs):
     checkpoints = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=every, save_last=False)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -85,7 +85,7 @@ def make_trainer(folder, options, every=1, callbacks=(), **kwargs):
             "devices": world,
             "strategy": Zero3Strategy(
                 data=DataOptions(**{"seed": SEED, **options}),
-                checkpoint=CheckpointOptions("full"),
+                checkpoint=CheckpointOptions(checkpoint),
                 timeout=timedelta(seconds=60),
                 watch=None,
             ),
