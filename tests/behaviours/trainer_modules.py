@@ -3,6 +3,7 @@
 import csv
 import tempfile
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -128,6 +129,24 @@ class UnfreezingTwice(Unfreezing):
 
     def configure_optimizers(self):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
+
+
+class Moving(Module):
+    """Parameters move to a group with a rate of its own, and back."""
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        return torch.optim.Adam([{"params": matrices}, {"params": rest, "lr": 0.002}], lr=0.01, eps=1e-3)
+
+    def on_train_epoch_start(self):
+        with getattr(self.trainer.strategy, "param_groups", nullcontext)():
+            first, second = (group["params"] for group in self.optimizers().param_groups)
+            if self.current_epoch == 1:
+                second += [p for p in first if any(p is q for q in self.net.head.parameters())]
+                first[:] = [p for p in first if not any(p is q for q in self.net.head.parameters())]
+            if self.current_epoch == 2:
+                first.append(second.pop())
 
 
 class UnfreezingByFlag(Module):
