@@ -46,7 +46,7 @@ class ProcessStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: StartMethod = "popen",
-        start_timeout: timedelta = timedelta(minutes=5),
+        start_timeout: timedelta = timedelta(minutes=10),
         cpu_affinity: bool = True,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)

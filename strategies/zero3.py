@@ -87,7 +87,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         data: DataOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         debug: bool = False,
-        start_timeout: timedelta = timedelta(minutes=5),
+        start_timeout: timedelta = timedelta(minutes=10),
         cpu_affinity: bool = True,
         stop_on_nonfinite: bool = False,
         watch: WatchOptions | None = WatchOptions(),  # noqa: B008 (frozen)

@@ -17,28 +17,18 @@ exit $status
 """
 
 
-def run(folder, **variables):
-    (folder / "srun").write_text(SRUN)
-    (folder / "srun").chmod(0o755)
+def test_the_job_script_shows_all_ranks_and_runs_the_command(tmp_path):
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    environ["PATH"] = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    job = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "2", "MASTER_PORT": str(port), **variables}
-    command = ["bash", EXAMPLE, "touch", folder / "trained"]
-    return subprocess.run(command, env={**environ, **job}, capture_output=True, text=True, timeout=120)
-
-
-def test_the_job_script_shows_all_ranks_and_runs_the_command(tmp_path):
-    done = run(tmp_path)
+    environ["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "2", "MASTER_PORT": str(port)}
+    command = ["bash", EXAMPLE, "touch", tmp_path / "trained"]
+    done = subprocess.run(command, env={**environ, **job}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 rank(s)" in done.stdout and "SLURM_PROCID=1" in done.stdout and "differs" not in done.stdout
     assert (tmp_path / "trained").exists()
-
-
-def test_the_job_ends_before_the_command_where_the_launch_is_wrong(tmp_path):
-    done = run(tmp_path, WORLD_SIZE="4")
-    assert done.returncode == 1 and "WORLD_SIZE=4 contradicts SLURM_NTASKS=2" in done.stdout
-    assert not (tmp_path / "trained").exists()
