@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -90,6 +91,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             alive_writer.close()
             _forward_output(jobs)
         return [pickle.loads(job.path("result").read_bytes()) for job in jobs]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 # ---- in the calling process ------------------------------------------------------------------

@@ -4,9 +4,8 @@ import contextlib
 import io
 import json
 import os
-import socket
 
-from helpers.ranks import run_ranks
+from helpers.ranks import free_port, run_ranks
 from lightning_zero3.__main__ import main
 from lightning_zero3.strategies.environment_report import differences
 
@@ -26,9 +25,7 @@ def on_a_rank(rank, size, port):
 
 
 def test_ranks_come_into_one_table_and_differences_are_marked():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (code, as_json, table), others = run_ranks(on_a_rank, 2, port)
     assert code == 0 and others == (0, "", "")
     found = json.loads(as_json)
@@ -62,9 +59,7 @@ def test_a_wrong_launch_is_shown_with_its_reason(monkeypatch):
 
 
 def test_missing_ranks_are_named(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     names = {
         "RANK": 0,

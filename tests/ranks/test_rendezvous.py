@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks import free_port, run_ranks
 from lightning_zero3.strategies.environment import detect
 from lightning_zero3.strategies.rendezvous import current_world, end_process_group, start_process_group
 from lightning_zero3.strategies.rollcall import describe_process, roll_call
@@ -18,12 +18,6 @@ from lightning_zero3.strategies.world import Devices, LaunchError
 
 SOON_S = 10  # what all of these take together at most; the shortest time-out in a message is longer
 HOST = socket.gethostname()
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def world(rank, size, port=77, address="127.0.0.1"):
@@ -79,7 +73,7 @@ def test_two_ranks_on_one_gpu_are_named():
 
 
 def test_missing_ranks_are_named():
-    messages = call([(0, 4, {}), (2, 4, {})], seconds=0.5)
+    messages = call([(0, 4, {}), (2, 4, {})], seconds=1.5)
     assert all(m.startswith("Ranks [1, 3] of 4 (WORLD_SIZE=4) did not come to 127.0.0.1:77 (MASTER_ADDR=") for m in messages)
 
 
@@ -141,7 +135,7 @@ def groups(rank, size, port):
             assert dist.group.WORLD is not before
         dist.new_group(list(range(size)))  # ends with the others
         if end is not None:
-            time.sleep(0.5 * rank)
+            time.sleep(rank)
             started = time.monotonic()
             end_process_group(**end)
             waits.append(time.monotonic() - started)
@@ -160,7 +154,7 @@ def test_groups_start_again_and_end():
     (sums, first_waits), (others, second_waits) = run_ranks(groups, 2, port, timeout=60)
     assert sums == others == [3.0] * 4
     # Rank 0 serves the store and leaves last; after a failure nobody waits.
-    assert first_waits[0] < 0.4 <= first_waits[1] and max(second_waits) < 0.4
+    assert first_waits[0] < 0.8 <= first_waits[1] and max(second_waits) < 0.8
 
 
 def on_gpus(rank, size, port):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from helpers.parity import trainer
-from helpers.ranks import run_ranks
+from helpers.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,9 +78,7 @@ def fits(rank, size, port):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     assert run_ranks(fits, size, port) == [[True] * 3] * size
 
 

@@ -1,10 +1,11 @@
 """examples/slurm.sbatch, with an `srun` that starts processes on this machine with the variables of SLURM's."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from helpers.ranks import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/slurm.sbatch"
 
@@ -20,9 +21,7 @@ exit $status
 def test_the_job_script_shows_all_ranks_and_runs_the_command(tmp_path):
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
