@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,9 +58,18 @@ class TwoHosts:
         self.names = names
 
     def launch(
-        self, folder: Path, processes: int, fault: Fault | None = None, max_restarts: int = 0, timeout: float = 240
+        self,
+        folder: Path,
+        processes: int,
+        fault: Fault | None = None,
+        max_restarts: int = 0,
+        nodes: str = "2",
+        timeout: float = 240,
     ) -> tuple[list[int], list[str]]:
-        """torchrun on both hosts with ``processes`` on each; exit codes and outputs."""
+        """torchrun on both hosts with ``processes`` on each; exit codes and outputs.
+
+        The second host goes down with all that is on it when ``fault`` is "power off".
+        """
         command = "import sys; sys.argv[0] = 'torchrun'; from torch.distributed.run import main; main()"
         runs = []
         for number, name in enumerate(self.names, start=1):
@@ -67,7 +77,7 @@ class TwoHosts:
                 sys.executable,
                 "-c",
                 command,
-                "--nnodes=2",
+                f"--nnodes={nodes}",
                 f"--nproc-per-node={processes}",
                 f"--max-restarts={max_restarts}",
                 "--rdzv-backend=c10d",
@@ -88,6 +98,9 @@ class TwoHosts:
                 streams = {"stdout": log, "stderr": log, "start_new_session": True}
                 runs.append(subprocess.Popen([*apart, *named, *torchrun], env=environ, **streams))
         try:
+            if fault is not None and fault.kind == "power off":
+                _wait_for(folder / "fault", timeout)
+                os.killpg(runs[1].pid, signal.SIGKILL)
             codes = [run.wait(timeout) for run in runs]
         finally:
             for run in runs:
@@ -95,3 +108,9 @@ class TwoHosts:
                     os.killpg(run.pid, signal.SIGKILL)  # with it go all processes of the host
                     run.wait()
         return codes, [(folder / f"log.{number}").read_text(errors="replace") for number in (1, 2)]
+
+
+def _wait_for(file: Path, timeout: float) -> None:
+    until = time.monotonic() + timeout
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.02)

@@ -78,7 +78,7 @@ started again from its last checkpoint.
 
 *Seconds* are from the fault to the end of the last process, *orphans* the processes that are left then (a frozen one aside,
 which waits to be woken), *codes* the exit codes of all ranks in order, *loss* the largest difference of any rank's loss in any
-step of the resumed run from the run without a fault; 0 is bitwise.
+step of the resumed run from the run without a fault; 0 is bitwise. The machine has two cores and was busy.
 """
 
 
@@ -98,7 +98,7 @@ def main() -> None:
         )
         words.append((f"{len(rows)}. {fault.kind}, {fault.phase}, rank {fault.rank} of {fault.world_size}", outcome.said))
     lines = [HEAD, f"| {len(rows)} | kind | phase | rank | seconds | codes | orphans | loss |", "|-|-|-|-|-|-|-|-|", *rows, ""]
-    lines += ["## torchrun starts again by itself", "", *under_torchrun(), "", "## What each rank says", ""]
+    lines += ["## torchrun starts again by itself", "", *under_torchrun(), "", *across_hosts(), "## What each rank says", ""]
     for title, said in words:
         lines += [f"**{title}**", "", *(f"- rank {rank}: {plain(text)}" for rank, text in said.items()), ""]
     (ROOT / "docs" / "FAULTS.md").write_text("\n".join(lines).rstrip() + "\n")
@@ -107,8 +107,38 @@ def main() -> None:
 def plain(text: str) -> str:
     """Without the names of this machine."""
     text = re.sub(r" What this rank saw of it: .*", "", text)
-    text = re.sub(r"(?<=on )\S+(?= has not been heard)", "HOST", text).replace(f"{ROOT}/", "")
+    text = re.sub(r"(?<=on )\S+(?= has not )", "HOST", text).replace(f"{ROOT}/", "")
     return text.removeprefix("lightning_zero3.strategies.engine.collectives.") or "(nothing)"
+
+
+def across_hosts() -> list[str]:
+    """Rows for two hosts (namespaces), one of which fails; torchrun goes on with both, or with the one that is left."""
+    from faults.harness import Fault, losses, reference
+    from faults.hosts import two_hosts
+
+    rows = [
+        "| two hosts of one rank each: what fails | nodes | seconds with the restart | codes | ranks after | loss |",
+        "|-|-|-|-|-|-|",
+    ]
+    for nodes, fault in [("2", Fault("kill", "forward", 1, 2)), ("1:2", Fault("power off", "forward", 1, 2))]:
+        folder = Path(tempfile.mkdtemp(prefix="fault-"))
+        with two_hosts() as hosts:
+            if isinstance(hosts, str):
+                return [hosts, ""]
+            begun = time.time()
+            codes, said = hosts.launch(folder, 1, fault, max_restarts=2, nodes=nodes)
+        after = int(re.findall(r"zero3: (\d+) rank", said[0])[-1])
+        found, whole = losses(folder), reference(2)
+        # A step's batch is the same on one rank as on two.
+        mine, theirs = ([sum(run[r, 9] for r in range(n)) / n] for run, n in ((found, after), (whole, 2)))
+        what = "the process (kill)" if fault.kind == "kill" else "the host (power off)"
+        rows.append(
+            f"| {what} in forward | {nodes} | {time.time() - begun:.0f} | {' '.join(map(str, codes))} | {after} | "
+            f"{abs(mine[0] - theirs[0]):.1g} (last step, mean) |"
+        )
+        print(rows[-1], flush=True)
+        shutil.rmtree(folder)
+    return [*rows, ""]
 
 
 def under_torchrun() -> list[str]:

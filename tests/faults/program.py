@@ -51,11 +51,17 @@ def freeze(folder):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def power_off(folder):
+    time.sleep(60)  # until the launcher ends this host
+
+
 def doze(folder):
     time.sleep(7)
 
 
-KINDS = {f.__name__.replace("_", " "): f for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, doze)}
+KINDS = {
+    f.__name__.replace("_", " "): f for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, power_off, doze)
+}
 
 
 class Samples(Dataset):
