@@ -237,10 +237,11 @@ def _load_group(
         inside = [place for place in mine if segment.start <= place.start < segment.stop]
         if inside and by_name.get(inside[0].entry.name):
             states = [by_name[place.entry.name] for place in inside]
-            vectors, scalars = _split(states, elementwise)
+            vectors = {key: [state[key] for state in states] for key in states[0] if key in elementwise}
+            scalars = {key: value for key, value in states[0].items() if key not in elementwise}
             optimizer.state[segment.parameter] = {
-                **_vector_state(flat, segment, inside, vectors, reads),
                 **_scalar_state(flat, optimizer, scalars),
+                **_vector_state(flat, segment, inside, vectors, reads),
             }
     return reads
 
@@ -260,12 +261,6 @@ def _elementwise_keys(by_name: dict[str, dict[str, Any]]) -> set[str]:
     found = {key for state in by_name.values() for key, value in state.items() if _elementwise(value)}
     tensors = {key for state in by_name.values() for key, value in state.items() if isinstance(value, Tensor)}
     return found or tensors - {"step"}
-
-
-def _split(states: list[dict[str, Any]], elementwise: set[str]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """(key -> each parameter's values, key -> the scalar that they share)."""
-    keys = states[0].keys()
-    return {k: [state[k] for state in states] for k in keys & elementwise}, {k: states[0][k] for k in keys - elementwise}
 
 
 def _vector_state(

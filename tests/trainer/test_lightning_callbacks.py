@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, full_state, trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3 import CheckpointOptions
+from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 
 EPOCHS, RESUME_AFTER = 4, 1
 
@@ -49,8 +49,7 @@ NORM_KINDS = {
 
 
 def sharded(recipe):
-    full = CheckpointOptions(kind="full")  # one device is to read it
-    return zero3(unit_policy=["Block"] if recipe.net == "lm" else None, checkpoint=full)
+    return zero3(unit_policy=["Block"] if recipe.net == "lm" else None)
 
 
 def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS):
@@ -87,13 +86,16 @@ def in_two(*args):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    one, two, rest = folder / "one", folder / "two", folder / "rest"
+    one, two, rest, joined = folder / "one", folder / "two", folder / "rest", folder / "joined"
+    whole = in_one(one), in_two(two)
+    for kind in KINDS:  # one device is to read it
+        consolidate(two / kind / f"epoch={RESUME_AFTER}.ckpt", joined / kind / f"epoch={RESUME_AFTER}.ckpt")
     return {
-        "whole": (in_one(one), in_two(two)),
+        "whole": whole,
         "one rank": (in_one(rest), run_ranks(fit_all, 1, "zero3", rest)),
         "resumed": (in_one(rest, one), in_two(rest, two)),
         "the other's file": (in_one(rest, one), in_two(rest, one)),
-        "our file": (in_one(rest, one), in_one(rest, two)),
+        "our file": (in_one(rest, one), in_one(rest, joined)),
     }
 
 
