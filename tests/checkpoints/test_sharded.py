@@ -3,10 +3,11 @@
 import pytest
 import torch
 from checkpoints.runs import Whole, train
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers.models import Recipe
-from helpers.parity import assert_same_tensors, assert_tensors_close, relative
+from helpers.parity import assert_same_tensors, assert_tensors_close, relative, zero3
 from helpers.ranks import run_ranks
 
 RECIPES = {
@@ -72,3 +73,24 @@ def test_torch_makes_one_file_of_it(folder, on_two_ranks, tmp_path):
         dcp_to_torch_save(folder / f"{name}.ckpt", tmp_path / "one.pt")
         read = torch.load(tmp_path / "one.pt", weights_only=True)
         assert_same_tensors(read["state_dict"], saved.weights)
+
+
+def save_replicated(rank, world_size, folder):
+    """Two groups of ranks that hold the same shards."""
+    strategy = zero3(shard_size=2)
+    return train(world_size, Whole(RECIPES["adamw"]), 1, write=f"{folder}/replicated.ckpt", strategy=strategy)
+
+
+def load_replicated(rank, world_size, folder):
+    return train(world_size, Whole(RECIPES["adamw"]), 2, read=f"{folder}/replicated.ckpt", strategy=zero3(shard_size=None))
+
+
+def test_shards_that_several_ranks_hold_are_saved_once(tmp_path):
+    saved = run_ranks(save_replicated, 4, str(tmp_path), timeout=100)[0]
+    loaded = run_ranks(load_replicated, 2, str(tmp_path), timeout=100)[0]
+    assert_same_tensors(loaded.start["weights"], saved.weights)
+    compare_states(loaded.start["optimizers"], saved.optimizers)
+    index = FileSystemReader(tmp_path / "replicated.ckpt").read_metadata()
+    assert len(index.storage_data) == len({(key.fqn, key.offset) for key in index.storage_data})
+    owners = {entry.relative_path for key, entry in index.storage_data.items() if key.fqn.startswith("state_dict.net")}
+    assert owners == {"__0_0.distcp", "__1_0.distcp"}, "the second group writes nothing that the first one has"
