@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -27,6 +27,7 @@ _CAST_MODULES = (
     nn.ConvTranspose3d,
 )
 
+WireDtype = Literal["bf16"]
 SumOverRanks = Callable[[Tensor], Tensor]
 
 
@@ -87,8 +88,14 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
+
+        def complete() -> Any:
+            result = closure()
+            self._adopt_gradients()  # before they are unscaled
+            return result
+
         before = self.scaler.get_scale()
-        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = super().optimizer_step(optimizer, model, complete, **kwargs)
         skipped = self.scaler.get_scale() < before
         for config, frequency in zip(self._schedulers, self._frequencies, strict=True):
             config.frequency = sys.maxsize if skipped else frequency  # the loop steps a scheduler every so many batches
@@ -173,28 +180,43 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Ca
     )
 
 
-def gather_dtypes(model: nn.Module, precision: str, keep: Sequence[str] = ()) -> dict[str, torch.dtype]:
+def gather_dtypes(model: nn.Module, precision: str, kept: Collection[str] = ()) -> dict[str, torch.dtype]:
     """Name -> dtype in which a parameter is gathered, where that is not its own.
 
     Args:
         model: the module whose parameters are meant.
         precision: the Trainer's.
-        keep: patterns (``fnmatch``) of names of modules or parameters that are always gathered in their own dtype.
+        kept: names of parameters that are always gathered in their own dtype.
+    """
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    return {} if low is None else dict.fromkeys(cast_names(model).difference(kept), low)
+
+
+def kept_names(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of the parameters that ``keep_in_fp32`` means: their own or their modules' match a pattern (``fnmatch``).
 
     Raises:
         ValueError: a pattern matches nothing.
     """
-    kept = {name for pattern in keep for name in _matching(model, pattern)}
-    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-    return {} if low is None else dict.fromkeys(cast_names(model) - kept, low)
-
-
-def _matching(model: nn.Module, pattern: str) -> list[str]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-    if not found:
-        raise ValueError(f"Zero3Strategy(keep_in_fp32=[{pattern!r}]) matches no module and no parameter of the model.")
-    return found
+    kept: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not found:
+            raise ValueError(f"Zero3Strategy(keep_in_fp32=[{pattern!r}]) matches no module and no parameter of the model.")
+        kept |= found
+    return kept
+
+
+def wire_dtype(name: WireDtype | None) -> torch.dtype | None:
+    """The dtype that fp32 travels in, from the name that a user gives it.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in (None, "bf16"):
+        raise ValueError(f"gather_dtype and reduce_dtype of Zero3Strategy are 'bf16' or None, not {name!r}.")
+    return torch.bfloat16 if name else None
 
 
 def cast_names(model: nn.Module) -> set[str]:

@@ -29,7 +29,7 @@ from .data import DataHooks, DataOptions
 from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives, make_hybrid_collectives
 from .evaluation import EvaluationStrategy
 from .param_groups import ParamGroups
-from .precision import convert, gather_dtypes
+from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
 from .processes import StartMethod
 from .watch import WatchOptions
 
@@ -57,6 +57,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             by default over all ranks.
         keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed" and "16-mixed" gather in
             fp32, though they are linear or convolution layers: for those that the model runs with autocast off.
+        gather_dtype: "bf16" sends fp32 parameters as bfloat16, except those in ``keep_in_fp32``: layers compute in fp32 with
+            rounded weights. The shards that the optimizer steps on stay exact.
+        reduce_dtype: "bf16" sends fp32 gradients as bfloat16; they are added up in fp32 and in rank order.
+        reduce_once: with ``accumulate_grad_batches``, add the gradients of the micro-batches up on each rank and reduce them
+            with the last one, instead of each by itself: fewer bytes, for a full-size fp32 gradient in every rank's memory.
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
             With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
         checkpoint: sharded directories or full files; see :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
@@ -84,6 +89,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
         shard_size: int | None = None,
         keep_in_fp32: Sequence[str] = (),
+        gather_dtype: WireDtype | None = None,
+        reduce_dtype: WireDtype | None = None,
+        reduce_once: bool = False,
         data: DataOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         debug: bool = False,
@@ -107,6 +115,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.unit_policy = unit_policy
         self._shard_size = shard_size
         self._keep_in_fp32 = tuple(keep_in_fp32)
+        self._gather_dtype, self._reduce_dtype = wire_dtype(gather_dtype), wire_dtype(reduce_dtype)
+        self._reduce_once = reduce_once
         self._data = DataHooks(data)
         self._checkpoints = checkpoint or CheckpointOptions()
         self._debug = debug
@@ -189,7 +199,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def _build_engine(self) -> Zero3Engine:
         module = self.lightning_module
         assert module is not None
-        dtypes = gather_dtypes(module, self.precision_plugin.precision, self._keep_in_fp32)
+        kept = kept_names(module, self._keep_in_fp32)
+        dtypes = gather_dtypes(module, self.precision_plugin.precision, kept)
+        wire = self._gather_dtype or torch.float32
         return Zero3Engine(
             module,
             self.optimizers,
@@ -200,6 +212,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
             # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
             reduce_buffers=2 if self.root_device.type == "cuda" else 1,
+            wire_dtype=lambda name, p: torch.float32 if name in kept else wire,
+            reduce_dtype=self._reduce_dtype,
+            reduce_once=self._reduce_once,
         )
 
     def _report_differing(self, engine: Zero3Engine) -> None:
@@ -279,6 +294,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Around all micro-batches of a window but the last."""
+        return nullcontext() if self.engine is None else self.engine.accumulate()
 
     def gathered(
         self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, modify: bool = False

@@ -30,10 +30,11 @@ class Access:
         collectives: LocalCollectives,
         weights_changed: Callable[[], None],
         gradients: Gradients,
+        settle_gradients: Callable[[], None],
         retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
-        self._books = gradients
+        self._books, self._settle_gradients = gradients, settle_gradients
         self.retire = retire
         self._gradients: tuple[Unit, dict[str, Tensor]] | None = None
         self._owner: dict[int, tuple[Unit, Entry]] = {}
@@ -79,6 +80,7 @@ class Access:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.resting.Home.gradient`."""
+        self._settle_gradients()
         unit, entry = self._owner[id(parameter)]
         if not entry.trained or not self._books.has_gradient(entry):
             return None
@@ -91,6 +93,7 @@ class Access:
         unit, entry = self._owner[id(parameter)]
         if not entry.trained:
             return  # no optimizer would read it
+        self._settle_gradients()
         if grad is None or self._gradients is None or self._gradients[0] is not unit:
             self._gradients = None
         else:
@@ -106,6 +109,12 @@ class Access:
             target.zero_()  # the next backward may add to it
         else:
             target.copy_(entry.flatten(grad.detach().as_subclass(Tensor))[span.start : span.stop])
+
+    def adopt_gradients(self) -> None:
+        """Gradients that the user assigned to parameters reach the optimizers."""
+        for entry, grad in self._books.changed():  # on one rank, where parameters are ordinary
+            self.set_gradient(entry.parameter, grad)
+        self._books.bind_assigned()
 
     def forget_gradients(self) -> None:
         """The flat gradients changed."""

@@ -58,6 +58,7 @@ def build_units(
     parts: Sequence[UnitModules],
     home: dict[int, tuple[int, int]],
     slot_dtype: SlotDtype,
+    wire_dtype: SlotDtype,
     world_size: int,
     debug: bool = False,
 ) -> tuple[list[Unit], list[FlatGroup]]:
@@ -65,16 +66,17 @@ def build_units(
     keys: dict[GroupKey, int] = {}
     units = []
     for index, part in enumerate(parts):
-        buckets: dict[tuple[bool, torch.dtype, torch.dtype], list[tuple[int, Entry]]] = {}
+        buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[tuple[int, Entry]]] = {}
         for name, p in part.parameters.items():
             _check_parameter(name, p)
             optimizer, group = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
             key = GroupKey(optimizer, group, p.dtype)
             entry = Entry(name, p, class_in_use(p), p.dtype, p.shape, _dense_stride(p), optimizer is not None)
             slot = slot_dtype(name, p) if world_size > 1 else p.dtype
-            bucket = buckets.setdefault((entry.trained, slot, p.dtype), [])
+            wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
+            bucket = buckets.setdefault((entry.trained, slot, wire, p.dtype), [])
             bucket.append((keys.setdefault(key, len(keys)), entry))
-        chunks = [_chunk(bucket, slot, master, world_size) for (_, slot, master), bucket in buckets.items()]
+        chunks = [_chunk(bucket, dtypes, world_size) for (_, *dtypes), bucket in buckets.items()]
         kind = WholeUnit if world_size == 1 else CheckedUnit if debug else Unit
         units.append(kind(index, part.name, chunks, part.root, part.nested))
     groups = [FlatGroup(key) for key in keys]
@@ -82,12 +84,12 @@ def build_units(
     return units, groups
 
 
-def _chunk(bucket: list[tuple[int, Entry]], slot: torch.dtype, master: torch.dtype, world_size: int) -> Chunk:
+def _chunk(bucket: list[tuple[int, Entry]], dtypes: list[torch.dtype], world_size: int) -> Chunk:
     bucket.sort(key=lambda item: item[0])  # stable: groups become neighbours, names keep their order
     entries = [entry for _, entry in bucket]
-    itemsize = min(slot.itemsize, master.itemsize)
+    itemsize = min(dtype.itemsize for dtype in dtypes)
     layout = ChunkLayout.build([e.size.numel() for e in entries], [g for g, _ in bucket], world_size, itemsize)
-    return Chunk(entries, layout, slot, master)
+    return Chunk(entries, layout, *dtypes)
 
 
 def _number(units: list[Unit], groups: list[FlatGroup]) -> None:

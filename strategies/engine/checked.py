@@ -5,45 +5,54 @@ from __future__ import annotations
 import torch
 
 from .resting import ResidencyError
-from .unit import Phase, Unit
+from .unit import Chunk, Phase, Unit
 
 
 class CheckedUnit(Unit):
-    """A unit that verifies what ordinary ones cannot see; costs a pass over the slot, and a gather, for each use."""
+    """A unit that verifies what ordinary ones take for granted; costs a pass over the slot, and a gather, for each use."""
+
+    def use(self) -> None:
+        """See :meth:`Unit.use`.
+
+        Raises:
+            RuntimeError: another unit holds a part of the slot.
+        """
+        super().use()
+        for rival in self.rivals:
+            if rival.phase is not Phase.RESTING:
+                raise RuntimeError(
+                    f"Unit {self.name} is in use while unit {rival.name} ({rival.phase.value}) holds a part of its memory; "
+                    "this is a bug in lightning_zero3."
+                )
 
     def unuse(self) -> None:
         """See :meth:`Unit.unuse`.
 
         Raises:
-            ResidencyError: a parameter's values were changed behind autograd's back (``parameter.data.clamp_()``), which would
-                not reach the shards.
+            ResidencyError: a parameter's memory was written past torch (by a pointer, as a numpy array), which would not reach
+                the shards.
         """
         super().unuse()
         if self.pins:
             return
-        for target, source in self._fills:
-            if not torch.equal(target.view(torch.uint8), source.to(target.dtype).view(torch.uint8)):
-                raise ResidencyError(
-                    f"A parameter of unit {self.name} ({self._changed()}) was changed through `.data` or another alias while "
-                    "it was gathered; the change would be lost. Change it under `torch.no_grad()` without `.data`, or in "
-                    "`with strategy.gathered(module, modify=True):`."
-                )
+        lost = [e.name for chunk in self.chunks for k, e in enumerate(chunk.entries) if not self._holds(chunk, k)]
+        if lost:
+            raise ResidencyError(
+                f"Parameters of unit {self.name} ({', '.join(lost)}) were changed through a raw alias of their memory while "
+                "they were gathered; the change would be lost. Change them under `torch.no_grad()`, or in "
+                "`with strategy.gathered(module, modify=True):`."
+            )
         self.release()  # at once, not when another unit wants the memory: a stale view finds NaN, not old numbers
 
-    def _changed(self) -> str:
-        """Names of the parameters whose part of the slot on this rank is not what the shards hold."""
-        names = []
-        for chunk in self.chunks:
-            shard = chunk.shard_of(chunk.slot, self._collectives.rank)
-            for index, entry in enumerate(chunk.entries):
-                span = chunk.layout.span(index, self._collectives.rank)
-                if span is None:
-                    continue
-                start, numel = chunk.flat_start(span), span.stop - span.start
-                held = chunk.group_of(span).data[start : start + numel].to(chunk.dtype)
-                if not torch.equal(shard[span.shard_start : span.shard_start + numel], held):
-                    names.append(entry.name)
-        return ", ".join(names)
+    def _holds(self, chunk: Chunk, index: int) -> bool:
+        """Whether the slot holds, of the parameter at ``index``, what this rank's shard holds."""
+        span = chunk.layout.span(index, self._collectives.rank)
+        if span is None:
+            return True
+        start, numel = chunk.flat_start(span), span.stop - span.start
+        found = chunk.shard_of(chunk.slot, self._collectives.rank)[span.shard_start :][:numel]
+        held = chunk.group_of(span).data[start : start + numel].to(chunk.wire_dtype).to(chunk.dtype)
+        return torch.equal(found.view(torch.uint8), held.view(torch.uint8))
 
     def release(self) -> None:
         """See :meth:`Unit.release`."""

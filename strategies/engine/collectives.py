@@ -119,6 +119,10 @@ class LocalCollectives:
         """Memory [nbytes, uint8] that :meth:`reduce_scatter` is fastest from; collective."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what rank r sends here."""
+        return Pending(arriving.copy_(sent))
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
         return tensor
@@ -160,6 +164,14 @@ class GroupCollectives(LocalCollectives):
         shard = buffer.view(self.world_size, -1)[self.rank]
         work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
         return Pending(shard, [work] if work is not None else None)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        self.progress[1] += 1
+        self.trace.append(label)
+        # As bytes: gloo does not know every dtype.
+        dist.all_to_all_single(arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group)
+        return Pending(arriving)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """See :meth:`LocalCollectives.all_reduce`."""
@@ -237,6 +249,17 @@ class PairwiseCollectives(GroupCollectives):
         staging = self._stage(shards.shape[1], buffer.dtype)
         works += [self._group.send([shards[r]], r, tag) for r in self._others]
         return _OrderedSum(shards, self.rank, staging, works, partial(self._receive, tag), self._landed)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        self.progress[1] += 1
+        tag = self._REDUCE + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
+        parts, rows = sent.view(self.world_size, -1), arriving.view(self.world_size, -1)
+        works += [self._group.recv([rows[r]], r, tag) for r in self._others]
+        works += [self._group.send([parts[r]], r, tag) for r in self._others]
+        rows[self.rank].copy_(parts[self.rank])
+        return Pending(arriving, works)
 
     def meet(self, meeting: Meeting) -> None:
         """See :meth:`LocalCollectives.meet`."""

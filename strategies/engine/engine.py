@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from .access import NO_GRAPH_TASK, Access, graph_task
 from .agreement import Agreement
+from .backward import Backward
 from .buffers import Buffers
 from .build import (
     SlotDtype,
@@ -28,10 +27,10 @@ from .gradients import Gradients
 from .hooks import copy_views, install, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
-from .order import BackwardSchedule, ForwardOrder
+from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
-from .reduce import BackwardPass, Reducer
-from .resting import ResidencyError, home_of, unsettle
+from .reduce import Reducer
+from .resting import home_of, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup
 from .streams import make_lane
@@ -56,8 +55,11 @@ class Zero3Engine:
         collectives: the door to the other ranks.
         unit_policy: see :func:`~.partition.find_units`.
         slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by default.
+        wire_dtype: dtype in which a parameter travels to an fp32 slot, from its name and itself; fp32 by default.
+        reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
         debug: poison given-up slots and look for lost writes; see :mod:`~.checked`.
         reduce_buffers: 1 holds the gradients of one unit; 2 lets a unit's reduction overlap the next unit's backward.
+        reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on every rank.
 
     Raises:
         ValueError: see :func:`~.partition.find_units`, :func:`~.build.optimizer_groups`,
@@ -77,14 +79,17 @@ class Zero3Engine:
         collectives: LocalCollectives,
         unit_policy: UnitPolicy | None = None,
         slot_dtype: SlotDtype = _own_dtype,
+        wire_dtype: SlotDtype = lambda name, parameter: torch.float32,
+        reduce_dtype: torch.dtype | None = None,
         reduce_buffers: int = 1,
+        reduce_once: bool = False,
         debug: bool = False,
     ) -> None:
         self.device, self.collectives = device, collectives
         home = optimizer_groups(model, optimizers)
         self.optimizer_names = optimizer_names(model, optimizers)
         parts = find_units(model, unit_policy)
-        self.units, self.groups = build_units(parts, home, slot_dtype, collectives.world_size, debug)
+        self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_same_structure(self.units, collectives)
         for unit in self.units:
             for chunk in unit.chunks:
@@ -97,21 +102,17 @@ class Zero3Engine:
             found.retire()
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
-        self._connect(reduce_buffers)
+        self._connect(reduce_buffers, reduce_once, reduce_dtype)
         self._forward = ForwardOrder()
-        self._schedule = BackwardSchedule()
-        self._current: Unit | None = None  # the unit whose backward runs
-        self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
-        self._explicit = False  # backward() will close the pass; else a callback of autograd does
-        self._pass = BackwardPass(self._begin_backward, self.gradients.used)
         self._root = next((u for u in self.units if u.root), None)
+        self.enter_backward = self._pass.enter
         self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
         self._attach(optimizers)
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
 
-    def _connect(self, reduce_buffers: int) -> None:
+    def _connect(self, reduce_buffers: int, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
         whole = self.collectives.world_size == 1
         sizes = [0 if whole else u.nbytes for u in self.units]
         layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
@@ -125,13 +126,26 @@ class Zero3Engine:
         if whole:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
-            self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers)
+            self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers, reduce_once, reduce_dtype)
         self._saved = SavedTensors(self.units, self.arena, layout.offsets)
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, self.collectives.rank, used, self.reducer)
-        self._agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
-        self.joint = JointSteps(self.units, self.collectives, self._assist_backward)
-        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.close)
+        agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
+        self.joint = JointSteps(self.units, self.collectives, lambda unit: self._pass.assist(unit))
+        self.access = Access(
+            self.units, self.collectives, self.weights_changed, self.gradients, lambda: self._pass.settle(), self.close
+        )
+        self._pass = Backward(
+            self.units,
+            self.collectives,
+            self.reducer,
+            self.gradients,
+            agreement,
+            self.buffers,
+            self.joint,
+            self.access,
+            self._saved,
+        )
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
         for i, optimizer in enumerate(optimizers):
@@ -186,23 +200,17 @@ class Zero3Engine:
         self.structure.check()
         self._adopt_values()
         self._forward.begin()
-        self._schedule.clear()
+        self._pass.schedule.clear()
         if not torch.is_grad_enabled():
             self.collectives.trace.clear()  # no backward will come to compare and clear it
         self.access.in_step = True
         if self._root is not None and self._root.gather():
             self._root.use()
         try:
-            with self._watch_saved():
+            with self._saved.watch():
                 yield
-        except BaseException as error:
+        except BaseException:
             self.abandon()
-            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-                raise ResidencyError(
-                    "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step: weights that "
-                    "autograd saves there are looked up later, which torch.func does not allow. Use torch.autograd.grad or "
-                    "torch.autograd.functional, or run the transform outside of a step in `with strategy.gathered(module):`."
-                ) from error
             raise
         finally:
             self.access.in_step = False
@@ -210,16 +218,18 @@ class Zero3Engine:
         if self._root is not None and self._root.pins:
             self._root.unuse()
 
-    def _watch_saved(self) -> AbstractContextManager[Any]:
-        if self.collectives.world_size == 1:
-            return nullcontext()  # nothing ever moves
-        return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+    def accumulate(self) -> AbstractContextManager[None]:
+        """With ``reduce_once``, gradients of backward passes inside stay on this rank, and add up there.
+
+        The next backward outside reduces them along with its own, and so does whatever looks at gradients before: an
+        optimizer's step, clipping, reading ``parameter.grad``.
+        """
+        return self._pass.accumulate()
 
     def adopt_gradients(self) -> None:
-        """Gradients that the user assigned to parameters reach the optimizers."""
-        for entry, grad in self.reducer.changed():  # on one rank, where parameters are ordinary
-            self.access.set_gradient(entry.parameter, grad)
-        self.gradients.bind_assigned()
+        """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
+        self._pass.settle()
+        self.access.adopt_gradients()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -227,21 +237,17 @@ class Zero3Engine:
 
         Without it autograd's final callback does the same, except where re-entrant checkpoints nest backward passes.
         """
-        self.adopt_gradients()
-        self.reducer.hide()
-        self._explicit = True
         try:
-            yield
-            self._end_backward()
+            with self._pass.run():
+                yield
         except BaseException:
             self.abandon()
             raise
-        finally:
-            self._explicit = False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_optimizer(optimizer)
         self._adopt_values()
+        self._pass.require_whole()
         self.adopt_gradients()
 
     def _adopt_values(self) -> None:
@@ -253,11 +259,9 @@ class Zero3Engine:
         """Drop all that is open after an exception; the next step starts clean."""
         for unit in self.units:
             unit.abandon()
-        self.reducer.abandon()
+        self._pass.abandon()
         self.collectives.trace.clear()
-        self._schedule.clear()
         self._saved.forget()
-        self._current, self._recomputed, self._pass.active = None, [], False
 
     def weights_changed(self) -> None:
         """The shards were written: nothing gathered before is true any more."""
@@ -272,10 +276,7 @@ class Zero3Engine:
     def enter_forward(self, unit: Unit) -> None:
         """See :class:`~.hooks.Listener`."""
         if graph_task() != NO_GRAPH_TASK:
-            # A checkpoint recomputes. What it saves must stay until the backward that reads it is over.
-            if unit.gather():
-                unit.use()
-                self._recomputed.append(unit)
+            self._pass.recompute(unit)
             return
         self.collectives.progress[0] = unit.index
         if not unit.gather():
@@ -291,7 +292,9 @@ class Zero3Engine:
         """See :class:`~.hooks.Listener`."""
         if unit.lent or transform() is not None:
             # The values are the user's, or torch.func differentiates: its backward is none of ours, and hooks would start one.
-            return self._leave_quietly(unit)
+            if unit.pins and graph_task() == NO_GRAPH_TASK:
+                unit.unuse()
+            return None
         copied = copy_views(outputs, self._saved.in_slot)
         if copied is not None:
             outputs = copied
@@ -299,102 +302,13 @@ class Zero3Engine:
             watch_outputs(unit, outputs, self)
             return copied
         if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self):
-            self._schedule.record(unit.index)
+            self._pass.schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
         if not self.access.in_step:
             self._saved.leave_outside(unit)
         return copied
 
-    def _leave_quietly(self, unit: Unit) -> None:
-        if unit.pins and graph_task() == NO_GRAPH_TASK:
-            unit.unuse()
-
-    # ------------------------------------------------------------------------------------------------ backward
-
-    def enter_backward(self, unit: Unit) -> None:
-        """See :class:`~.hooks.Listener`."""
-        if unit is self._current:
-            return
-        if not self._pass.active:
-            self._begin_backward()
-        # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
-        # gathers the one after it ahead.
-        while self._schedule.pending(unit.index):
-            passed = self._schedule.advance()
-            self._visit(self.units[passed])
-            if passed == unit.index:
-                return
-        self._visit(unit)
-
-    def _begin_backward(self, silent: bool = False) -> None:
-        if self._pass.active:
-            return
-        if not self._explicit:
-            self.adopt_gradients()
-            self.reducer.hide()
-        self._pass.active = True
-        self._pass.muted = self.gradients.begin_windows()
-        if not self._explicit and not silent:
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _visit(self, unit: Unit) -> None:
-        if unit is self._current:
-            return
-        self._leave()
-        if self._recomputed and unit not in self._recomputed:
-            for held in self._recomputed:
-                held.unuse()
-            self._recomputed = []
-        self.collectives.progress[0] = unit.index
-        if unit.gather():
-            unit.use()
-            self._current = unit
-        following = self._schedule.upcoming()
-        if following is not None:
-            self.units[following].gather()
-
-    def _leave(self) -> None:
-        unit, self._current = self._current, None
-        if unit is None:
-            return
-        if unit.pins:
-            unit.unuse()
-        # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
-        if unit.trained and not unit.nested and not self._schedule.pending(unit.index):
-            self.reducer.reduce(unit)
-
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         """See :class:`~.hooks.Listener`."""
         return self.reducer.collector(unit, index, self._pass)
-
-    def _end_backward(self) -> None:
-        # Other ranks may need units that the loss of this one does not depend on (or none at all): take part in the exchange.
-        self._begin_backward(silent=True)
-        while self._schedule.upcoming() is not None:
-            self._visit(self.units[self._schedule.advance()])
-        self._leave()
-        for held in self._recomputed:
-            held.unuse()
-        self._recomputed = []
-        late = bytes(self.reducer.is_open(unit) for unit in self.units)
-        with self.joint.end_of_backward():
-            used, late, changed = self._agreement.reach(late, self.buffers.changed())
-            for unit in reversed(self.units):
-                if unit.trained and (unit.nested or late[unit.index]):
-                    self.reducer.reduce(unit)
-            if any(changed):
-                self.buffers.synchronize(changed)
-        self.reducer.finish()
-        self.reducer.zero_untouched()
-        self.access.forget_gradients()
-        self.gradients.show(used)
-        self._saved.forget()
-        self._pass.active = False
-
-    def _assist_backward(self, unit: Unit | None) -> None:
-        """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
-        if not self._pass.active:
-            self._schedule.clear()
-            self._begin_backward(silent=True)
-        self._end_backward() if unit is None else self.reducer.reduce(unit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from .layout import Span
 from .reduce import Reducer
 from .shards import FlatGroup
@@ -31,7 +33,17 @@ class Gradients:
             group.begin_window()
             if group.window != window:
                 self.used[group.first : group.last] = bytes(group.last - group.first)
+                if self._reducer.held:
+                    self._reducer.drop(group.first, group.last)
         return frozenset(number for g in trained if g.muted for number in range(g.first, g.last))
+
+    def any_shown(self) -> bool:
+        """Whether a backward has ended since some gradients were cleared."""
+        return any(group.grad is not None and group.shows_gradients for group in self._groups)
+
+    def changed(self) -> list[tuple[Entry, Tensor | None]]:
+        """See :meth:`~.reduce.Reducer.changed`."""
+        return self._reducer.changed()
 
     def bind_assigned(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good."""

@@ -3,13 +3,16 @@
 Each gradient is copied into the unit's range of the reduce buffer as soon as autograd has made it, and dropped. When the
 unit's turn in backward is over, the range is reduce-scattered and this rank's part of the mean is added to the flat
 gradients. The range has the same size on every rank: what a rank did not use is zero there.
+
+Units that are not reduced at the same time share memory. With ``once`` each has its own, and what several backward passes put
+there stays until it is asked for: one reduction for all of them, at the price of a full-size fp32 gradient on every rank.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from .resting import RestingParameter, take_gradient
 from .shards import FlatGroup
 from .streams import Lane
 from .unit import Chunk, Entry, Exchange, Unit
+from .wire import RoundedSum
 
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,20 +31,15 @@ def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
 
 
-@dataclass
-class BackwardPass:
-    """What gradients find when they arrive.
+class Pass(Protocol):
+    """What gradients find when they arrive; see :class:`~.backward.Backward`."""
 
-    Attributes:
-        begin: called with the first one, unless ``active``.
-        used: 1 for each trained parameter (by number) that this rank has a gradient of, since they were cleared.
-        muted: numbers whose gradients are not wanted in this pass.
-    """
-
-    begin: Callable[[], None]
+    active: bool
+    muted: frozenset[int]
     used: bytearray
-    active: bool = False
-    muted: frozenset[int] = frozenset()
+
+    def begin(self) -> None:
+        """Called with the first one, unless ``active``."""
 
 
 class _Range:
@@ -73,14 +72,39 @@ class _Range:
 
 
 class Reducer:
-    """Owns the reduce buffer and everything in flight out of it."""
+    """Owns the reduce buffer and everything in flight out of it.
+
+    Args:
+        units: all of the model's.
+        collectives: the door to the other ranks.
+        lane: where the exchange runs.
+        device: of the buffer.
+        buffers: 1 holds the gradients of one unit; 2 lets a unit's reduction overlap the next unit's backward.
+        once: room for the gradients of all units, so that they can be held.
+        wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
+
+    Attributes:
+        once: they can.
+        holding: the backward that runs, or comes, does not reduce.
+        held: nor did earlier ones; on all ranks alike.
+    """
+
+    once = holding = held = False
 
     def __init__(
-        self, units: list[Unit], collectives: LocalCollectives, lane: Lane, device: torch.device, buffers: int
+        self,
+        units: list[Unit],
+        collectives: LocalCollectives,
+        lane: Lane,
+        device: torch.device,
+        buffers: int,
+        once: bool,
+        wire_dtype: torch.dtype | None,
     ) -> None:
-        self._collectives, self._lane = collectives, lane
+        self._collectives, self._lane, self._wire_dtype = collectives, lane, wire_dtype
+        self.once = once
         trained = [u for u in units if u.trained]
-        layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [u.nested for u in trained], ends=buffers)
+        layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=buffers)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, o) for u, o in zip(trained, layout.offsets, strict=True)}
         for k, unit in enumerate(trained):
@@ -89,7 +113,7 @@ class Reducer:
         self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> last written in (0: zeros)
         self._mark: torch.cuda.Event | None = None
 
-    def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
+    def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of trained parameter ``index`` of ``unit`` and drops it.
 
         One function, because it runs for each parameter in each backward. Its references are weak: torch keeps the hooks of
@@ -133,14 +157,14 @@ class Reducer:
         place.open = True
 
     def is_open(self, unit: Unit) -> bool:
-        """Whether gradients of ``unit`` wait to be reduced."""
+        """Whether gradients of ``unit`` wait to be reduced now."""
         place = self._ranges.get(unit.index)
-        return place is not None and place.open
+        return place is not None and place.open and not self.holding
 
     def reduce(self, unit: Unit) -> None:
         """Send the unit's gradients, zeros for those that this rank does not have; collective."""
         place = self._ranges.get(unit.index)
-        if place is None:
+        if place is None or self.holding:
             return
         if not place.open:
             self._claim(place)
@@ -155,7 +179,11 @@ class Reducer:
         place.written[:] = [False] * len(place.views)
         with self._lane.fork():
             for _, part in place.chunks:
-                place.pending.append(self._collectives.reduce_scatter(part, unit.labels[Exchange.REDUCE]))
+                label = unit.labels[Exchange.REDUCE]
+                if self._wire_dtype is None or part.dtype != torch.float32:
+                    place.pending.append(self._collectives.reduce_scatter(part, label))
+                else:
+                    place.pending.append(RoundedSum(self._collectives, part, self._wire_dtype, label))
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()
@@ -200,6 +228,14 @@ class Reducer:
                     if self._first_in_window(chunk, k, group):
                         group.grad[start : start + piece.stop - piece.start].zero_()
 
+    def drop(self, first: int, last: int) -> None:
+        """Gradients of the parameters numbered [first, last) were cleared: forget what is held of them."""
+        for place in self._ranges.values():
+            if place.open:
+                for index, entry in enumerate(place.unit.trained):
+                    if first <= entry.number < last:
+                        place.written[index] = False
+
     def show(self, shown: bytes) -> None:
         """Gradients are complete. A resting parameter's ``grad`` reads them from the shards, see access.py."""
 
@@ -214,6 +250,7 @@ class Reducer:
         """After an exception: forget gradients that were not sent, and those that are on their way."""
         if self._flying is not None:
             self._flying.dropped = True  # not awaited here: the other ranks may never send
+        self.held = False
         for place in self._ranges.values():
             place.open = False
             place.written[:] = [False] * len(place.views)

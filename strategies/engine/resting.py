@@ -86,6 +86,11 @@ def _home(parameter: Tensor) -> Home:
     return home
 
 
+def describe(parameter: Tensor) -> str:
+    """Name of ``parameter`` and its unit."""
+    return _home(parameter).describe(parameter)
+
+
 def class_in_use(parameter: nn.Parameter) -> type[nn.Parameter]:
     """The class of ``parameter`` as the user made it."""
     home = home_of(parameter)

@@ -8,7 +8,8 @@ was changed in place); the hooks on outputs only make it fast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,28 @@ class SavedTensors:
         self._version = 0  # of the weights
         self._spilled: tuple[Unit, Tensor] | None = None
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around a step: what autograd saves in it is noted.
+
+        Raises:
+            ResidencyError: a torch.func transform differentiates inside.
+        """
+        if not self._stop - self._start:
+            yield  # a single rank: nothing ever moves
+            return
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ResidencyError(
+                "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step: weights that "
+                "autograd saves there are looked up later, which torch.func does not allow. Use torch.autograd.grad or "
+                "torch.autograd.functional, or run the transform outside of a step in `with strategy.gathered(module):`."
+            ) from error
 
     def enter_outside(self, unit: Unit) -> None:
         """``unit`` begins a forward outside of a step: nobody else watches what autograd saves."""

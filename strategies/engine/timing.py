@@ -78,7 +78,7 @@ class CollectiveTimer:
         self._spans: deque[tuple[Any, Any]] = deque()  # that the device may not have passed yet
         self._total_s = 0.0
         # The units hold the door itself, so it is the door that changes.
-        for name in ("all_gather", "reduce_scatter", "all_reduce", *(["agree"] if self._on_host else [])):
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", *(["agree"] if self._on_host else [])):
             setattr(door, name, self._timed(getattr(door, name)))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

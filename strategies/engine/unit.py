@@ -14,6 +14,8 @@ from .layout import ChunkLayout, Piece, Span
 from .resting import ResidencyError, RestingParameter
 from .shards import FlatGroup
 from .streams import Lane
+from .used import class_while_used, set_data
+from .wire import widen
 
 
 class Phase(enum.Enum):
@@ -39,13 +41,16 @@ class Entry:
 
     name: str
     parameter: nn.Parameter
-    cls: type[nn.Parameter]  # its class while in use
+    cls: type[nn.Parameter]  # the user's
     dtype: torch.dtype  # the user's
     size: torch.Size  # [...], the user's
     stride: tuple[int, ...]  # of the dense memory order it is stored in
     trained: bool  # an optimizer has it
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
+
+    def __post_init__(self) -> None:
+        self.cls_while_used = class_while_used(self.cls)
 
     def view(self, chunk: Tensor, offset: int) -> Tensor:
         """The parameter inside a flat ``chunk`` [numel]."""
@@ -71,14 +76,21 @@ class Chunk:
     """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
 
     slot: Tensor  # [numel], dtype of computation; part of the arena
-    bytes: Tensor  # [nbytes], the slot as what is sent
+    sent: Tensor  # [numel], dtype on the wire: the slot, or its second half
+    bytes: Tensor  # the same as bytes
     owned: list[tuple[FlatGroup, Piece, int]]  # group, piece of the shard, start in the group's flat tensor
 
-    def __init__(self, entries: list[Entry], layout: ChunkLayout, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        entries: list[Entry],
+        layout: ChunkLayout,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+    ) -> None:
         self.entries = entries
         self.layout = layout
-        self.dtype = dtype
-        self.master_dtype = master_dtype
+        self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
         self.trained = entries[0].trained
 
     @property
@@ -161,11 +173,13 @@ class Unit:
         """
         self._collectives, self._lane = collectives, lane
         self._fills: list[tuple[Tensor, Tensor]] = []
+        self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
         for chunk in self.chunks:
-            chunk.bytes = arena[offset : offset + chunk.nbytes]
-            chunk.slot = chunk.bytes.view(chunk.dtype)
+            chunk.slot = arena[offset : offset + chunk.nbytes].view(chunk.dtype)
+            chunk.sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
+            chunk.bytes = chunk.sent.view(torch.uint8)
             offset += chunk.nbytes
-            shard = chunk.shard_of(chunk.slot, collectives.rank)
+            shard = chunk.shard_of(chunk.sent, collectives.rank)
             for group, piece, start in chunk.owned:
                 target = shard[piece.start : piece.stop]
                 self._fills.append((target, group.data[start : start + target.numel()]))
@@ -215,10 +229,22 @@ class Unit:
             target.copy_(source)
         for chunk in self.chunks:
             self._pending.append(self._collectives.all_gather(chunk.bytes, self.labels[Exchange.SLOT]))
+        if self._narrow and self._lane.on_device:
+            self._widen()
+
+    def _widen(self) -> None:
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+        for chunk in self._narrow:
+            with torch._C._DisableFuncTorch():
+                widen(chunk.slot, chunk.wire_dtype)
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""
         if self.phase is Phase.GATHERING:
+            if self._narrow and self._pending:
+                self._widen()
             for pending in self._pending:
                 pending.wait()
             if self._lane.on_device:
@@ -235,7 +261,7 @@ class Unit:
                 self._illegal(Phase.IN_USE)
             self.phase = Phase.IN_USE
             for entry in self.entries:
-                entry.parameter.__class__ = entry.cls
+                entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version
         self.pins += 1
 
@@ -266,11 +292,11 @@ class Unit:
             if id(entry) not in held:
                 self.lifted.append((entry, entry.parameter.data))
                 # A copy: what autograd saves of it must not keep the values of the whole unit alive.
-                entry.parameter.data = self._master[entry.name].clone(memory_format=torch.preserve_format)
+                set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
 
     def _lower(self) -> None:
         for entry, place in self.lifted:
-            entry.parameter.data = place
+            set_data(entry.parameter, place)
         self.lifted, self._master = [], {}
 
     def _store(self, written: list[Entry]) -> None:
@@ -280,9 +306,9 @@ class Unit:
                 span = chunk.layout.span(index, self._collectives.rank)
                 if entry not in written or span is None:
                     continue
-                if chunk.dtype != chunk.master_dtype:
+                if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
-                        f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.dtype}, which would "
+                        f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.wire_dtype}. That would "
                         f"round its {chunk.master_dtype} value. Change it in `with strategy.gathered(module, modify=True):`."
                     )
                 start = chunk.flat_start(span)
@@ -343,8 +369,8 @@ class Unit:
         """What the slot would hold [bytes], in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.COPY)
-        parts = [self._gather_apart(chunk, lambda group: group.data, chunk.dtype, Exchange.COPY) for chunk in self.chunks]
-        return torch.cat([part.view(torch.uint8) for part in parts])
+        parts = [(self._gather_apart(c, lambda group: group.data, c.wire_dtype, Exchange.COPY), c.dtype) for c in self.chunks]
+        return torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in parts])
 
     def _gather_apart(
         self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange

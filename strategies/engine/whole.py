@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .collectives import LocalCollectives
-from .reduce import BackwardPass, Reducer
+from .reduce import Pass, Reducer
 from .resting import ResidencyError, keep_engine_last
 from .shards import FlatGroup
 from .streams import Lane
@@ -84,7 +84,7 @@ class WholeReducer(Reducer):
                 self._targets[unit.index, k] = (view, group)
                 self._entries.append((entry, view))
 
-    def collector(self, unit: Unit, index: int, now: BackwardPass) -> Callable[[Tensor], None]:
+    def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
         """See :meth:`Reducer.collector`."""
         key, number = (unit.index, index), unit.trained[index].number
         view, group = self._targets[key]

@@ -303,13 +303,70 @@ class ClampedInForward(Case):
 class DataClampedInForward(ClampedInForward):
     """A weight's `.data` clamped in its own forward"""
 
-    worlds = (2,)
-    open = "`.data` of a parameter in use leads past version counters, so nobody sees the write"
-
     class Clamped(Block):
         def forward(self, x):
             self.up.weight.data.clamp_(-0.1, 0.1)
             return super().forward(x)
+
+
+@case
+class DataClampedAfterUse(ClampedInForward):
+    """A weight's `.data` clamped at the end of its own forward, when autograd has saved the weight"""
+
+    class Clamped(Block):
+        def forward(self, x):
+            x = super().forward(x)
+            self.up.weight.data.clamp_(-0.1, 0.1)
+            return x
+
+
+@case
+class DataClampedInCompiledForward(ClampedInForward):
+    """A weight's `.data` clamped in a compiled forward"""
+
+    pitfalls = (41,)
+    timeout = 60.0
+
+    def model(self):
+        model = Chain(*(DataClampedInForward.Clamped() for _ in range(4)))
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+
+@case
+class DataAssignedInForward(ClampedInForward):
+    """`p.data = ...` in the forward of its unit"""
+
+    class Clamped(Block):
+        def forward(self, x):
+            self.up.weight.data = self.up.weight.data.clamp(-0.1, 0.1)
+            return super().forward(x)
+
+
+@case
+class DataOfAnotherShapeInForward(ClampedInForward):
+    """`p.data = ...` of another shape in the forward of its unit"""
+
+    worlds = (2,)
+    refused = "`.data` of parameter 'blocks.0.norm.bias'.*shape and dtype stay as they are"
+
+    class Clamped(Block):
+        def forward(self, x):
+            self.norm.bias.data = self.norm.bias.data[:1]
+            return x
+
+
+@case
+class CopiedInForward(ClampedInForward):
+    """A module deep-copied in its own forward"""
+
+    class Clamped(Block):
+        def forward(self, x):
+            copied = copy.deepcopy(self.up)
+            copied.weight.data = copied.weight.data[:4]
+            assert type(copied.weight) is nn.Parameter
+            return super().forward(x) + copied.weight.detach().sum()
 
 
 @case

@@ -74,7 +74,6 @@ class Case:
     pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
     worlds: tuple[int, ...] = (1, 2)
     timeout = 15.0
-    open: str | None = None  # why it is neither right nor refused yet
     compare_gradients = True
 
     def refusal(self, world_size: int) -> str | None:
@@ -411,7 +410,7 @@ def run_case(engine: str, name: str, world_size: int = 2) -> Outcome:
 
 def run_cases(engine: str, names: list[str], world_size: int) -> dict[str, Outcome]:
     """Run many cases, those that should be right together in one process."""
-    expected_right = [n for n in names if not CASES[n].open and not CASES[n].refusal(world_size)]
+    expected_right = [n for n in names if not CASES[n].refusal(world_size)]
     outcomes = {n: run_case(engine, n, world_size) for n in names if n not in expected_right}
     for start in range(0, len(expected_right), BATCH):
         batch = expected_right[start : start + BATCH]

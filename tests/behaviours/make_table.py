@@ -60,9 +60,6 @@ def render(cases, cells) -> str:
         for name, case in cases.items():
             if type(case).__module__.endswith(f"cases_{theme}"):
                 lines.append(f"| {case.__doc__} | {' | '.join(cells[name][engine].kind for engine in ENGINES)} |")
-    for case in cases.values():
-        if case.open:
-            lines += ["", f"Open: {case.__doc__}: {case.open}."]
     lines += ["", "## What zero3 says when it refuses", ""]
     for name, case in cases.items():
         if cells[name]["zero3"].kind == "refused":

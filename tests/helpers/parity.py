@@ -82,7 +82,8 @@ def fit_here(recipe: Recipe, strategy: Any, devices: int, options: Mapping[str, 
     return Run(module.losses, gradients, module.rates, state, {k: v.item() for k, v in fitter.callback_metrics.items()})
 
 
-Case = tuple[Recipe, str, dict[str, Any]]  # what to train, the strategy's name, options of the Trainer
+# What to train, the strategy's name or the options of zero3's, options of the Trainer.
+Case = tuple[Recipe, str | dict[str, Any], dict[str, Any]]
 
 
 def _rank(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[str, Run]:
@@ -91,7 +92,8 @@ def _rank(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[str, Ru
         print(f"--- {name}", flush=True)
         recipe = replace(recipe, seed=recipe.seed + rank)  # rank 0's weights count
         policy = {"unit_policy": None} if recipe.net != "lm" else {}
-        runs[name] = fit_here(recipe, zero3(**policy) if kind == "zero3" else kind, world_size, options)
+        own = {} if kind == "zero3" else kind
+        runs[name] = fit_here(recipe, kind if isinstance(own, str) else zero3(**policy, **own), world_size, options)
     return runs
 
 

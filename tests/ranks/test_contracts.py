@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ class Block(nn.Module):
         return x + self.second(torch.relu(self.first(x)))
 
 
-def build(rank, world_size):
+def build(rank, world_size, door=None, **options):
     import torch.distributed as dist
 
     from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
@@ -34,8 +36,9 @@ def build(rank, world_size):
         model,
         [optimizer],
         device=torch.device("cpu"),
-        collectives=make_collectives(dist.group.WORLD, torch.device("cpu")),
+        collectives=door or make_collectives(dist.group.WORLD, torch.device("cpu")),
         unit_policy=[Block],
+        **options,
     )
     return model, optimizer, engine
 
@@ -48,11 +51,11 @@ def micro_batch(model, engine, rank, seed):
         loss.backward()
 
 
-def exchanges(rank, world_size, micro_batches):
+def exchanges(rank, world_size, micro_batches, **options):
     """(gathers, bytes gathered, reductions, bytes reduced) of one optimizer step after the first."""
-    model, optimizer, engine = build(rank, world_size)
+    model, optimizer, engine = build(rank, world_size, **options)
     door, counts = engine.collectives, [0, 0, 0, 0]
-    gather, reduce = door.all_gather, door.reduce_scatter
+    gather, reduce, swap = door.all_gather, door.reduce_scatter, door.all_to_all
 
     def counted(exchange, at):
         def call(buffer, *args):
@@ -64,12 +67,24 @@ def exchanges(rank, world_size, micro_batches):
 
     for step in range(3):
         if step == 2:
-            door.all_gather, door.reduce_scatter = counted(gather, 0), counted(reduce, 2)
+            door.all_gather, door.reduce_scatter, door.all_to_all = counted(gather, 0), counted(reduce, 2), counted(swap, 2)
         for micro in range(micro_batches):
-            micro_batch(model, engine, rank, micro_batches * step + micro)
+            with engine.accumulate() if micro < micro_batches - 1 else nullcontext():
+                micro_batch(model, engine, rank, micro_batches * step + micro)
         optimizer.step()
         optimizer.zero_grad()
     return counts
+
+
+IN_BF16 = {"wire_dtype": lambda name, parameter: torch.bfloat16, "reduce_dtype": torch.bfloat16}
+
+
+def once(rank, world_size, micro_batches):
+    return exchanges(rank, world_size, micro_batches, reduce_once=True)
+
+
+def in_bf16(rank, world_size, micro_batches):
+    return exchanges(rank, world_size, micro_batches, **IN_BF16)
 
 
 # One unit is one block: 2 * 4 * 64 * 64 weights and 5 * 64 biases, a multiple of 4 elements for each rank here.
@@ -85,6 +100,68 @@ def test_exchanges_of_a_step(world_size, micro_batches):
     reductions = micro_batches * BLOCKS
     expected = [gathers, gathers * UNIT_BYTES, reductions, reductions * UNIT_BYTES]
     assert run_ranks(exchanges, world_size, micro_batches) == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exchanges_when_a_window_is_reduced_once(world_size):
+    gathers = 3 * 2 * BLOCKS - 2 * 3 - 2 * 2
+    expected = [gathers, gathers * UNIT_BYTES, BLOCKS, BLOCKS * UNIT_BYTES]
+    assert run_ranks(once, world_size, 3) == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exchanges_in_bf16_have_half_the_bytes(world_size):
+    gathers = 2 * BLOCKS - 2
+    expected = [gathers, gathers * UNIT_BYTES / 2, BLOCKS, BLOCKS * UNIT_BYTES / 2]
+    assert run_ranks(in_bf16, world_size, 1) == [expected] * world_size
+
+
+def written_bytes():
+    """What this process has written to files and sockets; gloo sends with writev."""
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("wchar"))
+
+
+def sent(rank, world_size, kind):
+    """Bytes that a rank really sends in a step of four micro-batches."""
+    import torch.distributed as dist
+
+    if kind == "ddp":
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(*[Block() for _ in range(BLOCKS)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        from lightning_zero3.strategies.engine import PairwiseCollectives
+
+        options = IN_BF16 if kind == "bf16" else {"reduce_once": kind == "once"}
+        model, optimizer, engine = build(rank, world_size, PairwiseCollectives(dist.group.WORLD), **options)
+    for step in range(3):
+        dist.barrier()
+        before = written_bytes()
+        for micro in range(4):
+            if kind == "ddp":
+                with model.no_sync() if micro < 3 else nullcontext():
+                    model(torch.randn(3, WIDTH)).square().mean().backward()
+            else:
+                with engine.accumulate() if micro < 3 else nullcontext():
+                    micro_batch(model, engine, rank, 4 * step + micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    return written_bytes() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what Linux says a process has written")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_of_an_accumulation_window(world_size):
+    total, share = BLOCKS * UNIT_BYTES, (world_size - 1) / world_size
+    gathers = (4 * 2 * BLOCKS - 2 * 4 - 2 * 3) * UNIT_BYTES * share
+    ddp, once, each, bf16 = (max(run_ranks(sent, world_size, kind)) for kind in ("ddp", "once", "each", "bf16"))
+    overhead = 1.02  # labels, votes, and gloo's own headers
+    assert 2 * total * share <= ddp <= overhead * 2 * total * share  # an all-reduce: a reduce-scatter and a gather
+    assert gathers + total * share <= once <= overhead * (gathers + total * share)
+    assert gathers + 4 * total * share <= each <= overhead * (gathers + 4 * total * share)
+    assert gathers + 4 * total * share <= 2 * bf16 <= 1.04 * (gathers + 4 * total * share)
+    assert once <= ddp + gathers < each
 
 
 def memory_of_a_step(rank, world_size):

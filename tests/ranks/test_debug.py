@@ -1,5 +1,6 @@
 """The debug mode finds what ordinary runs cannot see, and changes no number."""
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         if self.clamp:
-            self.linear.weight.data.clamp_(-0.01, 0.01)
+            np.clip(self.linear.weight.detach().numpy(), -0.01, 0.01, out=self.linear.weight.detach().numpy())
         self.kept = self.linear.bias.view(-1)
         return x + torch.tanh(self.linear(x))
 
@@ -59,7 +60,7 @@ def test_debug_changes_no_number():
     assert run_ranks(train, 2, nn.Sequential, None, True) == plain
 
 
-def test_a_write_through_data_is_an_error_that_names_the_parameter():
+def test_a_write_past_torch_is_an_error_that_names_the_parameter():
     for message in run_ranks(train, 2, nn.Sequential, 2, True):
         assert message.startswith("ResidencyError") and "2.linear.weight" in message and "no_grad" in message
 
@@ -67,3 +68,23 @@ def test_a_write_through_data_is_an_error_that_names_the_parameter():
 def test_a_kept_view_reads_nan():
     for losses in run_ranks(train, 2, Keeps, None, True):
         assert losses[0] != losses[0], "the kept view must not look like numbers"
+
+
+def overlap(rank, world_size):
+    """Gather two units into the same memory."""
+    from lightning_zero3.strategies.engine.unit import Phase, Unit
+
+    def gather(unit):
+        for filled in (unit, *unit.rivals[:1]):
+            if filled.phase is Phase.RESTING:
+                filled.phase = Phase.GATHERING
+                filled._start()
+        return True
+
+    Unit.gather = gather
+    return train(rank, world_size, nn.Sequential, None, True)
+
+
+def test_two_owners_of_a_slot_are_an_error_that_names_both():
+    for message in run_ranks(overlap, 2):
+        assert message.startswith("RuntimeError: Unit 0 is in use while unit 2 "), message

@@ -71,6 +71,14 @@ def test_feature(feature, world_size):
     assert_same_run(sharded(world_size)[feature], one_process(feature))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_reduce_once_for_each_window(world_size):
+    names = ["accumulate", "all"]
+    runs = fit_all_on(world_size, {name: (FEATURES[name][0], {"reduce_once": True}, FEATURES[name][1]) for name in names})
+    for name in names:
+        assert_same_run(runs[name], one_process(name))
+
+
 @pytest.mark.parametrize(
     "feature, other",
     [("accumulate", "sgd"), ("clip_norm", "sgd"), ("clip_value", "sgd"), ("groups", "adamw"), ("frozen", "sgd")],

@@ -1,0 +1,221 @@
+"""A backward pass: which unit's turn it is, from the first gradient to gradients that the optimizers see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.autograd import Variable
+
+from .access import Access
+from .agreement import Agreement
+from .buffers import Buffers
+from .collectives import LocalCollectives
+from .gradients import Gradients
+from .joint import JointSteps
+from .order import BackwardSchedule
+from .reduce import Reducer
+from .resting import ResidencyError
+from .saved import SavedTensors
+from .unit import Unit
+
+
+class Backward:
+    """Walks through the units as gradients arrive, on every rank in the same order.
+
+    Args:
+        units: all of the model's.
+        collectives: told of progress.
+        reducer: takes the gradients.
+        gradients: the books of who has one.
+        agreement: what ranks tell each other at the end.
+        buffers: made equal at the end.
+        joint: ranks that assist are told of the end.
+        access: gradients that the user has set reach the reducer; what it remembers of them is over at the end.
+        saved: so is what was gathered for autograd.
+
+    Attributes:
+        schedule: the visits that the forward has led to.
+        active: the pass has begun and not ended.
+        muted: numbers of the parameters whose gradients are not wanted in it.
+        used: see :class:`~.gradients.Gradients`.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        collectives: LocalCollectives,
+        reducer: Reducer,
+        gradients: Gradients,
+        agreement: Agreement,
+        buffers: Buffers,
+        joint: JointSteps,
+        access: Access,
+        saved: SavedTensors,
+    ) -> None:
+        self._units, self._collectives, self._reducer, self._gradients = units, collectives, reducer, gradients
+        self._agreement, self._buffers, self._joint, self._access, self._saved = agreement, buffers, joint, access, saved
+        self.schedule = BackwardSchedule()
+        self.active, self.muted, self.used = False, frozenset[int](), gradients.used
+        self._current: Unit | None = None  # the unit whose backward runs
+        self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
+        self._explicit = False  # run() will close the pass; else a callback of autograd does
+        self._broken = False  # an exception left the gradients of this window incomplete
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around ``loss.backward()``; an exception is followed by :meth:`abandon`."""
+        self._adopt()
+        self._explicit = True
+        try:
+            yield
+            self.end()
+        finally:
+            self._explicit = False
+
+    def begin(self, silent: bool = False) -> None:
+        """The first gradient is there; ``silent``: not on this rank."""
+        if self.active:
+            return
+        if not self._explicit:
+            self._adopt()
+        self.active = True
+        self.muted = self._gradients.begin_windows()
+        self.require_whole()
+        if not self._explicit and not silent:
+            Variable._execution_engine.queue_callback(self.end)
+
+    def _adopt(self) -> None:
+        self._access.adopt_gradients()
+        self._reducer.hide()
+
+    def enter(self, unit: Unit) -> None:
+        """A gradient of an output of ``unit`` is there."""
+        if unit is self._current:
+            return
+        if not self.active:
+            self.begin()
+        # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
+        # gathers the one after it ahead.
+        while self.schedule.pending(unit.index):
+            passed = self.schedule.advance()
+            self._visit(self._units[passed])
+            if passed == unit.index:
+                return
+        self._visit(unit)
+
+    def recompute(self, unit: Unit) -> None:
+        """A checkpoint runs ``unit`` again: what it saves must stay until the backward that reads it is over."""
+        if unit.gather():
+            unit.use()
+            self._recomputed.append(unit)
+
+    def _visit(self, unit: Unit) -> None:
+        if unit is self._current:
+            return
+        self._leave()
+        if self._recomputed and unit not in self._recomputed:
+            self._drop_recomputed()
+        self._collectives.progress[0] = unit.index
+        if unit.gather():
+            unit.use()
+            self._current = unit
+        following = self.schedule.upcoming()
+        if following is not None:
+            self._units[following].gather()
+
+    def _leave(self) -> None:
+        unit, self._current = self._current, None
+        if unit is None:
+            return
+        if unit.pins:
+            unit.unuse()
+        # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
+        if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
+            self._reducer.reduce(unit)
+
+    def _drop_recomputed(self) -> None:
+        for held in self._recomputed:
+            held.unuse()
+        self._recomputed = []
+
+    def end(self) -> None:
+        """Autograd has finished; collective."""
+        # Other ranks may need units that the loss of this one does not depend on (or none at all): take part in the exchange.
+        self.begin(silent=True)
+        while self.schedule.upcoming() is not None:
+            self._visit(self._units[self.schedule.advance()])
+        self._leave()
+        self._drop_recomputed()
+        self._conclude()
+        self.active = False
+
+    def _conclude(self) -> None:
+        """Agree with the other ranks on what was used, reduce what is left, and show the gradients."""
+        late = bytes(self._reducer.is_open(unit) for unit in self._units)
+        with self._joint.end_of_backward():
+            used, late, changed = self._agreement.reach(late, self._buffers.changed())
+            for unit in reversed(self._units):
+                if unit.trained and (unit.nested or late[unit.index]):
+                    self._reducer.reduce(unit)
+            if any(changed):
+                self._buffers.synchronize(changed)
+        self._reducer.finish()
+        self._reducer.held = self._reducer.holding
+        if not self._reducer.held:
+            self._reducer.zero_untouched()
+        self._access.forget_gradients()
+        self._gradients.show(used)
+        self._saved.forget()
+
+    def assist(self, unit: Unit | None) -> None:
+        """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
+        if not self.active:
+            self.schedule.clear()
+            self.begin(silent=True)
+        self.end() if unit is None else self._reducer.reduce(unit)
+
+    # ------------------------------------------------------------------------------------------------ between passes
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See :meth:`~.engine.Zero3Engine.accumulate`."""
+        self._reducer.holding = self._reducer.once
+        try:
+            yield
+        finally:
+            self._reducer.holding = False
+
+    def settle(self) -> None:
+        """Reduce gradients that are held; collective if there are any.
+
+        Raises:
+            ResidencyError: in the middle of a pass.
+        """
+        if not self._reducer.held:
+            return
+        if self.active:
+            raise ResidencyError(
+                "A gradient was read in the middle of a backward pass while the ranks hold those of earlier micro-batches back "
+                "(`reduce_once=True`). Read it after the backward, or do without that option."
+            )
+        holding, self._reducer.holding = self._reducer.holding, False
+        self._conclude()
+        self._reducer.holding = holding
+
+    def abandon(self) -> None:
+        """After an exception: the next pass starts clean."""
+        if self.active:
+            self._broken = True
+            self._reducer.abandon()
+        self.schedule.clear()
+        self._current, self._recomputed, self.active = None, [], False
+
+    def require_whole(self) -> None:
+        """Raise a RuntimeError if an exception left the gradients incomplete that the optimizers see."""
+        if self._broken and self._gradients.any_shown():
+            raise RuntimeError(
+                "An exception ended a backward pass, and gradients that were accumulated before it are incomplete. Call "
+                "`zero_grad()` and begin the accumulation anew."
+            )
+        self._broken = False

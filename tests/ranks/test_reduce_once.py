@@ -1,0 +1,187 @@
+"""Gradients that are reduced once for several backward passes: whatever comes between, the optimizer sees the whole sum."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+
+WIDTH, MICRO_BATCHES = 16, 4
+
+
+class Net(nn.Module):
+    """Blocks of which a batch may skip some."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, skip=()):
+        for k, block in enumerate(self.blocks):
+            out = torch.tanh(block(x))  # also where it is skipped: all ranks must run the same modules
+            x = x if k in skip else x + out
+        return x * self.scale
+
+
+def batch(rank, step, micro):
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+# What happens in the micro-batches of a window: blocks that are not used, on rank 0 or on all ranks.
+SKIPPED = {
+    "all used": lambda rank, micro: (),
+    "unused in the last": lambda rank, micro: (1, 3) if micro == MICRO_BATCHES - 1 else (),
+    "used in the first only": lambda rank, micro: (2,) if micro else (),
+    "used in the last only": lambda rank, micro: () if micro == MICRO_BATCHES - 1 else (2,),
+    "never used": lambda rank, micro: (0,),
+    "unused on a rank": lambda rank, micro: (1,) if rank == 0 and micro else (),
+}
+
+
+def make():
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = [
+        torch.optim.SGD(list(model.blocks[:2].parameters()) + [model.scale], lr=0.1, momentum=0.9, weight_decay=0.1),
+        torch.optim.SGD(model.blocks[2:].parameters(), lr=0.2),
+    ]
+    return model, optimizers
+
+
+def reference(world_size, skipped, cleared_before):
+    """The window on one process: the mean over ranks of sums over micro-batches."""
+    model, optimizers = make()
+    states = []
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro in range(MICRO_BATCHES):
+            if micro == cleared_before:
+                optimizers[0].zero_grad()
+            for rank in range(world_size):
+                (model(batch(rank, step, micro), SKIPPED[skipped](rank, micro)).square().mean() / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return states
+
+
+class Sharded:
+    """The model under the engine; counts reductions."""
+
+    def __init__(self):
+        self.model, self.optimizers = make()
+        cpu = torch.device("cpu")
+        doors = make_collectives(dist.group.WORLD, cpu)
+        units = lambda model: [model, *model.blocks]  # noqa: E731
+        self.engine = Zero3Engine(
+            self.model, self.optimizers, device=cpu, collectives=doors, unit_policy=units, reduce_once=True
+        )
+        self.reductions, reduce = 0, doors.reduce_scatter
+
+        def counted(*args):
+            self.reductions += 1
+            return reduce(*args)
+
+        doors.reduce_scatter = counted
+
+    def micro_batch(self, rank, step, micro, skip=(), hold=True):
+        with self.engine.accumulate() if hold else nullcontext():
+            with self.engine.step():
+                loss = self.model(batch(rank, step, micro), skip).square().mean()
+            with self.engine.backward():
+                loss.backward()
+
+    def values(self):
+        return {name: value.clone() for unit in self.engine.units for name, value in unit.values().items()}
+
+
+def train(rank, world_size, cases):
+    results = {}
+    for skipped, cleared_before, look in cases:
+        run, states = Sharded(), []
+        for step in range(3):
+            for optimizer in run.optimizers:
+                optimizer.zero_grad()
+            for micro in range(MICRO_BATCHES):
+                if micro == cleared_before:
+                    run.optimizers[0].zero_grad()
+                # "step": the optimizer comes while everything is still held.
+                hold = micro < MICRO_BATCHES - 1 or look == "step"
+                run.micro_batch(rank, step, micro, SKIPPED[skipped](rank, micro), hold)
+                if look == "read" and micro == 1:
+                    assert run.model.blocks[1].weight.grad is not None
+                if look == "clear" and micro == 0:
+                    for p in run.model.blocks[:2].parameters():
+                        p.grad = None
+                    run.model.scale.grad = None
+            for optimizer in run.optimizers:
+                optimizer.step()
+            states.append(run.values())
+        results[skipped, cleared_before, look] = states, run.reductions
+    return results
+
+
+CASES = [
+    *((skipped, None, None) for skipped in SKIPPED),
+    ("all used", 2, None),
+    ("unused in the last", 1, None),
+    ("all used", None, "read"),
+    ("all used", 1, "clear"),
+    ("all used", None, "step"),
+    ("unused on a rank", None, "step"),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_window_is_the_sum_of_its_micro_batches(world_size):
+    for results in run_ranks(train, world_size, CASES, timeout=60):
+        for (skipped, cleared_before, look), (states, reductions) in results.items():
+            torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=2e-6, atol=2e-6)
+            extra = {"read": 2, "clear": 2}.get(look, 1)
+            assert reductions == (0 if world_size == 1 else 3 * 5 * extra), (skipped, look)
+
+
+def failing(rank, world_size):
+    """An exception in the backward of the third micro-batch."""
+    run = Sharded()
+    for micro in range(2):
+        run.micro_batch(rank, 0, micro)
+    with pytest.raises(ZeroDivisionError), run.engine.accumulate():
+        with run.engine.step():
+            loss = run.model(batch(rank, 0, 2)).square().mean()
+        with run.engine.backward():
+            loss.backward()
+            raise ZeroDivisionError
+    for use in (lambda: run.micro_batch(rank, 0, 3, hold=False), run.optimizers[0].step):
+        with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
+            use()
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
+    for micro in range(MICRO_BATCHES):
+        run.micro_batch(rank, 0, micro, hold=micro < MICRO_BATCHES - 1)
+    for optimizer in run.optimizers:
+        optimizer.step()
+    return run.values()
+
+
+def test_an_exception_does_not_lose_gradients_in_silence():
+    expected = reference(2, "all used", None)[0]
+    for values in run_ranks(failing, 2, timeout=30):
+        torch.testing.assert_close(values, expected, rtol=2e-6, atol=2e-6)
+
+
+def memory(rank, world_size):
+    run = Sharded()
+    return run.engine.memory_ledger()["reduce_buffer"]
+
+
+def test_it_costs_a_full_size_fp32_gradient():
+    parameters = sum(p.numel() for p in Net().parameters())
+    for nbytes in run_ranks(memory, 2):
+        assert 4 * parameters <= nbytes <= 4 * parameters + 5 * 256  # each unit starts at a multiple of 256 bytes

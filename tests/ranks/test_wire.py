@@ -1,0 +1,171 @@
+"""bfloat16 on the wire: what is exact about it, how far it may be from fp32, and its bytes."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import GroupCollectives, PairwiseCollectives, Zero3Engine, make_collectives
+from lightning_zero3.strategies.engine.wire import RoundedSum, narrow, widen
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("n", [2, 16, 4096, 4098, 8192, 100_000])
+def test_values_move_within_their_buffer(n):
+    values = torch.randn(n)
+    buffer = values.clone()
+    low = narrow(buffer, BF16)
+    assert low.data_ptr() == buffer.data_ptr() and torch.equal(low, values.to(BF16))
+    buffer.view(BF16)[n:] = values.to(BF16)
+    widen(buffer, BF16)
+    assert torch.equal(buffer, values.to(BF16).float())
+
+
+# ---- sums ------------------------------------------------------------------------------------
+
+
+def summands(rank, world_size, shard):
+    return torch.randn(world_size * shard, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+
+
+def sums(rank, world_size, shard):
+    import random
+    import time
+
+    found = []
+    for door in (PairwiseCollectives(dist.group.WORLD), GroupCollectives(dist.group.WORLD)):
+        for _ in range(4):
+            time.sleep(random.random() / 50)  # ranks come in any order
+            found.append(RoundedSum(door, summands(rank, world_size, shard), BF16, 0).wait().clone())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_sums_are_in_fp32_and_in_rank_order(world_size):
+    shard = 2000
+    total = torch.zeros(world_size * shard)
+    for rank in range(world_size):
+        total += summands(rank, world_size, shard).to(BF16).float()
+    for rank, found in enumerate(run_ranks(sums, world_size, shard)):
+        for mine in found:
+            assert torch.equal(mine, total.chunk(world_size)[rank])
+
+
+# ---- training --------------------------------------------------------------------------------
+
+WIDTH, STEPS = 96, 3
+
+
+def make():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.LayerNorm(WIDTH))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model, rank, step):
+    x, target = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return (model(x) - target).square().sum() / WIDTH
+
+
+def kept(name):
+    return name.startswith("4.")  # the norm
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p):
+        return p.to(BF16).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def reference(world_size, gather, reduce):
+    """Plain torch on one process; returns gradients and values after each step, and the mean of the gradients' magnitudes."""
+    model, optimizer = make()
+    steps = []
+    for step in range(STEPS):
+        shares = []
+        for rank in range(world_size):
+            used = {n: Rounded.apply(p) if gather and not kept(n) else p for n, p in model.named_parameters()}
+            loss = loss_of(partial(torch.func.functional_call, model, used), rank, step)
+            shares.append(torch.autograd.grad(loss, list(model.parameters())))
+        rounded = [[g.to(BF16).float() if reduce else g for g in share] for share in shares]
+        for k, p in enumerate(model.parameters()):
+            p.grad = sum(share[k] for share in rounded) / world_size
+        magnitudes = [sum(share[k].abs() for share in shares) / world_size for k in range(len(shares[0]))]
+        names = [n for n, _ in model.named_parameters()]
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        values = {n: p.detach().clone() for n, p in model.named_parameters()}
+        steps.append((grads, values, dict(zip(names, magnitudes, strict=True))))
+    return steps
+
+
+def wire_dtype(gather, name, parameter):
+    return BF16 if gather and not kept(name) else torch.float32
+
+
+def train(rank, world_size, modes, debug):
+    found = {}
+    for gather, reduce in modes:
+        model, optimizer = make()
+        cpu = torch.device("cpu")
+        engine = Zero3Engine(
+            model,
+            [optimizer],
+            device=cpu,
+            collectives=make_collectives(dist.group.WORLD, cpu),
+            unit_policy=lambda m: list(m),
+            wire_dtype=partial(wire_dtype, gather),
+            reduce_dtype=BF16 if reduce else None,
+            debug=debug,
+        )
+        steps = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with engine.step():
+                loss = loss_of(model, rank, step)
+                read = model[0][0].weight.sum().item()  # a read outside its unit
+            with engine.backward():
+                loss.backward()
+            grads = {n: g.clone() for u in engine.units for n, g in u.full(lambda group: group.grad).items()}
+            optimizer.step()
+            steps.append((grads, {n: v.clone() for u in engine.units for n, v in u.values().items()}, read))
+        found[gather, reduce] = steps
+    return found
+
+
+MODES = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize(("world_size", "debug"), [(2, False), (3, False), (2, True)])
+def test_training_is_what_plain_torch_computes_with_rounded_values(world_size, debug):
+    everyone = run_ranks(train, world_size, MODES, debug)
+    for mode in MODES:
+        expected, exact = reference(world_size, *mode), reference(world_size, False, False)
+        for found in everyone:
+            for step, (grads, values, read) in enumerate(found[mode]):
+                for name, grad in grads.items():
+                    # A summand at the border of two bf16 numbers may be rounded the other way, by one unit in the last place.
+                    slack = 2**-7 * expected[step][2][name] if mode[1] else 0.0
+                    assert ((grad - expected[step][0][name]).abs() <= slack + 2e-6 * grad.abs().max()).all(), (mode, step, name)
+                torch.testing.assert_close(values, expected[step][1], rtol=2e-5 if not mode[1] else 1e-3, atol=1e-5)
+                if step == 0 and mode == (False, True):
+                    for name, grad in grads.items():
+                        # Each summand is rounded to eight significant bits: by 2^-8 of itself at most.
+                        bound = 2**-8 * exact[0][2][name]
+                        assert ((grad - exact[0][0][name]).abs() <= bound * (1 + 1e-3) + 2e-6 * grad.abs().max()).all(), name
+                if step == 0:
+                    assert read == pytest.approx(make()[0][0][0].weight.sum().item(), rel=1e-5)  # the master's value
+        assert any((everyone[0][mode][0][0][n] != exact[0][0][n]).any() for n in exact[0][0]), "nothing was rounded"
+    for found in everyone[1:]:
+        for mode in MODES:
+            for mine, first in zip(found[mode], everyone[0][mode], strict=True):
+                assert all(torch.equal(mine[1][n], first[1][n]) for n in first[1])
