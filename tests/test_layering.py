@@ -31,6 +31,7 @@ LAYERS = [
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
+    (["strategies/engine/wire"], TORCH),
     (
         [
             "strategies/host",
@@ -47,7 +48,7 @@ LAYERS = [
     (["strategies/rendezvous"], TORCH),
     (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/shared", "strategies/engine/timing"], TORCH),
-    (["strategies/engine/door", "strategies/engine/used", "strategies/engine/wire"], TORCH),
+    (["strategies/engine/door", "strategies/engine/used"], TORCH),
     (["strategies/engine/hybrid"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from .wire import RoundedSum
+
 # The process group's own methods, under their names before and since torch 2.13: the functions of torch.distributed around
 # them add seven Python calls to each collective.
 _all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
@@ -122,6 +124,10 @@ class LocalCollectives:
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
         """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what rank r sends here."""
         return Pending(arriving.copy_(sent))
+
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, label: int = 0) -> Pending | RoundedSum:
+        """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``."""
+        return RoundedSum(self, buffer, dtype, label)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""

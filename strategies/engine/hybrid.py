@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .collectives import GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives, Pending
 from .door import make_collectives
+from .wire import RoundedSum
 
 
 def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalCollectives:
@@ -98,6 +99,10 @@ class HybridCollectives(LocalCollectives):
         """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
         return _OverReplicas(self._shards.reduce_scatter(buffer, label), self._replicas)
 
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter_in`; between replicas fp32 travels."""
+        return _OverReplicas(self._shards.reduce_scatter_in(dtype, buffer, label), self._replicas)
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Over the shards of one replica, all of which hold the same."""
         return self._shards.all_reduce(tensor, op)
@@ -118,7 +123,7 @@ class HybridCollectives(LocalCollectives):
 class _OverReplicas(Pending):
     """The sum of a shard over replicas follows the sum inside each."""
 
-    def __init__(self, inside: Pending, replicas: dist.ProcessGroup) -> None:
+    def __init__(self, inside: Pending | RoundedSum, replicas: dist.ProcessGroup) -> None:
         super().__init__(torch.empty(0))
         self._inside, self._replicas = inside, replicas
 

@@ -62,7 +62,7 @@ class _Range:
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.written = [False] * len(self.views)
         self.open = False  # holds gradients that have not been sent
-        self.pending: list[Pending] = []  # in flight
+        self.pending: list[Pending | RoundedSum] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
         self.rivals: list[_Range] = []
 
@@ -183,7 +183,7 @@ class Reducer:
                 if self._wire_dtype is None or part.dtype != torch.float32:
                     place.pending.append(self._collectives.reduce_scatter(part, label))
                 else:
-                    place.pending.append(RoundedSum(self._collectives, part, self._wire_dtype, label))
+                    place.pending.append(self._collectives.reduce_scatter_in(self._wire_dtype, part, label))
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()
