@@ -173,7 +173,11 @@ class Backward:
         if not self.active:
             self.schedule.clear()
             self.begin(silent=True)
-        self.end() if unit is None else self._reducer.reduce(unit)
+        if unit is None:
+            self.end()
+        else:
+            self._reducer.reduce(unit)
+            self._reducer.finish()
 
     # ------------------------------------------------------------------------------------------------ between passes
 

@@ -188,6 +188,8 @@ class Reducer:
                 self._accumulate(place)
             self._mark = self._lane.mark()
         place.open, self._flying = False, place
+        if unit.announce is not None:
+            self.finish()  # ranks that assist do so at once, and may wait until all have their sums
 
     def finish(self) -> None:
         """Wait for what is in flight and add it to the flat gradients."""
