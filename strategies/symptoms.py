@@ -89,6 +89,9 @@ class Straggler:
 
     def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
         """A warning, once for each time that a rank becomes slow."""
+        if any(beat.place.activity == Activity.SETUP for beat in beats):
+            self._history.clear()  # processes come up one after another
+            return None
         self._history.append(list(beats))
         if len(self._history) < self._beats or len(beats) < 2:
             return None

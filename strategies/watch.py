@@ -29,7 +29,10 @@ from .reports import BEAT_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
 
 _SAMPLES = 10  # of the training thread, for each beat
-_NOT_USER_CODE = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, lightning.__file__, __file__, threading.__file__))
+_INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
+_NOT_USER_CODE = tuple(
+    os.path.join(folder, "") for folder in (*_INSTALLED, os.path.dirname(__file__), os.path.dirname(threading.__file__))
+)
 _DOORS = (collectives.__file__, shared.__file__)
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 

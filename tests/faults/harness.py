@@ -115,8 +115,9 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
 def _last_words(log: str) -> str:
     """The message at the end of the traceback, or what was said about another rank before the process was ended."""
     errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M)
-    said = re.findall(r"((?:Rank \d+ (?:on|died|raised|has|holds)|The ranks|The store).*)$", log, re.M)
-    return errors[-1] if errors else " ".join(said)
+    ends = re.findall(r"^(Rank \d+ (?:on|died|raised|has) .*|The ranks .*)$", log, re.M)
+    warnings = re.findall(r"(Rank \d+ holds .*)$", log, re.M)
+    return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)
 
 
 def _in_group(group: int) -> int:

@@ -70,6 +70,12 @@ def test_ranks_that_all_work_are_not_slow():
     assert not any(straggler.find([beat(n, busy=0.9), beat(n, busy=0.8)], str) for n in range(9))
 
 
+def test_set_up_does_not_count():
+    straggler = Straggler(2)
+    assert not any(straggler.find([beat(n, activity=Activity.SETUP), beat(n, busy=1.0)], str) for n in range(9))
+    assert [bool(straggler.find([beat(n), beat(n, busy=1.0)], str)) for n in range(3)] == [False, True, False]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd_create and pidfd_open are Linux's")
 def test_the_place_of_a_killed_process_can_be_read():
     reader, writer = os.pipe()
