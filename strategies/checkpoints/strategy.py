@@ -53,6 +53,21 @@ class CheckpointStrategy(ProcessStrategy):
         """Bring the shards up to the optimizers' groups; collective."""
         raise NotImplementedError
 
+    @override
+    def setup_environment(self) -> None:
+        """As the base.
+
+        Raises:
+            ValueError: a plugin is to write checkpoints that every rank writes its part of.
+        """
+        if self._checkpoints.kind == "sharded" and type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"{type(self.checkpoint_io).__name__} writes single files, and zero3 writes sharded checkpoints: it would "
+                "never be used. Choose `Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))`, or leave the plugin out. "
+                "`CheckpointOptions(background=True)` saves while training goes on."
+            )
+        super().setup_environment()
+
     # ------------------------------------------------------------------------------------------------ saving
 
     @override

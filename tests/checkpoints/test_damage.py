@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints.runs import Whole, full_weights, train
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
@@ -142,3 +143,9 @@ def test_loading_runs_no_code(tmp_path):
             (tmp_path / f"{name}.ckpt" / file).write_bytes(pickle.dumps(Payload(ran)))
     run_ranks(load_hostile, 1, str(tmp_path), timeout=60)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "full", "background": True}, {"kind": "both"}])
+def test_what_would_be_ignored_is_refused(options):
+    with pytest.raises(ValueError, match=r"kind='full'|choose 'sharded' or 'full'"):
+        trainer(zero3(checkpoint=CheckpointOptions(**options), checkpoint_io=AsyncCheckpointIO())).fit(Whole(RECIPE))
