@@ -84,12 +84,14 @@ class OwnedTensors(Substitution):
             p.data, p.grad = p.data.new_empty(0), None
 
     def _scatter(self, unit: Unit, chunk: Chunk) -> None:
-        """The parameters that each rank owns, and zeros for the others, add up to the whole."""
+        """The parameters that each rank owns, and zeros for the others, add up to the whole; of replicas the first counts."""
+        collectives = self.engine.collectives
+        counts = collectives.global_rank < collectives.world_size
         buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=self.engine.device)
         for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
-            if entry.name in self.mine:
+            if entry.name in self.mine and counts:
                 view.copy_(self.mine[entry.name])
-        total = self.engine.collectives.reduce_scatter(buffer, unit.labels[Exchange.REDUCE]).wait()
+        total = collectives.reduce_scatter(buffer, unit.labels[Exchange.REDUCE]).wait()
         chunk.store_shard(total, lambda group: group.data if group.key.optimizer == self.index else None)
 
     def _units(self) -> Iterator[Unit]:

@@ -59,7 +59,8 @@ def _owned_state(engine: Zero3Engine, owned: State) -> dict[str, dict[str, Any]]
     found = places(engine)
     mine = {name: {k: (v.shape, v.dtype) if _elementwise(v) else v for k, v in state.items()} for name, state in owned.items()}
     result: dict[str, dict[str, Any]] = {}
-    for owner, theirs in enumerate(engine.collectives.all_gather_object(mine)):
+    everyone = engine.collectives.all_gather_object(mine)
+    for owner, theirs in enumerate(everyone[: engine.collectives.world_size]):  # the other replicas own the same
         for name, kinds in theirs.items():
             result[name] = {
                 key: OwnedTensor(engine, found[name], *kind, owner, owned.get(name, {}).get(key))

@@ -243,10 +243,11 @@ class Unit:
     def arrive(self) -> None:
         """Wait until the slot is filled."""
         if self.phase is Phase.GATHERING:
-            if self._narrow and self._pending:
-                self._widen()
-            for pending in self._pending:
-                pending.wait()
+            with torch._C._DisableFuncTorch():  # as in `_start`: on the CPU it is now that shards are copied
+                if self._narrow and self._pending:
+                    self._widen()
+                for pending in self._pending:
+                    pending.wait()
             if self._lane.on_device:
                 self._lane.join(self._mark)  # hazard: computing with weights that are still arriving
             self._pending = []

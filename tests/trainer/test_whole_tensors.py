@@ -31,7 +31,11 @@ def fit(rank, world_size, strategy, folder, read=None):
     module = ByAdafactor()
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     kind = strategy.removeprefix("zero3-")
-    plugged = zero3(checkpoint=CheckpointOptions(kind=kind)) if strategy != "auto" else strategy
+    plugged = strategy
+    if kind == "replicas":
+        plugged = zero3(shard_size=2, checkpoint=CheckpointOptions(kind="full"))
+    elif strategy != "auto":
+        plugged = zero3(checkpoint=CheckpointOptions(kind=kind))
     runner = trainer(plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True)
     runner.fit(module, ckpt_path=read)
     state = runner.optimizers[0].state
@@ -62,6 +66,16 @@ def test_resumed_on_other_ranks_as_in_one_process(kind, one, tmp_path):
         assert_same(run_ranks(fit, world_size, f"zero3-{kind}", tmp_path / "rest", source / "epoch=0.ckpt"), expected)
     if kind == "full":
         assert_same(run_ranks(fit, 1, "auto", tmp_path / "rest", tmp_path / "two" / "epoch=0.ckpt"), expected)
+
+
+def test_replicas_own_the_same(one, tmp_path):
+    _, expected = one
+    four = run_ranks(fit, 4, "zero3-replicas", tmp_path / "four", timeout=100)
+    assert_same(four, expected)
+    for *_, elements in four:
+        assert elements < 0.6 * expected[2]
+    rest = run_ranks(fit, 4, "zero3-replicas", tmp_path / "rest", tmp_path / "four" / "epoch=0.ckpt", timeout=100)
+    assert_same(rest, expected)
 
 
 class ByLbfgs(Lit):
