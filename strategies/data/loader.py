@@ -124,6 +124,7 @@ class ShardedLoader:
             if self._begun is begin:  # a newer pass may have begun meanwhile
                 self._history.append((batches, position, finished))
             yield batch
+            del batch  # the loop may be done with it: its memory is for the next one
         if self._begun is begin:
             # Once more even if the last batch said so: what the consumer holds now is a step of a
             # combined loader to which this loader gave nothing.

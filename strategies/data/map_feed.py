@@ -56,9 +56,12 @@ class MapFeed:
         # The usual row by multiplication: this runs for every batch, and batches can be tiny.
         row_items = plan.row_items
         usual = (plan.items - start) // row_items - 1 if self.source.sized else 0
-        for number, batch in enumerate(iter(self.inner)):
+        number = 0
+        for batch in iter(self.inner):
             row = number // ranks + 1
+            number += 1
             yield batch, start + row * row_items if row < usual else self.sampler.plan().handed_over(row)
+            del batch  # the caller may be done with it: its memory is for the next one
         if self.pads:
             counts = self.sampler.batches_per_rank()
             for _ in range(sum(max(counts) - counts[rank] for rank in self.sampler.ranks)):

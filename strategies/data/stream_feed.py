@@ -81,7 +81,10 @@ class StreamFeed:
                 continue
             assert isinstance(piece, Piece)
             after = after.after(piece, self.workers)
-            yield piece.batch, after
+            batch = piece.batch
+            del piece
+            yield batch, after
+            del batch
 
     def _state_at_begin(self, position: StreamPosition, new_epoch: bool) -> Any:
         """Of the user's own object where the pass began; None if workers read copies of it."""

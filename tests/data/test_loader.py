@@ -2,10 +2,11 @@
 
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
-from data.datasets import Counted, Indices, as_list, make_loader, row_major, shards
+from data.datasets import Counted, Indices, Stream, as_list, make_loader, row_major, shards
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_zero3.strategies.data import NoBatch, skip_first_batches
@@ -298,3 +299,31 @@ def test_a_sampler_without_a_length_is_drawn_as_far_as_it_is_read(end, tail):
     assert torch.rand(()).item() == expected, "the global generators are left alone"
     with pytest.raises(TypeError, match="rank 0, fit dataloader.*no length"):
         len(alone)
+
+
+class Watching(Indices):
+    """Notes whether the last batch is still there when a sample of the next one is read."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.last, self.there = lambda: None, []
+
+    def __getitem__(self, index):
+        self.there.append(self.last() is not None)
+        return super().__getitem__(index)
+
+
+class WatchingStream(Watching, Stream):
+    def __iter__(self):
+        return (self[index] for index in range(self.size))
+
+
+@pytest.mark.parametrize("kind", [Watching, WatchingStream])
+def test_a_batch_that_the_loop_has_dropped_is_freed_before_the_next_is_made(kind):
+    dataset = kind(6)
+    batches = iter(shards(lambda: DataLoader(dataset, batch_size=2), 1, tail="uneven")[0])
+    for _ in range(3):
+        batch = next(batches)
+        dataset.last = weakref.ref(batch)
+        del batch
+    assert len(dataset.there) >= 6 and not any(dataset.there[:4])
