@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +21,15 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     strategy = trainer.strategy
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and strategy.strategy_name != "zero3":
         found.append(f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or `zero3`.")
-    if trainer.world_size > 1:
-        found.append(f"There are {trainer.world_size} ranks, and only steps of one are captured so far.")
+    if trainer.world_size > 1 and not isinstance(strategy, DDPStrategy):
+        found.append(
+            f"{type(strategy).__name__} exchanges parameters between {trainer.world_size} ranks on the host's command."
+        )
     if getattr(strategy, "_stop_on_nonfinite", False):
         found.append("`Zero3Strategy(stop_on_nonfinite=True)` looks at values on the host.")
+    if strategy.root_device.type == "cuda":
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+        found += check_allocator(settings, trainer.world_size, os.environ)
     if not module.automatic_optimization:
         found.append("The module optimizes manually: its `training_step` runs backward and the optimizer itself.")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
@@ -33,6 +39,24 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     if trainer._detect_anomaly:
         found.append("`Trainer(detect_anomaly=True)` looks at values on the host.")
     return [Problem(what) for what in found]
+
+
+def check_allocator(settings: str, world_size: int, environ: Mapping[str, str]) -> list[str]:
+    """Settings of the CUDA allocator that do not go with graphs.
+
+    Args:
+        settings: the value of PYTORCH_CUDA_ALLOC_CONF.
+        world_size: number of ranks.
+        environ: of the process.
+    """
+    found = [
+        f"The allocator's {name} frees memory whenever it likes, which ends a capture with an error. Unset it."
+        for name in ("max_split_size_mb", "garbage_collection_threshold")
+        if name in settings
+    ]
+    if "expandable_segments:True" in settings and world_size > 1 and environ.get("NCCL_GRAPH_REGISTER") != "0":
+        found.append("NCCL registers the memory of graphs, which hangs with expandable_segments. Set NCCL_GRAPH_REGISTER=0.")
+    return found
 
 
 def check_output(output: Any, watch: Watch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from .graph_software import SoftwareGraph
 class Graph(Protocol):
     """Device work that was captured once and can be repeated."""
 
-    def capture(self) -> contextmanager:
+    def capture(self) -> AbstractContextManager[None]:
         """Inside, device work is recorded and not done."""
 
     def replay(self) -> None:

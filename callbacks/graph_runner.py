@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_output, check_trainer
@@ -16,8 +18,11 @@ from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_state import Guard, Snapshot
 from .graph_step import CapturedStep, ShardedGradients, StaticGradients
 from .graph_watch import Problem, Watch, WatchedIndex, compare
+from .memory_ranks import RankGatherer
 
 MAX_RECAPTURES = 5
+_HASH_BITS = 2**52 - 1  # ranks exchange floats
+_ELSEWHERE = "On another rank the step cannot be captured; that rank says why."
 
 
 class GraphCaptureError(RuntimeError):
@@ -55,6 +60,9 @@ class StepRunner:
         strict: bool,
     ) -> None:
         self._trainer, self._module, self._graphs = trainer, module, graphs
+        if isinstance(trainer.strategy, DDPStrategy):
+            # DDP rebuilds its buckets in its second step; with NCCL torch's notes on CUDA graphs ask for eleven steps.
+            warmup = max(warmup, 11 if trainer.strategy.root_device.type == "cuda" else 4)
         self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
         self._gradients = StaticGradients()
         self._shapes: dict[Hashable, _Shape] = {}
@@ -62,6 +70,8 @@ class StepRunner:
         self._current: CapturedStep | None = None
         self._watching: _Shape | None = None
         self._refused = False
+        self._stale: str | None = None  # why all graphs are out of date
+        self._ranks = RankGatherer()
         self._epoch = trainer.current_epoch
         self.steps = self.replays = self.recaptures = 0
         self._eager_step = trainer.strategy.training_step
@@ -83,6 +93,7 @@ class StepRunner:
         self._plugin.__dict__.pop("backward", None)
         self.drop()
         self._graphs.leave()
+        self._ranks.close()
 
     def drop(self) -> None:
         """Free all graphs; what runs next runs eagerly and is captured anew."""
@@ -117,12 +128,13 @@ class StepRunner:
         self.steps += 1
         if self._refused:
             return self._eager_step(*args, **kwargs)
-        self._check_guard()
         batch, *rest = args
         try:
-            key = self._key(batch)
+            key: Hashable = self._key(batch)
         except UnsupportedBatch as error:
-            self._refuse([Problem(str(error))])
+            key = Problem(str(error))
+        key = self._agree(key)
+        if self._refused:
             return self._eager_step(*args)
         shape = self._shapes.setdefault(key, _Shape())
         new_epoch, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
@@ -136,16 +148,35 @@ class StepRunner:
             shape.step.fill(batch)
         self._current = shape.step
         self.replays += 1
+        model = self._trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            model.require_forward_param_sync = model.require_backward_grad_sync  # as its forward does
         return shape.step.replay_forward(self._module)
 
     def _key(self, batch: Any) -> Hashable:
-        # DDP reduces only in the last micro-batch of a step.
-        return signature(batch), getattr(self._trainer.strategy.model, "require_backward_grad_sync", None)
+        model = self._trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            # Gradients are reduced in the last micro-batch of a step only, and buffers broadcast in the one that follows it.
+            return signature(batch), model.require_backward_grad_sync, model.require_forward_param_sync
+        return signature(batch)
 
-    def _check_guard(self) -> None:
-        reason = self._guard.changed() if self._guard is not None else None
-        if reason is not None:
+    def _agree(self, key: Hashable) -> Hashable:
+        """The key of this micro-batch on all ranks, which so take the same decisions in all that follows."""
+        if self._stale is None and self._guard is not None:
+            self._stale = self._guard.changed()
+        refused, stale = isinstance(key, Problem), self._stale is not None
+        if self._ranks.world_size > 1:
+            everyone = self._ranks.gather([hash(key) & _HASH_BITS, refused, stale])
+            _, refused, stale = map(bool, everyone.sum(0).tolist())
+            agreed: Hashable = tuple(everyone[:, 0].tolist())
+        else:
+            agreed = key
+        if refused:
+            self._refuse([key if isinstance(key, Problem) else Problem(_ELSEWHERE)])
+        elif stale:
+            reason, self._stale = self._stale or "on another rank something changed", None
             self._recapture(reason)
+        return agreed
 
     def _recapture(self, reason: str) -> None:
         self.drop()
@@ -177,6 +208,8 @@ class StepRunner:
 
     def _may_capture(self, shape: _Shape) -> bool:
         problems = shape.watches[-1].problems + compare(*shape.watches)
+        if self._ranks.gather([bool(problems)]).any() and not problems:
+            problems = [Problem(_ELSEWHERE)]
         if problems:
             self._refuse(problems)
         return not problems
@@ -214,6 +247,6 @@ class StepRunner:
                 run()
             self._without = {p for p in self._module.parameters() if p.requires_grad and p.grad is None}
             if shape.step is not None and (problems := compare(*shape.watches)):
-                self._recapture(problems[0].what)
+                self._stale = problems[0].what
         else:
             run()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -44,17 +45,17 @@ class SoftwareGraph:
 
     Like a CUDA graph: addresses and Python numbers are those of the capture; a capture itself changes no tensor that was
     there before and no random state; reading a value on the host is an error in it; random operations draw new numbers in
-    each replay. Operations of the calling thread are recorded, and backward passes that it runs on the CPU.
+    each replay. Operations of the calling thread are recorded, and backward passes that it runs on the CPU. Collectives (of
+    `DistributedDataParallel`, say) are repeated too, each to its end.
     """
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
-        self._recorder: _Recorder | None = None
 
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Inside, operations are recorded, and undone at the end."""
-        self._recorder = recorder = _Recorder(self._nodes)
+        recorder = _Recorder(self._nodes)
         generator_state = torch.get_rng_state()
         try:
             with recorder:
@@ -63,22 +64,8 @@ class SoftwareGraph:
             self.reset()
             raise
         finally:
-            self._recorder = None
             torch.set_rng_state(generator_state)
             recorder.undo()
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` now, unrecorded, and again at this place of each replay: for what is no tensor operation."""
-        assert self._recorder is not None, "only inside of a capture"
-        self._nodes.append(_Node(function, []))
-        with torch.utils._python_dispatch._disable_current_modes():
-            return function()
-
-    def will_write(self, *tensors: Tensor) -> None:
-        """Before :meth:`call` of a function that writes to ``tensors``: the capture has to undo it."""
-        assert self._recorder is not None, "only inside of a capture"
-        for tensor in tensors:
-            self._recorder.keep(tensor)
 
     def replay(self) -> None:
         """Repeat what was recorded."""
@@ -134,6 +121,8 @@ class _Recorder(TorchDispatchMode):
             # Detached, so that the graph holds memory and no autograd history.
             fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
             self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made))
+            if func.namespace == "c10d":
+                self._nodes[-1] = _Node(lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [])
         return result
 
     def keep(self, tensor: Tensor) -> None:
@@ -148,6 +137,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    if func.namespace == "c10d":  # collectives, whose schemas say nothing
+        return [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
     found = []
     for k, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -192,6 +192,8 @@ def _plain(value: Any) -> Any:
     """Something that equals itself: NaN does not, and objects may not."""
     if isinstance(value, WatchedIndex):
         return int.__int__(value)
+    if isinstance(value, torch.ScriptObject):
+        return None  # a process group in a new wrapper
     return value if isinstance(value, int | bool | str | None | torch.dtype | torch.device) else repr(value)
 
 

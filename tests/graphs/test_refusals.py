@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from helpers.recorded import assert_same
 from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_check import check_allocator
 from lightning_zero3.callbacks.graph_runner import GraphCaptureError
 
 
@@ -278,6 +279,21 @@ def test_runs_that_cannot_be_captured_at_all(module, options, message):
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         CUDAGraphStep(**options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "environ", "expected"),
+    [
+        ("expandable_segments:True", 1, {}, []),
+        ("expandable_segments:True", 2, {}, ["NCCL_GRAPH_REGISTER=0"]),
+        ("expandable_segments:True", 2, {"NCCL_GRAPH_REGISTER": "0"}, []),
+        ("expandable_segments:False,max_split_size_mb:64", 2, {}, ["max_split_size_mb"]),
+        ("garbage_collection_threshold:0.8", 1, {}, ["garbage_collection_threshold"]),
+    ],
+)
+def test_settings_of_the_allocator_that_do_not_go_with_graphs(settings, world_size, environ, expected):
+    found = check_allocator(settings, world_size, environ)
+    assert len(found) == len(expected) and all(word in text for word, text in zip(expected, found, strict=True))
 
 
 def test_without_cuda_nothing_is_captured():
