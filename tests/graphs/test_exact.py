@@ -54,12 +54,12 @@ def test_zero3_on_one_rank_too(case):
     assert_same_run(mine, reference)
 
 
-def test_the_program_of_a_step_runs_only_until_the_capture():
+def test_the_program_of_a_step_runs_until_the_capture_and_at_the_start_of_each_epoch():
     module, calls = Net(), []
     step = module.training_step
     module.training_step = lambda batch, batch_idx: calls.append(batch_idx) or step(batch, batch_idx)
     fit(module, CUDAGraphStep(software=True, warmup=3))
-    assert calls == [0, 1, 2, 3]
+    assert calls == [0, 1, 2, 3, 0]
 
 
 def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
