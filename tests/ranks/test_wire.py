@@ -9,6 +9,7 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.engine import GroupCollectives, PairwiseCollectives, Zero3Engine, make_collectives
+from lightning_zero3.strategies.engine.hybrid import make_hybrid_collectives
 from lightning_zero3.strategies.engine.wire import narrow, widen
 
 BF16 = torch.bfloat16
@@ -53,6 +54,18 @@ def test_sums_are_in_fp32_and_in_rank_order(world_size):
     for rank, found in enumerate(run_ranks(sums, world_size, shard)):
         for mine in found:
             assert torch.equal(mine, total.chunk(world_size)[rank])
+
+
+def hybrid_sums(rank, world_size, shard):
+    door = make_hybrid_collectives(2, torch.device("cpu"))
+    return door.reduce_scatter_in(BF16, summands(rank, 2, shard)).wait()
+
+
+def test_sums_over_replicas():
+    shard, rounded = 1000, [summands(rank, 2, 1000).to(BF16).float() for rank in range(4)]
+    total = (rounded[0] + rounded[1]) + (rounded[2] + rounded[3])
+    for rank, mine in enumerate(run_ranks(hybrid_sums, 4, shard)):
+        assert torch.equal(mine, total.chunk(2)[rank % 2])
 
 
 # ---- training --------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""16-mixed: an infinity in one rank's shard of the gradients makes all ranks skip the step, and the scheduler with it."""
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.parity import trainer, zero3
+from helpers.ranks import run_ranks
+
+SCALE, OVERFLOWS = 2.0**16, 1  # the batch that overflows
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, 8)
+        self.rates, self.scales, self.weights = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).float().square().mean()
+        if batch_idx == OVERFLOWS:
+            loss = loss + 1e36 * self.net.weight[0, 0]  # times the scale it is infinite; rank 0 owns this element alone
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def on_after_backward(self):
+        grads = [p.grad for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
+        self.infinite = any(bool(torch.isinf(g).any()) for g in grads)
+        if self.infinite:
+            self.found_at = len(self.rates) - 1
+
+    def on_train_batch_end(self, *args):
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+        with self.trainer.strategy.gathered(self):
+            self.weights.append(self.net.weight.detach().clone())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train_dataloader(self):
+        return DataLoader(list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
+
+
+def fit(rank, world_size):
+    module = Model()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    trainer(zero3(unit_policy=None), world_size, plugins=[plugin]).fit(module)
+    return module.rates, module.scales, module.weights, getattr(module, "found_at", None)
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one():
+    everyone = run_ranks(fit, 2, timeout=60)
+    assert [found_at for *_, found_at in everyone] == [OVERFLOWS, None], "only one rank can see the infinity"
+    for rates, scales, weights, _ in everyone:
+        assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+        assert rates == [0.1, 0.05, 0.05, 0.025]  # the skipped step left it as it was
+        assert torch.equal(weights[OVERFLOWS], weights[OVERFLOWS - 1])
+        assert not torch.equal(weights[OVERFLOWS + 1], weights[OVERFLOWS])
+        assert all(torch.equal(mine, first) for mine, first in zip(weights, everyone[0][2], strict=True))
