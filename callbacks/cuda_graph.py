@@ -30,6 +30,7 @@ class CUDAGraphStep(Callback):
 
     Works on a single device, with `zero3` on one rank, and with `ddp` where every parameter is used. The ranks of `ddp` decide
     together in each step, by one small exchange of the hosts; with NCCL at least eleven steps run before a capture.
+    Tested with the software graph so far, not on a GPU.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
