@@ -21,7 +21,7 @@ class ReplayedPass:
 
     def begin(self) -> None:
         """Inside of ``engine.backward()``, before the pass is captured or replayed."""
-        self._engine._begin_backward(silent=True)
+        self._engine._pass.begin(silent=True)
         self._engine.reducer.zero_untouched()
         for number in self._used or ():
             self._engine.gradients.used[number] = 1
