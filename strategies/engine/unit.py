@@ -128,15 +128,16 @@ class Chunk:
 
     def flat_start(self, span: Span) -> int:
         """Where the elements of ``span`` start in their group's flat tensor."""
-        _, piece, start = self._piece_of(span)
+        _, piece, start = self.piece_at(span.shard_start)
         return start + span.shard_start - piece.start
 
     def group_of(self, span: Span) -> FlatGroup:
         """The group whose flat tensor holds the elements of ``span``."""
-        return self._piece_of(span)[0]
+        return self.piece_at(span.shard_start)[0]
 
-    def _piece_of(self, span: Span) -> tuple[FlatGroup, Piece, int]:
-        return next(o for o in self.owned if o[1].start <= span.shard_start < o[1].stop)
+    def piece_at(self, position: int) -> tuple[FlatGroup, Piece, int]:
+        """What of ``owned`` holds element ``position`` of the shard."""
+        return next(o for o in self.owned if o[1].start <= position < o[1].stop)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters inside a chunk-sized buffer."""

@@ -29,7 +29,7 @@ class WholeUnit(Unit):
         for chunk in self.chunks:
             for index, entry in enumerate(chunk.entries):
                 offset = chunk.layout.offsets[index]
-                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
+                group, piece, start = chunk.piece_at(offset)
                 self._views.append((entry, entry.view(group.data, start + offset - piece.start)))
                 entry.parameter.data = self._views[-1][1]
             chunk.slot = torch.empty(0, dtype=chunk.dtype, device=entry.parameter.device)
@@ -73,13 +73,13 @@ class WholeReducer(Reducer):
         self._shown: list[tuple[Entry, Tensor]] = []
         for chunk in (c for u in units for c in u.chunks if c.trained):
             for low, high in chunk.layout.gaps():
-                group, piece, start = next(o for o in chunk.owned if o[1].start <= low < o[1].stop)
+                group, piece, start = chunk.piece_at(low)
                 group.idle.append(group.grad[start + low - piece.start : start + high - piece.start])
         for unit in units:
             for k, entry in enumerate(unit.trained):
                 chunk = next(c for c in unit.chunks if entry in c.entries)
                 offset = chunk.layout.offsets[chunk.entries.index(entry)]
-                group, piece, start = next(o for o in chunk.owned if o[1].start <= offset < o[1].stop)
+                group, piece, start = chunk.piece_at(offset)
                 view = entry.view(group.grad, start + offset - piece.start)
                 self._targets[unit.index, k] = (view, group)
                 self._entries.append((entry, view))
