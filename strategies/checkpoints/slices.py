@@ -78,7 +78,8 @@ class SlicedTensor(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The memory of one part."""
         assert index.offset is not None
-        return self.parts[index.offset]
+        part = self.parts[index.offset]
+        return _alone(part) if type(self) is SlicedTensor and part.device.type == "cpu" else part
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -102,6 +103,12 @@ class SlicedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Never reached: ``__torch_function__`` answers or raises."""
         raise TypeError(f"{func} needs the values of a tensor that is sharded over the ranks.")
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The same memory as the whole of a storage: of larger ones torch keeps copies until a file is written."""
+    flat = part.detach().as_strided((part.numel(),), (1,))  # dense: boxes are ranges of memory
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(part.dtype).as_strided(part.size(), part.stride())
 
 
 class OwnedTensor(SlicedTensor):
