@@ -66,7 +66,7 @@ def measure(file: Path) -> File:
     """Size and checksum of a file as it is now."""
     size, checksum = 0, 0
     with open(file, "rb") as stream:
-        while block := stream.read(1 << 22):
+        while block := stream.read(1 << 20):
             size, checksum = size + len(block), zlib.crc32(block, checksum)
     return File(size, checksum)
 
