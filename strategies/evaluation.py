@@ -81,6 +81,8 @@ class EvaluationStrategy(WatchedStrategy):
                 context = self.engine.step()
                 with self.engine.joint.run(context) if turn.joint else context:
                     output = step(*args, **kwargs)
+                if self._signals is not None and not turn.joint:  # all ranks run this step
+                    self._signals.between_batches()
             self.engine.joint.assist(turn.assist)
         except DivergenceError as error:
             if not turn.joint and not turn.assist:
@@ -91,8 +93,6 @@ class EvaluationStrategy(WatchedStrategy):
             ) from error
         if turn.lacking and self._trainer._results is not None:
             self._share_logged_values(lacks_batch)
-        if self._signals is not None and not turn.joint:  # all ranks are here
-            self._signals.between_batches()
         return output
 
     def _next_turn(self, loader: int, lacks_batch: bool) -> Turn:
