@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
@@ -116,6 +117,8 @@ class Watch(TorchDispatchMode):
     def watching(self, module: LightningModule, forward: bool) -> Iterator[None]:
         """Around a forward or a backward, whose operations follow from the forward and from what gradients there are."""
         profiler, self._forward = sys.getprofile(), forward
+        collecting = gc.isenabled()
+        gc.disable()  # callbacks of the garbage collector are no part of the step
         with self.tape.listen(module, self._log_unwatched), self:
             sys.setprofile(self._on_call)
             try:
@@ -124,6 +127,8 @@ class Watch(TorchDispatchMode):
                 sys.setprofile(None)
                 # A `cProfile.Profile`, as of Lightning's AdvancedProfiler, comes back by itself.
                 profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
+                if collecting:
+                    gc.enable()
         for code in self._codes:
             self.names.update(code.co_names)
 
