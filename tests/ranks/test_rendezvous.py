@@ -82,14 +82,6 @@ def test_another_world_size_is_named():
     assert all("has world_size 3, but rank 0" in m for m in messages)
 
 
-@pytest.fixture(autouse=True)
-def no_process_group():
-    """A Trainer that ran in this process before may have left one."""
-    end_process_group()
-    if dist.is_initialized():  # Lightning's
-        dist.destroy_process_group()
-
-
 def refusal(who, seconds=SOON_S):
     with pytest.raises(LaunchError) as caught:
         start_process_group(who, "gloo", timedelta(seconds=60), timedelta(seconds=seconds))

@@ -219,7 +219,6 @@ def test_buffers_are_rank_0s(world_size):
 # ---- launches --------------------------------------------------------------------------------
 
 RECIPE = Recipe(steps=4)
-LAUNCH_VARIABLES = "LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK WORLD_SIZE RANK MASTER_ADDR MASTER_PORT".split()
 TORCHRUN = "-m torch.distributed.run --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0".split()
 
 SCRIPT = """
@@ -257,8 +256,7 @@ def launched_alone():
 def launch(folder, strategy, *command):
     script = Path(folder) / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parents[1]), strategy=strategy, folder=str(folder)))
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [sys.executable, *command, str(script)], env=environment, capture_output=True, text=True, timeout=90, cwd=folder
     )
