@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from faults.harness import Fault
@@ -70,33 +71,12 @@ class TwoHosts:
 
         The second host goes down with all that is on it when ``fault`` is "power off".
         """
-        command = "import sys; sys.argv[0] = 'torchrun'; from torch.distributed.run import main; main()"
         runs = []
         for number, name in enumerate(self.names, start=1):
-            torchrun = [
-                sys.executable,
-                "-c",
-                command,
-                f"--nnodes={nodes}",
-                f"--nproc-per-node={processes}",
-                f"--max-restarts={max_restarts}",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint=10.99.0.1:{PORT}",
-                f"--rdzv-id={folder.name}",
-                f"--rdzv-conf=is_host={2 - number}",
-                f"--local-addr=10.99.0.{number}",
-                str(SCRIPT),
-                str(folder),
-                str(processes),
-                "2",
-                *([fault.kind, fault.phase, str(fault.rank), str(fault.world_size)] if fault else []),
-            ]
+            place = Place(number, f"10.99.0.{number}", f"10.99.0.1:{PORT}", name)
             apart = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
             named = ["sh", "-c", f'hostname host-{number}; exec "$@"', "sh"]
-            environ = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
-            with (folder / f"log.{number}").open("w") as log:
-                streams = {"stdout": log, "stderr": log, "start_new_session": True}
-                runs.append(subprocess.Popen([*apart, *named, *torchrun], env=environ, **streams))
+            runs.append(torchrun(place, folder, processes, fault, max_restarts, nodes, within=(*apart, *named)))
         try:
             if fault is not None and fault.kind == "power off":
                 _wait_for(folder / "fault", timeout)
@@ -108,6 +88,47 @@ class TwoHosts:
                     os.killpg(run.pid, signal.SIGKILL)  # with it go all processes of the host
                     run.wait()
         return codes, [(folder / f"log.{number}").read_text(errors="replace") for number in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Place:
+    number: int  # of the node, from 1
+    address: str
+    meeting_point: str
+    interface: str
+
+
+def torchrun(
+    place: Place,
+    folder: Path,
+    processes: int,
+    fault: Fault | None,
+    max_restarts: int,
+    nodes: str,
+    within: Sequence[str] = (),
+    patience: str = "",
+) -> subprocess.Popen:
+    """One node's launcher, in a session of its own; writes to ``log.NUMBER`` in ``folder``."""
+    command = "import sys; sys.argv[0] = 'torchrun'; from torch.distributed.run import main; main()"
+    arguments = [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={processes}",
+        f"--max-restarts={max_restarts}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={place.meeting_point}",
+        f"--rdzv-id={folder.name}",
+        f"--rdzv-conf=is_host={2 - place.number}{patience}",
+        f"--local-addr={place.address}",
+        str(SCRIPT),
+        str(folder),
+        str(processes),
+        "2",
+        *([fault.kind, fault.phase, str(fault.rank), str(fault.world_size)] if fault else []),
+    ]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1"}
+    with (folder / f"log.{place.number}").open("w") as log:
+        streams = {"stdout": log, "stderr": log, "start_new_session": True}
+        return subprocess.Popen([*within, sys.executable, "-c", command, *arguments], env=environ, **streams)
 
 
 def _wait_for(file: Path, timeout: float) -> None:

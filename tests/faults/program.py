@@ -1,6 +1,7 @@
 """What every rank runs: a small model is trained, and at one point of it something goes wrong on one rank."""
 
 import ctypes
+import dataclasses
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.models import TinyLm, make
@@ -55,12 +56,18 @@ def power_off(folder):
     time.sleep(60)  # until the launcher ends this host
 
 
+def lose_node(folder):
+    os.kill(os.getppid(), signal.SIGKILL)  # its torchrun
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def doze(folder):
     time.sleep(7)
 
 
 KINDS = {
-    f.__name__.replace("_", " "): f for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, power_off, doze)
+    f.__name__.replace("_", " "): f
+    for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, power_off, lose_node, doze)
 }
 
 
@@ -170,32 +177,35 @@ class Model(pl.LightningModule):
         return DataLoader(torch.utils.data.Subset(Samples(lambda phase: None), range(12)), batch_size=2)
 
 
-class DyingWriter(TorchCheckpointIO):
-    """Ends the process when half of a later checkpoint is written."""
+def die_half_way(fault, folder):
+    """Trigger ``fault`` when this rank has written half of its part of the second checkpoint."""
+    from lightning_zero3.strategies.checkpoints import sharded
 
-    def __init__(self, fault, folder):
-        self.fault, self.folder, self.saved = fault, Path(folder), 0
+    class Writer(FileSystemWriter):
+        saved = 0  # of each step there is one, and one as "last"
 
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        self.saved += 1
-        if self.saved > 1 and not (self.folder / "fault").exists():
-            whole = Path(str(path) + ".whole")
-            torch.save(checkpoint, whole)
-            half = whole.read_bytes()[: whole.stat().st_size // 2]
-            whole.unlink()
-            Path(str(path) + ".part").write_bytes(half)
-            (self.folder / "fault").write_text(str(time.time()))
-            KINDS[self.fault.kind](self.folder)
-        super().save_checkpoint(checkpoint, path, storage_options)
+        def write_data(self, plan, planner):
+            Writer.saved += 1
+            marker = Path(folder, "fault")
+            if Writer.saved == 3 and not marker.exists():
+                super().write_data(dataclasses.replace(plan, items=plan.items[: len(plan.items) // 2]), planner).wait()
+                marker.write_text(str(time.time()))
+                KINDS[fault.kind](folder)
+            return super().write_data(plan, planner)
+
+    sharded.FileSystemWriter = Writer
 
 
 def train(folder, fault, devices, nodes=1):
     """One attempt; goes on from the last checkpoint in ``folder`` if there is one."""
-    from lightning_zero3 import CheckpointOptions, DataOptions, WatchOptions, Zero3Strategy
+    from lightning_zero3 import DataOptions, WatchOptions, Zero3Strategy
 
     world_size = devices * nodes
-    plugins = [DyingWriter(fault, folder)] if fault is not None and fault.phase == "writing" else None
-    checkpoints = Path(folder) / "checkpoints"
+    if fault is not None and fault.phase == "writing" and int(os.environ["RANK"]) == fault.rank:
+        die_half_way(fault, folder)
+    saver = ModelCheckpoint(
+        Path(folder, "checkpoints"), "{step}", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1, save_last=True
+    )
     fewer = fault is not None and fault.kind == "fewer batches" and int(os.environ["RANK"]) == fault.rank
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -205,11 +215,9 @@ def train(folder, fault, devices, nodes=1):
             unit_policy=["Block"],
             timeout=timedelta(minutes=5),
             data=DataOptions(seed=1),
-            checkpoint=CheckpointOptions(kind="full"),
             watch=WatchOptions(slow=3, lost=5, grace=3),
         ),
-        plugins=plugins,
-        callbacks=[ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1, save_last=True)],
+        callbacks=[saver],
         max_epochs=1,
         val_check_interval=FAULT_STEP,
         limit_val_batches=2,
@@ -220,5 +228,4 @@ def train(folder, fault, devices, nodes=1):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    last = checkpoints / "last.ckpt"
-    trainer.fit(Model(fault, folder, world_size), ckpt_path=str(last) if last.exists() else None)
+    trainer.fit(Model(fault, folder, world_size), ckpt_path="last")

@@ -1,0 +1,39 @@
+"""torchrun loses a node and goes on with the other one by itself, from the last complete checkpoint, which two ranks wrote."""
+
+import os
+import re
+import signal
+import socket
+
+import pytest
+
+from faults.harness import Fault, losses, reference
+from faults.hosts import Place, torchrun
+
+FAULT = Fault("lose node", "forward", 1, 2)
+PATIENCE = ",last_call_timeout=2,keep_alive_interval=1"  # seconds; three heartbeats may be missed
+LIMIT_S = 120
+
+
+def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    places = [Place(number, "127.0.0.1", f"127.0.0.1:{port}", "lo") for number in (1, 2)]
+    nodes = [torchrun(place, tmp_path, 1, FAULT, 1, "1:2", patience=PATIENCE) for place in places]
+    try:
+        codes = [node.wait(LIMIT_S) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+                node.wait()
+    said = (tmp_path / "log.1").read_text()
+    assert codes == [0, -signal.SIGKILL], said
+    assert re.findall(r"zero3: (\d+) rank", said)[-2:] == ["2", "1"], said
+    assert "Rank 1 died without a word" in said and "in forward, unit net.blocks.1, step 5" in said, said
+    found, whole = losses(tmp_path), reference(2)
+    for step in range(10):
+        # From step 4 on, where the last checkpoint is, one rank has the batches of both.
+        mine = found[0, step] if step >= 4 else (found[0, step] + found[1, step]) / 2
+        assert mine == pytest.approx((whole[0, step] + whole[1, step]) / 2, rel=1e-5)
