@@ -68,8 +68,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
         start_timeout: how long a process waits for the others to come up, before an error names those that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
-        stop_on_nonfinite: look at the loss, the gradients and the outputs of all units, and raise at the end of a backward with
-            nan or inf, naming the step, the rank, the unit and the parameters where it first appeared.
+        stop_on_nonfinite: look at the loss, the gradients and the outputs of all units, with a kernel each, and raise at the
+            end of a backward with nan or inf, naming the step, the rank, the unit and the parameters where it first appeared.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None for no such thread.
     """
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .collectives import Pending
 from .engine import Zero3Engine, transform
 from .hooks import tensors
 from .shards import FlatGroup
-from .unit import Exchange
 
 
 class NonFiniteError(FloatingPointError):
@@ -32,10 +30,41 @@ class _Finding:
     value: float
 
 
+class _Looks:
+    """What was seen in tensors of one dtype since the last check.
+
+    Args:
+        dtype: real; a magnitude is exact in it.
+        device: of the tensors.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._cells: list[Tensor] = []
+        self._places: list[tuple[int, int, str]] = []  # stage, turn, unit
+
+    def cell(self, stage: int, turn: int, unit: str) -> Tensor:
+        """Where the next magnitude [] is to be written."""
+        if len(self._places) == len(self._cells):
+            self._cells += torch.empty(64, dtype=self._dtype, device=self._device).unbind()
+        self._places.append((stage, turn, unit))
+        return self._cells[len(self._places) - 1]
+
+    def take(self, rank: int) -> list[_Finding]:
+        """Those that are not finite; waits for the device."""
+        places, self._places = self._places, []
+        values = torch.stack(self._cells[: len(places)]).tolist() if places else []
+        return [
+            _Finding(stage, turn, rank, unit, value)
+            for (stage, turn, unit), value in zip(places, values, strict=True)
+            if not math.isfinite(value)
+        ]
+
+
 class FiniteCheck:
     """Looks at the outputs of all units, at the loss and at all gradients.
 
-    Largest magnitudes are written to one small tensor on the device, which the host reads once per backward.
+    One kernel each writes the largest magnitude to the device; the host reads them all once per backward.
 
     Args:
         engine: of the model.
@@ -44,43 +73,41 @@ class FiniteCheck:
     """
 
     def __init__(self, engine: Zero3Engine, model: nn.Module, gradients: bool = True) -> None:
-        self.engine, self._gradients = engine, gradients
-        self._door, count = engine.collectives, len(engine.units)
-        self._marks = torch.zeros(2 * count + 2, dtype=torch.float64, device=engine.device)
-        self._forward, self._backward = self._marks[:count], self._marks[count : 2 * count]
-        self._loss, self._sums = self._marks[2 * count], self._marks[2 * count + 1]
-        self._forward_turns: dict[int, int] = {}  # unit -> its turn
-        self._backward_turns: dict[int, int] = {}
+        self.engine, self._gradients, self._door = engine, gradients, engine.collectives
+        self._looks: dict[torch.dtype, _Looks] = {}
+        self._turns: dict[tuple[int, str], int] = {}
         modules = dict(model.named_modules())
-        named = [(unit.index, modules.get(name, model)) for unit in engine.units for name in unit.name.split("+")]
-        self._handles = [m.register_forward_hook(torch.compiler.disable(self._look(i))) for i, m in named]
-        self._reduce_scatter = self._door.reduce_scatter
-        self._door.reduce_scatter = self._look_and_reduce  # type: ignore[method-assign]
+        named = [(unit.name, modules.get(name, model)) for unit in engine.units for name in unit.name.split("+")]
+        self._handles = [m.register_forward_hook(torch.compiler.disable(self._after(unit))) for unit, m in named]
+        if gradients:
+            engine.reducer.inspect = lambda unit, gradients: self._look(2, unit.name, gradients)
 
     def close(self) -> None:
         """Look no more."""
         for handle in self._handles:
             handle.remove()
-        self._door.reduce_scatter = self._reduce_scatter  # type: ignore[method-assign]
+        self.engine.reducer.inspect = None
 
-    def _look(self, unit: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _after(self, unit: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, outputs: Any) -> None:
             if torch.is_grad_enabled() and transform() is None:
-                self._forward_turns.setdefault(unit, len(self._forward_turns))
                 for tensor in tensors(outputs):
-                    _mark(self._forward[unit], tensor)
+                    self._look(0, unit, tensor)
 
         return hook
 
-    def _look_and_reduce(self, buffer: Tensor, label: int = 0) -> Pending:
-        unit = label // len(Exchange)
-        self._backward_turns.setdefault(unit, len(self._backward_turns))
-        _mark(self._backward[unit], buffer)
-        return self._reduce_scatter(buffer, label)
+    def _look(self, stage: int, unit: str, tensor: Tensor) -> None:
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            looks = self._looks.get(tensor.dtype)
+            if looks is None:
+                looks = self._looks[tensor.dtype] = _Looks(tensor.dtype.to_real(), self.engine.device)
+            turn = self._turns.setdefault((stage, unit), len(self._turns))
+            with torch.no_grad():
+                torch.linalg.vector_norm(tensor, math.inf, out=looks.cell(stage, turn, unit))
 
     def loss(self, loss: Tensor) -> None:
         """Before it is scaled."""
-        _mark(self._loss, loss)
+        self._look(1, "", loss)
 
     def check(self, step: int) -> None:
         """At the end of a backward; collective.
@@ -91,26 +118,14 @@ class FiniteCheck:
         if self._gradients:
             for group in self.engine.groups:
                 if group.grad is not None:
-                    _mark(self._sums, group.grad)
-        values = self._marks.tolist()
-        self._marks.zero_()
-        findings = list(self._find(values))
-        self._forward_turns, self._backward_turns = {}, {}
+                    self._look(3, "", group.grad)
+        findings = [found for looks in self._looks.values() for found in looks.take(self._door.global_rank)]
+        self._turns.clear()
         # An infinite output alone may be meant, as in a mask.
-        matters = any(found.stage == 1 or (found.stage > 1 and self._gradients) for found in findings)
+        matters = any(found.stage > 0 for found in findings)
         if int(self._door.agree(torch.tensor([int(matters)], dtype=torch.int64))):
             first = min(findings, default=_Finding(4, 0, self._door.global_rank, "", 0.0))
             raise NonFiniteError(self._explain(step, first))
-
-    def _find(self, values: list[float]) -> Iterator[_Finding]:
-        rank, count = self._door.global_rank, len(self.engine.units)
-        for stage, turns, start in ((0, self._forward_turns, 0), (2, self._backward_turns, count)):
-            for unit, turn in turns.items():
-                if not math.isfinite(values[start + unit]):
-                    yield _Finding(stage, turn, rank, self.engine.units[unit].name, values[start + unit])
-        for stage, value in ((1, values[-2]), (3, values[-1])):
-            if not math.isfinite(value):
-                yield _Finding(stage, 0, rank, "", value)
 
     def _explain(self, step: int, finding: _Finding) -> str:
         weights, gradients = (self._parameters(flat) for flat in (lambda g: g.data, lambda g: g.grad))
@@ -142,10 +157,3 @@ class FiniteCheck:
                 if not torch.isfinite(values[start : start + span.stop - span.start]).all():
                     found.append(entry.name)
         return found
-
-
-def _mark(mark: Tensor, tensor: Tensor) -> None:
-    """Raise ``mark`` [] to the largest magnitude in ``tensor``; nan wins."""
-    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        with torch.no_grad():
-            torch.maximum(mark, torch.linalg.vector_norm(tensor.detach(), math.inf), out=mark)

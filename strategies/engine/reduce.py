@@ -87,9 +87,11 @@ class Reducer:
         once: they can.
         holding: the backward that runs, or comes, does not reduce.
         held: nor did earlier ones; on all ranks alike.
+        inspect: looks at a unit's gradients before they are sent.
     """
 
     once = holding = held = False
+    inspect: Callable[[Unit, Tensor], None] | None = None
 
     def __init__(
         self,
@@ -179,6 +181,8 @@ class Reducer:
         place.written[:] = [False] * len(place.views)
         with self._lane.fork():
             for _, part in place.chunks:
+                if self.inspect is not None:
+                    self.inspect(unit, part)
                 label = unit.labels[Exchange.REDUCE]
                 if self._wire_dtype is None or part.dtype != torch.float32:
                     place.pending.append(self._collectives.reduce_scatter(part, label))

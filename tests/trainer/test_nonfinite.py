@@ -1,10 +1,12 @@
 """nan and inf are found in the step they appear in, and traced to rank, unit and parameter."""
 
+from collections import Counter
 from functools import cache
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from helpers.models import TinyLm, make, part, tokens
@@ -56,6 +58,29 @@ class Model(pl.LightningModule):
 KINDS = ("output", "gradient", "loss", "weight", "mask", "nothing")
 
 
+class Counted(Model):
+    """Counts the operations of its last step, from the batch to the optimizer."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == STEPS - 1:
+            self.counter = Operations()
+            self.counter.__enter__()
+
+    def on_after_backward(self):
+        if self.trainer.global_step == STEPS - 1:
+            self.counter.__exit__(None, None, None)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
 def fit_all(rank, world_size):
     said = {}
     for kind in KINDS:
@@ -65,6 +90,21 @@ def fit_all(rank, world_size):
             said[kind] = str(error)
         else:
             said[kind] = f"trained {module.trainer.global_step} steps"
+    try:
+        rounded = zero3(stop_on_nonfinite=True, reduce_dtype="bf16")
+        trainer(rounded, world_size).fit(Model("gradient", rank, world_size))
+    except FloatingPointError as error:
+        said["gradient in bf16"] = str(error)
+    counts = []
+    for watched in (False, True):
+        trainer(zero3(stop_on_nonfinite=watched), world_size).fit(module := Counted("nothing", rank, world_size))
+        counts.append(module.counter.found)
+    engine = module.trainer.strategy.engine
+    with Operations() as agreement:
+        int(engine.collectives.agree(torch.tensor([0])))
+    assert not counts[0] - counts[1]
+    said["added"] = counts[1] - counts[0] - agreement.found
+    said["units"] = [unit.name for unit in engine.units], len(engine.groups)
     return said
 
 
@@ -90,9 +130,20 @@ def test_every_rank_names_the_first_place(world_size):
 
 
 @pytest.mark.parametrize("world_size", [3])
-def test_gradients_alone_are_traced_to_the_unit_that_made_them(world_size):
-    said = results(world_size)[0]["gradient"]
+@pytest.mark.parametrize("kind", ["gradient", "gradient in bf16"])
+def test_gradients_alone_are_traced_to_the_unit_that_made_them(world_size, kind):
+    said = results(world_size)[0][kind]
     assert said.startswith(FIRST + f"nan, is in the gradients of unit net.blocks.1 in backward, on rank {world_size - 1}."), (
         said
     )
     assert "net.blocks.1.up." in said or "net.blocks.1.norm." in said
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_place_costs_one_operation(world_size):
+    for said in results(world_size):
+        units, groups = said["units"]
+        assert groups == 1 and len(units) == 7
+        # Outputs of six units (nobody calls the root), the loss, gradients of seven units where they travel, and of the group.
+        kernels = 6 + 1 + (7 if world_size > 1 else 0) + 1
+        assert said["added"] == {"aten.linalg_vector_norm.out": kernels, "aten.stack.default": 1}
