@@ -253,6 +253,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         assert self.engine is not None and self.lightning_module is not None
         self.engine.structure.check()
         self._data.on_train_start(self._trainer)

@@ -1,23 +1,25 @@
-"""Saving while training goes on: a copy of this rank's shards is written by a thread."""
+"""Saving while training goes on: torch.distributed.checkpoint's thread writes a copy of this rank's shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from .storage import remove
+
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
+    from .writer import Prepared
 
 
 class BackgroundSave:
     """At most one save in flight, so that at most one copy of the shards exists."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "zero3-save")
         self._group: dist.ProcessGroup | None = None
-        self._running: Future[None] | None = None
+        self._running: tuple[Path, Future[Any]] | None = None
         self._superseded: list[Path] = []  # to be removed when the one in flight is whole
 
     @property
@@ -25,16 +27,18 @@ class BackgroundSave:
         """Whether a save has been started and its end was not looked at."""
         return self._running is not None
 
-    def start(self, save: Callable[[dist.ProcessGroup | None], None]) -> None:
-        """Run ``save`` in the thread, with a process group of its own; collective. The one before must have been waited for."""
+    def start(self, prepared: Prepared) -> None:
+        """Copy this rank's part and begin to write it; collective. The one before must have been waited for."""
+        from .writer import save_copies
+
         assert self._running is None
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")  # the training's own collectives go on meanwhile
-        self._running = self._executor.submit(save, self._group)
+            self._group = dist.new_group(backend="gloo")
+        self._running = prepared.path, save_copies(prepared, self._group)
 
     def finished(self) -> bool:
         """Whether the save in flight has ended on this rank; local."""
-        return self._running is not None and self._running.done()
+        return self._running is not None and self._running[1].done()
 
     def wait(self) -> None:
         """Wait for the save in flight; what it replaces is removed then.
@@ -42,17 +46,16 @@ class BackgroundSave:
         Raises:
             CheckpointError: it failed, on all ranks.
         """
+        from .writer import saving
+
         running, self._running = self._running, None
         superseded, self._superseded = self._superseded, []
         if running is not None:
-            running.result()
+            with saving(running[0]):
+                running[1].result()
         for path in superseded:
             remove(path)
 
     def remove_later(self, path: Path) -> None:
         """Delete ``path`` once the save in flight, which may be meant to replace it, is whole."""
         self._superseded.append(path)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._executor.shutdown()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .full import reserve
+from .full import finish, reserve
 from .gather import tensors_in
 from .optimizer_state import numbered
 from .sharded import ShardedCheckpoint
@@ -70,4 +70,4 @@ def consolidate(folder: Path, out: Path) -> None:
     saved: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)}
     source.read((saved[key], place) for key, place in places.items())
     places.clear()
-    commit(stage, out)
+    finish(stage, out)

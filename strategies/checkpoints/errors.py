@@ -33,10 +33,10 @@ def together(doing: str, work: Callable[[], T], group: dist.ProcessGroup | None 
         result = work()
     except Exception as raised:
         error = raised
-    everyone: list[Any] = [(result, _describe(error))]
+    everyone: list[Any] = [(result, describe(error))]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (result, _describe(error)), group)
+        dist.all_gather_object(everyone, (result, describe(error)), group)
     for rank, (_, found) in enumerate(everyone):
         if found is not None:
             where = f" on rank {rank}" if len(everyone) > 1 else ""
@@ -44,7 +44,8 @@ def together(doing: str, work: Callable[[], T], group: dist.ProcessGroup | None 
     return [found for found, _ in everyone]
 
 
-def _describe(error: BaseException | None) -> str | None:
+def describe(error: BaseException | None) -> str | None:
+    """What to say of an error; an own one names its place already."""
     if error is None:
         return None
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,8 @@
 """One file with everything, as Lightning's other strategies write and read it.
 
 Writing is two passes over the file: first everything but the bytes of tensors, which get their places; then each tensor is
-copied to its place in a mapping of the file. So a file of any size is written with the memory of one unit.
+copied to its place in a mapping of the file. So a file of any size is written with the memory of one unit. Then it is read once
+for the checksums of its records, which whoever loads it compares.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import set_default_mmap_options, skip_data
 
+from .archive import changed, seal
 from .errors import CheckpointError, together
 from .gather import gather, replace
 from .storage import begin, commit, remove
@@ -46,7 +49,7 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
         together(doing, prepare if rank == 0 else _nothing)
         gather(checkpoint, rank, lambda tensor, whole: spaces[id(tensor)].copy_(whole))
         spaces.clear()
-        together(doing, (lambda: commit(stage, path)) if rank == 0 else _nothing)
+        together(doing, (lambda: finish(stage, path)) if rank == 0 else _nothing)
     except CheckpointError:
         if rank == 0 and stage != path.parent:
             remove(stage)
@@ -89,6 +92,12 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
     return spaces
 
 
+def finish(stage: Path, path: Path) -> None:
+    """Make a file that :func:`reserve` began, and all of whose places are filled, the one at ``path``."""
+    seal(stage)
+    commit(stage, path)
+
+
 def _untouched(tensor: Tensor) -> Tensor:
     """Memory of the tensor's shape that the system need not provide, because nobody looks at it."""
     stride = torch.empty(tensor.shape, device="meta").stride()
@@ -112,7 +121,7 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
     """Open a full checkpoint; its tensors are mapped into memory and read where they are used; collective.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be read.
+        CheckpointError: on all ranks, if it cannot be read or is not as it was written.
     """
     found: dict[str, Any] = {}
     together(f"Loading {path}", lambda: found.update(_open(path, weights_only)))
@@ -120,4 +129,8 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _open(path: Path, weights_only: bool) -> dict[str, Any]:
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    damage = changed(path, rank, world_size)
+    if damage:
+        raise CheckpointError(damage)
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .manifest import Manifest, changed, damage
-from .sharded import INDEX, ShardedCheckpoint
+from .sharded import ShardedCheckpoint
 from .storage import last_complete
+from .writer import INDEX
 
 DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
 

@@ -1,24 +1,10 @@
-"""Directories in the format of torch.distributed.checkpoint: written by all ranks, read by any number of ranks.
-
-The layout is the one of Lightning's ``ModelParallelStrategy`` (FSDP2)::
-
-    .metadata          which part of which tensor lies where
-    __0_0.distcp, ...  the parts that rank 0, ... wrote
-    meta.pt            everything that is no weight and no optimizer state: loops, callbacks, loaders, random states, ...
-    manifest.json      sizes and checksums of these files; ours alone
-
-and so are the names in it: ``state_dict.<key>``, ``optimizer_<index>.state.<parameter>.<key>`` and
-``optimizer_<index>.param_groups.<index>.<option>``.
-"""
+"""Directories in the format of torch.distributed.checkpoint, read by any number of ranks; see :mod:`.writer` for what they hold."""
 
 from __future__ import annotations
 
 import io
 import pickle
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,149 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .errors import CheckpointError, together
-from .gather import tensors_in
-from .manifest import MANIFEST, Manifest, changed, damage, measure, shard_files
-from .slices import SavedTensor, SlicedTensor
-from .storage import commit, make_folder, remove
-
-INDEX = ".metadata"
-TRAINER_STATE = "meta.pt"
-OTHERS = "others"  # sharded tensors that are neither the model's nor an optimizer's
-_MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
-
-
-@dataclass
-class Prepared:
-    """What this rank is to write.
-
-    Attributes:
-        state: nested, with the rank's slices.
-        rest: ``meta.pt``, which rank 0 writes.
-        manifest: without files.
-    """
-
-    state: dict[str, Any]
-    rest: bytes
-    manifest: Manifest
-
-    def copied(self) -> Prepared:
-        """The same with CPU copies of all tensors, as they are now."""
-        return replace(self, state=_copied(self.state, {}))
-
-
-def prepare(checkpoint: dict[str, Any]) -> Prepared:
-    """Take a Lightning checkpoint apart; local.
-
-    Args:
-        checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded tensor, wherever it is.
-    """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    state = {"state_dict": checkpoint["state_dict"]}
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        state[f"optimizer_{index}"] = optimizer
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    if any(True for _ in tensors_in(rest, SlicedTensor)):
-        state[OTHERS] = {}  # averages of weights, and what else callbacks keep
-        rest = _take_slices(rest, (), state[OTHERS])
-    packed = io.BytesIO()
-    if rank == 0:
-        torch.save(rest, packed)
-    manifest = Manifest(world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
-    return Prepared(state, packed.getvalue(), manifest)
-
-
-def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
-    if isinstance(tree, SlicedTensor):
-        return memory.setdefault(id(tree), tree.copied())
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, dict):
-        return {key: _copied(item, memory) for key, item in tree.items()}
-    return type(tree)(_copied(item, memory) for item in tree) if type(tree) in (list, tuple) else tree
-
-
-def save(prepared: Prepared, path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write a checkpoint, every rank its part; collective.
-
-    Args:
-        prepared: this rank's part.
-        path: of the directory, on a file system that all ranks see. What is there is replaced when the new one is whole.
-        group: the ranks that write; all of them by default.
-
-    Raises:
-        CheckpointError: on all ranks; what was at ``path`` is still there.
-    """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    doing, manifest = f"Saving {path}", prepared.manifest
-    stage = together(doing, lambda: _begin(path, manifest) if rank == 0 else None, group)[0]
-    try:
-        together(doing, lambda: _require_shared(stage), group)
-        _write(prepared, stage, rank, doing, group)
-        for files in together(doing, lambda: {f.name: measure(f) for f in _files_of(stage, rank)}, group):
-            manifest.files.update(files)
-        together(doing, lambda: _finish(manifest, stage, path) if rank == 0 else None, group)
-    except CheckpointError:
-        if rank == 0:
-            remove(stage)
-        raise
-
-
-def _begin(path: Path, manifest: Manifest) -> Path:
-    stage = make_folder(path)
-    manifest.write(stage)
-    return stage
-
-
-def _require_shared(stage: Path) -> None:
-    if not (stage / MANIFEST).is_file():
-        raise CheckpointError(f"{stage} was created by rank 0 and is not there. All ranks must see the same file system.")
-
-
-def _finish(manifest: Manifest, stage: Path, path: Path) -> None:
-    manifest.write(stage)
-    commit(stage, path)
-
-
-def _files_of(stage: Path, rank: int) -> list[Path]:
-    return [*shard_files(stage, rank), *([] if rank else [stage / INDEX, stage / TRAINER_STATE])]
-
-
-def _write(prepared: Prepared, stage: Path, rank: int, doing: str, group: dist.ProcessGroup | None) -> None:
-    # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with _torch_errors(doing):
-        dcp.save(prepared.state, storage_writer=FileSystemWriter(stage), planner=planner, process_group=group)
-    together(doing, lambda: None if rank else (stage / TRAINER_STATE).write_bytes(prepared.rest), group)
-
-
-def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
-    """``tree`` with every slice moved to ``into`` and a mark in its place."""
-    if isinstance(tree, SlicedTensor):
-        name = ".".join(path)
-        into[name] = tree
-        return {_MARK: name}
-    if isinstance(tree, dict):
-        return {key: _take_slices(item, (*path, str(key)), into) for key, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_take_slices(item, (*path, str(k)), into) for k, item in enumerate(tree))
-    return tree
-
-
-def _put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """Undo :func:`_take_slices`."""
-    if isinstance(tree, dict):
-        return tensors[tree[_MARK]] if tree.keys() == {_MARK} else {k: _put_back(item, tensors) for k, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_put_back(item, tensors) for item in tree)
-    return tree
+from .manifest import changed, damage
+from .slices import SavedTensor
+from .writer import INDEX, OTHERS, TRAINER_STATE, put_back, torch_errors
 
 
 class ShardedCheckpoint:
@@ -212,7 +65,7 @@ class ShardedCheckpoint:
         state = self.state()
         rest: dict[str, Any] = {}
         together(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
-        checkpoint = {**_put_back(rest, state.pop(OTHERS, {})), "state_dict": state.pop("state_dict")}
+        checkpoint = {**put_back(rest, state.pop(OTHERS, {})), "state_dict": state.pop("state_dict")}
         if state:
             checkpoint["optimizer_states"] = [state[f"optimizer_{index}"] for index in range(len(state))]
         return checkpoint
@@ -262,25 +115,13 @@ class ShardedCheckpoint:
             self._load(rounds[number] if number < len(rounds) else {})
 
     def _load(self, targets: dict[str, Any], alone: bool = False) -> None:
-        with _torch_errors(f"Reading {self.folder}"):
+        with torch_errors(f"Reading {self.folder}"):
             dcp.load(
                 targets,
                 storage_reader=_Reader(self.folder, self._metadata),
                 planner=_LoadPlanner(self._weights_only),
                 no_dist=alone,
             )
-
-
-@contextmanager
-def _torch_errors(doing: str) -> Iterator[None]:
-    """torch raises what any rank raised on all of them, as an exception that is no `Exception`."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as found:
-        rank, (error, _) = next(iter(found.failures.items()))
-        raise CheckpointError(f"{doing} failed on rank {rank}: {type(error).__name__}: {error}") from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -27,9 +27,14 @@ _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
+def stage_of(path: Path) -> Path:
+    """Where ``path`` is before it is whole."""
+    return path.parent / _UNFINISHED / path.name
+
+
 def begin(path: Path) -> Path:
     """Where to write what will be ``path``: a name in a folder that exists."""
-    stage = path.parent / _UNFINISHED / path.name
+    stage = stage_of(path)
     remove(stage)
     stage.parent.mkdir(parents=True, exist_ok=True)
     return stage
@@ -44,7 +49,7 @@ def make_folder(path: Path) -> Path:
 
 def commit(stage: Path, path: Path) -> None:
     """Give what is whole its name, and remove what had the name before."""
-    _sync(stage)
+    sync(stage)
     previous = path.with_name(f"{path.stem}.previous{path.suffix}")
     if not os.path.lexists(path):
         os.rename(stage, path)
@@ -55,7 +60,7 @@ def commit(stage: Path, path: Path) -> None:
         os.rename(path, previous)
         os.rename(stage, path)
     remove(previous)
-    _sync(path.parent)
+    sync(path.parent)
     with suppress(OSError):  # others may be writing there
         stage.parent.rmdir()
 
@@ -130,7 +135,7 @@ def _exchange(a: Path, b: Path) -> bool:
     return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make the names in a folder, or the bytes of a file, last through a power cut."""
     with suppress(OSError):  # not every file system can
         descriptor = os.open(path, os.O_RDONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -44,7 +44,7 @@ class CheckpointStrategy(ProcessStrategy):
     _data: DataHooks
     _checkpoints: CheckpointOptions
     _groups: Any  # ParamGroups, which imports from here
-    _background: BackgroundSave | None = None
+    _background: BackgroundSave | None = None  # while the model is trained
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
     _set_up = False  # the model is sharded for the run that goes on
     _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
@@ -121,16 +121,14 @@ class CheckpointStrategy(ProcessStrategy):
             raise ValueError(
                 f"Sharded checkpoints are written to local folders, not to {path}: `CheckpointOptions(kind='full')`."
             )
-        from .sharded import prepare, save
+        from .writer import prepare, save
 
         self.finish_saving()
-        prepared = prepare(checkpoint)
-        if not self._checkpoints.background or self._trainer.state.status != TrainerStatus.RUNNING:
-            return save(prepared, Path(path))
+        prepared = prepare(checkpoint, Path(path))
         if self._background is None:
-            self._background = BackgroundSave()
-        copy = prepared.copied()
-        self._background.start(lambda group: save(copy, Path(path), group))
+            save(prepared)
+        else:
+            self._background.start(prepared)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background; collective.
@@ -143,28 +141,42 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Report the end of a background save, on all ranks at the same step."""
+        """Report the end of a background save, on all ranks in the first step after any rank knows of it."""
         super().on_train_batch_start(batch, batch_idx)
         saving = self._background
-        if saving is not None and saving.running and self.reduce_boolean_decision(saving.finished()):
+        if saving is not None and saving.running and self.reduce_boolean_decision(saving.finished(), all=False):
             saving.wait()
+
+    @override
+    def on_train_start(self) -> None:
+        """From here to the end of training, saves go on in the background."""
+        super().on_train_start()
+        self._background = BackgroundSave() if self._checkpoints.background else None
 
     @override
     def on_train_end(self) -> None:
         """Training is over when its last checkpoint is written."""
         super().on_train_end()
         self.finish_saving()
+        self._background = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """A save that failed meanwhile is told beside what ends the run, and not in its place."""
+        super().on_exception(exception)
+        try:
+            self.finish_saving()
+        except Exception as error:
+            if error is not exception:
+                warnings.warn(str(error), stacklevel=2)
 
     @override
     def teardown(self) -> None:
-        """End the thread that saves."""
-        background, self._background = self._background, None
+        self._set_up = False
         try:
-            if background is not None:
-                background.wait()
+            self.finish_saving()  # one of a run that a tuner ended
         finally:
-            if background is not None:
-                background.close()
+            self._background = None
             super().teardown()
 
     @override
@@ -300,8 +312,3 @@ def _nothing() -> None:
 
 def _is_remote(path: _PATH) -> bool:
     return "://" in os.fspath(path)
-
-    @override
-    def teardown(self) -> None:
-        self._set_up = False
-        super().teardown()

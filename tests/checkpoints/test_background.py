@@ -1,10 +1,13 @@
 """Saves in the background: what was there when they began, while training goes on; no error is lost."""
 
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints.runs import Shuffled
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,72 +16,92 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import sharded
+from lightning_zero3.strategies.checkpoints import writer
 from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.checkpoints.slices import SlicedTensor
 
 STEPS, EVERY = 12, 4
+WRITES_AFTER = EVERY + 2  # steps: until then the disk does not answer
 
 
-class Steps(Callback):
-    """When each step began, and which checkpoints there were."""
+class Disk(Callback):
+    """A disk that answers after some steps, and perhaps fails on rank 1; notes what there was before each step."""
 
-    def __init__(self, folder):
-        self.folder, self.seen = Path(folder), []
+    def __init__(self, folder, monkeypatch, fails=False):
+        self.folder, self.fails, self.seen, self.copied = Path(folder), fails, [], 0
+        self.answers, write = threading.Event(), writer._Writer.write_data
+
+        def write_data(its, plan, planner):
+            slices = [t for t in planner.state_dict.values() if isinstance(t, SlicedTensor)]
+            self.copied = sum(part.untyped_storage().nbytes() for t in slices for part in t.parts.values())
+            assert self.answers.wait(60)
+            if fails and dist.get_rank() == 1:
+                raise OSError("the disk is gone")
+            return write(its, plan, planner)
+
+        monkeypatch.setattr(writer._Writer, "write_data", write_data)
 
     def on_train_batch_start(self, trainer, *_):
-        self.seen.append((trainer.global_step, sorted(path.name for path in self.folder.glob("*.ckpt"))))
+        self.seen.append(sorted(path.name for path in self.folder.glob("*.ckpt")))
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == WRITES_AFTER:
+            self.answers.set()
+            saving = trainer.strategy._background
+            while self.fails and saving.running and trainer.global_rank == 0 and not saving.finished():
+                time.sleep(0.01)  # the other rank may not know yet
 
 
-def fit(world_size, folder, background, keep=-1):
-    steps = Steps(folder)
+class Save(Callback):
+    """Another moment for a save to begin."""
+
+    def __init__(self, hook, disk):
+        def save(trainer, *_):
+            if hook != "on_train_batch_start" or trainer.global_step == 2:
+                disk.answers.set()
+                trainer.save_checkpoint(disk.folder / "other.ckpt")
+            if hook == "on_train_batch_start" and trainer.global_step == 2:
+                raise KeyError("mine")
+
+        setattr(self, hook, save)
+
+
+def fit(world_size, folder, *callbacks, background=True, keep=-1):
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=EVERY, save_top_k=keep)
     strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(background=background))
     options = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True, "use_distributed_sampler": True}
-    runner = trainer(strategy, world_size, callbacks=[saver, steps], **options)
+    runner = trainer(strategy, world_size, callbacks=[saver, *callbacks], **options)
     runner.fit(Shuffled())
-    return runner, steps.seen
+    return runner
 
 
-def slow(monkeypatch, harm=None):
-    """Make the writing take as long as some steps, and perhaps fail on one rank; returns bytes of the copies."""
-    written, copies = sharded._write, []
-
-    def write(prepared, stage, rank, *rest):
-        copies.append(sum(p.nbytes for s in sharded.tensors_in(prepared.state, sharded.SlicedTensor) for p in s.parts.values()))
-        time.sleep(0.5)
-        if harm is not None and rank == harm:
-            sharded.together("Saving", lambda: Path("/nowhere/at/all").write_text(""), rest[-1])
-        if harm is not None:
-            sharded.together("Saving", lambda: None, rest[-1])
-        written(prepared, stage, rank, *rest)
-
-    monkeypatch.setattr(sharded, "_write", write)
-    return copies
+def fail(world_size, folder, hook=None):
+    """The error, the number of steps begun, and the warnings of a run with a save that fails on rank 1."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        disk = Disk(folder, patch, fails=True)
+        with pytest.raises((CheckpointError, KeyError)) as error:
+            fit(world_size, folder, *([Save(hook, disk)] if hook else []), disk, keep=0 if hook else -1)
+    return repr(error.value), len(disk.seen), [str(w.message) for w in caught if "gone" in str(w.message)]
 
 
 def run(rank, world_size, folder):
-    fit(world_size, f"{folder}/foreground", False)
+    fit(world_size, f"{folder}/foreground", background=False)
     with pytest.MonkeyPatch.context() as patch:
-        copies = slow(patch)
-        runner, seen = fit(world_size, f"{folder}/background", True)
-        ledger = runner.strategy.memory_ledger()
-        assert 0 < max(copies) <= ledger["parameters"] + ledger["optimizer_state"]
-        fit(world_size, f"{folder}/one", True, keep=1)
-    failed = None
-    with pytest.MonkeyPatch.context() as patch:
-        slow(patch, harm=1)
-        with pytest.raises(CheckpointError, match="Saving failed on rank 1: FileNotFoundError") as error:
-            fit(world_size, f"{folder}/failed", True)
-        failed = str(error.value)
-    return seen, failed
+        disk = Disk(f"{folder}/background", patch)
+        ledger = fit(world_size, f"{folder}/background", disk).strategy.memory_ledger()
+        assert 0 < disk.copied <= ledger["parameters"] + ledger["optimizer_state"]
+        fit(world_size, f"{folder}/one", keep=1)
+    hooks = [None, "on_train_end", "on_train_batch_start"]
+    return disk.seen, {hook: fail(world_size, f"{folder}/failed {hook}", hook) for hook in hooks}
 
 
 def test_background_saves(tmp_path):
     ranks = run_ranks(run, 2, str(tmp_path), timeout=100)
-    seen = dict(ranks[0][0])
-    assert seen[EVERY] == [], "training did not go on while the first checkpoint was written"
     names = [f"step={k}.ckpt" for k in range(EVERY, STEPS + 1, EVERY)]
-    for name in names:  # slow or not, what was saved is the state at that step
+    for seen, _ in ranks:
+        assert len(seen) == STEPS and seen[WRITES_AFTER - 1] == [], "training did not go on while the disk did not answer"
+    for name in names:  # whenever it was written, what was saved is the state at that step
         files = [tmp_path / kind / name for kind in ("foreground", "background")]
         for file in files:
             dcp_to_torch_save(file, f"{file}.pt")
@@ -86,5 +109,16 @@ def test_background_saves(tmp_path):
         assert_same_tensors(then["state_dict"], now["state_dict"])
         assert_same_tensors(then["optimizer_0"]["state"], now["optimizer_0"]["state"])
     assert [path.name for path in (tmp_path / "one").iterdir()] == names[-1:], "superseded ones are removed, later"
-    assert ranks[0][1] == ranks[1][1]
-    assert not list((tmp_path / "failed").glob("*.ckpt"))
+
+    left = [path for folder in tmp_path.glob("failed*") for path in folder.rglob("*.ckpt")]
+    assert not left, "what failed was left behind"
+    for _, failed in ranks:  # all ranks are told the same
+        told = f"{tmp_path}/failed None/step={EVERY}.ckpt failed on rank 1: OSError: the disk is gone"
+        error, steps, others = failed[None]
+        assert error == f"CheckpointError('Saving {told}')" and not others
+        assert steps == WRITES_AFTER + 1, "not told when the next step began"
+        error, steps, others = failed["on_train_end"]
+        assert "other.ckpt failed on rank 1: OSError: the disk is gone" in error and not others and steps == STEPS
+        error, steps, others = failed["on_train_batch_start"]
+        assert error == "KeyError('mine')" and steps <= 3
+        assert len(others) == 1 and "other.ckpt failed on rank 1: OSError: the disk is gone" in others[0]

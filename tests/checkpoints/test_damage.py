@@ -4,6 +4,7 @@ import pickle
 import resource
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
+from lightning_zero3.strategies.checkpoints import full
 from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.checkpoints.slices import SavedTensor
 
 RECIPE = Recipe(optimizer="adamw", steps=2)
 
@@ -23,6 +26,15 @@ RECIPE = Recipe(optimizer="adamw", steps=2)
 def flip(file: Path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def flip_tensor(file: Path):
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda record: record.file_size * ("/data/" in record.filename))
+        place = file.read_bytes().index(archive.read(largest))
+    content = bytearray(file.read_bytes())
+    content[place + 9] ^= 1
     file.write_bytes(content)
 
 
@@ -38,7 +50,8 @@ HARM = {
     "missing": lambda folder: (folder / "__1_0.distcp").unlink(),
     "no index": lambda folder: (folder / ".metadata").unlink(),
     "no manifest, missing": lambda folder: [(folder / name).unlink() for name in ("manifest.json", "__1_0.distcp")],
-    "full, truncated": None,
+    "full, truncated": truncate,
+    "full, flipped": flip_tensor,
 }
 EXPECTED = {
     "flipped": "damaged: __1_0.distcp does not have the checksum that it was written with",
@@ -49,13 +62,14 @@ EXPECTED = {
     "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
     "full, truncated": "Loading .*full, truncated.ckpt failed.*central directory",
+    "full, flipped": "damaged: its record .*/data/[0-9]+' is not what was written .*Bad CRC-32",
 }
 
 
 def make(rank, world_size, folder):
     train(world_size, Whole(RECIPE), 1, write=f"{folder}/good.ckpt")
-    full = zero3(checkpoint=CheckpointOptions(kind="full"))
-    train(world_size, Whole(RECIPE), 1, write=f"{folder}/full, truncated.ckpt", strategy=full)
+    strategy = zero3(checkpoint=CheckpointOptions(kind="full"))
+    train(world_size, Whole(RECIPE), 1, write=f"{folder}/full.ckpt", strategy=strategy)
 
 
 def load_all(rank, world_size, folder):
@@ -77,16 +91,66 @@ def load_all(rank, world_size, folder):
 def test_every_rank_raises_the_same_error_and_nothing_is_loaded(tmp_path):
     run_ranks(make, 2, str(tmp_path), timeout=60)
     for name, harm in HARM.items():
-        if harm is None:
-            truncate(tmp_path / f"{name}.ckpt")
-        else:
-            shutil.copytree(tmp_path / "good.ckpt", tmp_path / f"{name}.ckpt")
-            harm(tmp_path / f"{name}.ckpt")
+        kind = name.partition(",")[0]
+        copy = shutil.copytree if kind != "full" else shutil.copy
+        copy(tmp_path / ("full.ckpt" if kind == "full" else "good.ckpt"), tmp_path / f"{name}.ckpt")
+        harm(tmp_path / f"{name}.ckpt")
     errors = run_ranks(load_all, 2, str(tmp_path), timeout=100)
     assert errors[0] == errors[1]
     for name, expected in EXPECTED.items():
         with pytest.raises(CheckpointError, match=expected):
             raise CheckpointError(errors[0].get(name, "no error"))
+
+
+def single_files(folder):
+    """The same content, by `torch.save` and as we write it."""
+    content = {"epoch": 3, "state_dict": {"a": torch.arange(50.0), "b": torch.ones(3, 2).t(), "none": torch.empty(0, 2)}}
+    torch.save(content, folder / "theirs.ckpt")
+    saved = {k: SavedTensor(k, v.shape, v.dtype, v.clone) for k, v in content["state_dict"].items()}
+    for key, place in full.reserve({**content, "state_dict": saved}, folder / "stage").items():
+        place.copy_(next(tensor for tensor in saved.values() if id(tensor) == key).read())
+    full.finish(folder / "stage", folder / "ours.ckpt")
+    return content
+
+
+def test_any_zip_tool_can_check_what_we_write(tmp_path):
+    content = single_files(tmp_path)
+    theirs, ours = (zipfile.ZipFile(tmp_path / f"{name}.ckpt") for name in ("theirs", "ours"))
+    assert ours.testzip() is None
+    assert [r.CRC for r in ours.infolist() if "/data/" in r.filename] == [
+        r.CRC for r in theirs.infolist() if "/data/" in r.filename
+    ]
+    loaded = full.load(tmp_path / "ours.ckpt", weights_only=True)
+    assert_same_tensors(loaded["state_dict"], content["state_dict"])
+
+
+@pytest.mark.parametrize("name", ["theirs", "ours"])
+def test_no_flipped_bit_of_a_single_file_is_loaded(name, tmp_path):
+    expected, file = single_files(tmp_path), tmp_path / f"{name}.ckpt"
+    whole, refused = file.read_bytes(), 0
+    for position in range(0, len(whole), 5):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+        try:
+            loaded = full.load(file, weights_only=True)
+        except CheckpointError as error:
+            assert str(file) in str(error)
+            refused += 1
+        else:  # what was hit is padding, or says what nobody reads
+            assert loaded["epoch"] == expected["epoch"]
+            assert_same_tensors(loaded["state_dict"], expected["state_dict"])
+    assert refused > len(whole) / 20
+
+
+def test_files_without_checksums_are_loaded(tmp_path):
+    old, without = tmp_path / "old.ckpt", tmp_path / "without.ckpt"
+    torch.save({"a": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, without)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for file in (old, without):
+        assert torch.equal(full.load(file, weights_only=True)["a"], torch.ones(3))
 
 
 def fill_disk(rank, world_size, folder):
