@@ -1,4 +1,4 @@
-"""Directories in the format of torch.distributed.checkpoint, read by any number of ranks; see :mod:`.writer` for what they hold."""
+"""Directories in the format of torch.distributed.checkpoint, read by any number of ranks; written by :mod:`.writer`."""
 
 from __future__ import annotations
 
