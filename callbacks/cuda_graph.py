@@ -28,9 +28,9 @@ class CUDAGraphStep(Callback):
     What the step reads must therefore not change within an epoch, unless it is a tensor or an attribute of a module. Forward
     hooks may compute with tensors; what else they do happens only in eager steps.
 
-    Works on a single device, with `zero3` on one rank, and with `ddp` where every parameter is used. The ranks of `ddp` decide
-    together in each step, by one small exchange of the hosts; with NCCL at least eleven steps run before a capture.
-    Tested with the software graph so far, not on a GPU.
+    Works on a single device, with `zero3`, whose gathers and reductions are captured too, and with `ddp` where every parameter
+    is used. Ranks decide together in each step, by one small exchange of the hosts; `ddp` on NCCL runs eleven steps at least before
+    a capture. Tested with the software graph so far, not on a GPU.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
@@ -57,7 +57,9 @@ class CUDAGraphStep(Callback):
         if device.type != "cuda" and not self.software:
             rank_zero_info(f"CUDAGraphStep: there are no CUDA graphs on {device.type}; steps run eagerly")
             return
-        graphs = CudaGraphs(device) if device.type == "cuda" else SoftwareGraphs()
+        engine = getattr(trainer.strategy, "engine", None)
+        software = SoftwareGraphs(None if engine is None else engine.collectives)
+        graphs = CudaGraphs(device) if device.type == "cuda" else software
         self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs, self.strict)
         self._runner.install()
 

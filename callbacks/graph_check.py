@@ -14,6 +14,12 @@ from torch import Tensor
 
 from .graph_watch import Problem, Watch
 
+_OPTIONS_OF_ZERO3 = {
+    "stop_on_nonfinite": "looks at values on the host.",
+    "debug": "looks at values on the host.",
+    "reduce_once": "exchanges something else in each micro-batch of a window. Leave it out.",
+}
+
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     """Problems that are there before the first step."""
@@ -21,12 +27,9 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     strategy = trainer.strategy
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and strategy.strategy_name != "zero3":
         found.append(f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or `zero3`.")
-    if trainer.world_size > 1 and not isinstance(strategy, DDPStrategy):
-        found.append(
-            f"{type(strategy).__name__} exchanges parameters between {trainer.world_size} ranks on the host's command."
-        )
-    if getattr(strategy, "_stop_on_nonfinite", False):
-        found.append("`Zero3Strategy(stop_on_nonfinite=True)` looks at values on the host.")
+    for option, why in _OPTIONS_OF_ZERO3.items():
+        if getattr(strategy, f"_{option}", False):
+            found.append(f"`Zero3Strategy({option}=True)` {why}")
     if strategy.root_device.type == "cuda":
         settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
         found += check_allocator(settings, trainer.world_size, os.environ)

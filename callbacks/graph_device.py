@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from ..strategies.engine import LocalCollectives
 from .graph_software import SoftwareGraph
 
 
@@ -105,7 +106,14 @@ class CudaGraphs:
 
 
 class SoftwareGraphs:
-    """The same on the CPU, for tests: there is one stream, and no pool."""
+    """The same on the CPU, for tests: there is one stream, and no pool.
+
+    Args:
+        door: see :class:`SoftwareGraph`.
+    """
+
+    def __init__(self, door: LocalCollectives | None = None) -> None:
+        self._door = door
 
     def enter(self) -> None:
         """See :meth:`CudaGraphs.enter`."""
@@ -114,7 +122,7 @@ class SoftwareGraphs:
 
     def make(self, generators: Sequence[torch.Generator] = ()) -> Graph:
         """See :meth:`CudaGraphs.make`."""
-        return SoftwareGraph()
+        return SoftwareGraph(self._door)
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

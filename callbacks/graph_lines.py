@@ -23,6 +23,25 @@ def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
     return None
 
 
+# Modules that never call a user's code.
+_ENGINE = {
+    f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduce", "collectives", "shared", "hybrid", "wire")
+}
+
+
+def runs_engine(frame: FrameType | None = None) -> bool:
+    """Whether the code that runs is what the engine of `zero3` does by itself, differently from step to step."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _ENGINE:
+            return True
+        if name.partition(".")[0] not in _LIBRARIES:
+            return False
+        frame = frame.f_back
+    return False
+
+
 def describe_line(place: tuple[str, int] | None) -> str:
     """``train.py:31: `x = loss.item()` ``, or where else it is."""
     if place is None:

@@ -12,11 +12,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..strategies.engine import ReplayedStep
 from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_output, check_trainer
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_state import Guard, Snapshot
-from .graph_step import CapturedStep, ShardedGradients, StaticGradients
+from .graph_step import CapturedStep, StaticGradients
 from .graph_watch import Problem, Watch, WatchedIndex, compare
 from .memory_ranks import RankGatherer
 
@@ -65,6 +66,7 @@ class StepRunner:
             warmup = max(warmup, 11 if trainer.strategy.root_device.type == "cuda" else 4)
         self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
         self._gradients = StaticGradients()
+        self._without: set[Tensor] = set()
         self._shapes: dict[Hashable, _Shape] = {}
         self._guard: Guard | None = None
         self._current: CapturedStep | None = None
@@ -217,8 +219,8 @@ class StepRunner:
     def _capture(self, shape: _Shape, batch: Any, rest: list) -> CapturedStep:
         watch = shape.watches[-1]
         engine = getattr(self._trainer.strategy, "engine", None)
-        gradients = self._gradients if engine is None else ShardedGradients(engine)
-        step = CapturedStep(lambda: self._graphs.make(watch.generators), gradients, self._without)
+        books = self._gradients if engine is None else ReplayedStep(engine)
+        step = CapturedStep(lambda: self._graphs.make(watch.generators), books, self._without)
         step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
         self._names = watch.names if self._guard is None else self._names | watch.names
         self._guard = Guard(self._module, self._trainer.optimizers, self._names)
@@ -245,7 +247,8 @@ class StepRunner:
         elif shape is not None:
             with shape.watches[-1].watching(self._module, forward=False):
                 run()
-            self._without = {p for p in self._module.parameters() if p.requires_grad and p.grad is None}
+            if not hasattr(self._trainer.strategy, "engine"):  # which knows itself, and would gather the gradients
+                self._without = {p for p in self._module.parameters() if p.requires_grad and p.grad is None}
             if shape.step is not None and (problems := compare(*shape.watches)):
                 self._stale = problems[0].what
         else:

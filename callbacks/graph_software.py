@@ -5,16 +5,19 @@ It is for tests and examples: what is captured behaves as on a GPU, but nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..strategies.engine import LocalCollectives
+from .graph_exchanges import record_exchanges
 
 _aten = torch.ops.aten
 # Their results hold nothing yet.
@@ -47,10 +50,14 @@ class SoftwareGraph:
     there before and no random state; reading a value on the host is an error in it; random operations draw new numbers in
     each replay. Operations of the calling thread are recorded, and backward passes that it runs on the CPU. Collectives (of
     `DistributedDataParallel`, say) are repeated too, each to its end.
+
+    Args:
+        door: of `zero3`'s engine, if there is one: its exchanges are recorded, and happen in the capture too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, door: LocalCollectives | None = None) -> None:
         self._nodes: list[_Node] = []
+        self._door = door
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -58,7 +65,7 @@ class SoftwareGraph:
         recorder = _Recorder(self._nodes)
         generator_state = torch.get_rng_state()
         try:
-            with recorder:
+            with recorder, nullcontext() if self._door is None else record_exchanges(self._door, recorder):
                 yield
         except BaseException:
             self.reset()
@@ -124,6 +131,14 @@ class _Recorder(TorchDispatchMode):
             if func.namespace == "c10d":
                 self._nodes[-1] = _Node(lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [])
         return result
+
+    def call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
+        """Make a call, which writes to tensors, and note it as a whole; its result must be the same object in each replay."""
+        for tensor in written:
+            self.keep(tensor)
+        self._nodes.append(_Node(run, []))
+        with _disable_current_modes():
+            return run()
 
     def keep(self, tensor: Tensor) -> None:
         key = _memory(tensor)

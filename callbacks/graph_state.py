@@ -45,7 +45,8 @@ def _flags() -> tuple:
 
 
 def _address(tensor: Tensor) -> int:
-    return 0 if tensor.is_sparse or not tensor.numel() else tensor.data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_sparse or not tensor.numel() else tensor.data_ptr()
 
 
 class Guard:
@@ -84,6 +85,10 @@ class Guard:
 
     def changed(self) -> str | None:
         """What is not as it was at the capture, in words; None if all is."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of `zero3` do not tell their address otherwise
+            return self._changed()
+
+    def _changed(self) -> str | None:
         if any(map(len, self._empty)):
             return "a module, parameter, buffer or hook was added"
         for path, table, ids in self._tables:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ..strategies.engine import ReplayedPass, Zero3Engine
+from ..strategies.engine import ReplayedStep
 from .graph_batch import StaticInputs
 from .graph_device import Graph
 from .graph_tape import LogTape
@@ -23,7 +23,7 @@ class StaticGradients:
     def __init__(self) -> None:
         self._held: dict[Tensor, Tensor] = {}
 
-    def attach(self, parameters: list[Tensor]) -> None:
+    def begin_backward(self, parameters: list[Tensor]) -> None:
         """Make ``parameter.grad`` the static one; it keeps the value, or is zero where there was no gradient.
 
         Lightning, users and Lightning's validation set gradients to None, or to other tensors, as they like.
@@ -41,31 +41,21 @@ class StaticGradients:
         if cleared:
             torch._foreach_zero_(cleared)
 
-    def capture(self) -> AbstractContextManager[None]:
-        """Around the capture of a backward."""
+    def capture_forward(self) -> AbstractContextManager[None]:
+        """Around the program that is captured."""
         return nullcontext()
+
+    capture_backward = capture_forward
+
+    def begin_forward(self) -> None:
+        """Before the forward is captured or replayed."""
+
+    end_forward = end_backward = begin_forward
 
     @property
     def nbytes(self) -> int:
         """Of all gradients."""
         return sum(t.nbytes for t in self._held.values())
-
-
-class ShardedGradients:
-    """The same for `zero3` on one rank: the engine takes gradients from the parameters and adds them to its flat ones."""
-
-    nbytes = 0
-
-    def __init__(self, engine: Zero3Engine) -> None:
-        self._pass = ReplayedPass(engine)
-
-    def attach(self, parameters: list[Tensor]) -> None:
-        """See :meth:`StaticGradients.attach`."""
-        self._pass.begin()
-
-    def capture(self) -> AbstractContextManager[None]:
-        """See :meth:`StaticGradients.capture`."""
-        return self._pass.capture()
 
 
 class CapturedStep:
@@ -77,14 +67,14 @@ class CapturedStep:
 
     Args:
         make_graph: gives a new graph.
-        gradients: what backward writes to.
+        books: gradients that backward writes to, or what the engine of `zero3` notes.
         without_gradient: parameters that are reached by backward, but get no gradient.
     """
 
     def __init__(
-        self, make_graph: Callable[[], Graph], gradients: StaticGradients | ShardedGradients, without_gradient: set[Tensor]
+        self, make_graph: Callable[[], Graph], books: StaticGradients | ReplayedStep, without_gradient: set[Tensor]
     ) -> None:
-        self._make_graph, self._gradients, self._without = make_graph, gradients, without_gradient
+        self._make_graph, self._books, self._without = make_graph, books, without_gradient
         self._tape = LogTape()
         self._forward = make_graph()
         self._backward: Graph | None = None
@@ -93,7 +83,8 @@ class CapturedStep:
     def capture_forward(self, batch: Any, rest: tuple, step: Callable[..., Any], module: LightningModule) -> None:
         """Record ``step(batch, *rest)``, which is the strategy's ``training_step``."""
         self._inputs = StaticInputs(batch)
-        with self._forward.capture(), self._tape.record(module):
+        self._books.begin_forward()
+        with self._forward.capture(), self._books.capture_forward(), self._tape.record(module):
             self._output = step(self._inputs.batch, *rest)
         loss = loss_of(self._output)
         assert loss is not None
@@ -108,7 +99,9 @@ class CapturedStep:
 
     def replay_forward(self, module: LightningModule) -> Any:
         """Forward and the logging; returns the output, in memory of its own."""
+        self._books.begin_forward()
         self._forward.replay()
+        self._books.end_forward()
         self._tape.play(module)
         output = apply_to_collection(self._output, Tensor, Tensor.clone)
         self._proxy = loss_of(output).requires_grad_()
@@ -125,14 +118,15 @@ class CapturedStep:
         if proxy is None or proxy.grad is None:
             return  # the user's `backward` made none
         self._seed.copy_(proxy.grad)
-        self._gradients.attach(self._trained)
+        self._books.begin_backward(self._trained)
         if self._backward is None:
             backward = self._make_graph()
             loss, self._loss = self._loss, None
-            with self._gradients.capture(), backward.capture():
+            with backward.capture(), self._books.capture_backward():
                 torch.autograd.backward(loss, self._seed)
             self._backward = backward
         self._backward.replay()
+        self._books.end_backward()
 
     @property
     def input_nbytes(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .graph_lines import describe_line, user_line
+from .graph_lines import describe_line, runs_engine, user_line
 from .graph_software import waits_for_device
 from .graph_tape import LogTape
 
@@ -151,11 +151,13 @@ class Watch(TorchDispatchMode):
                 self.add(what, user_line(frame.f_back))
         elif event == "c_call":
             what = _builtin_problem(argument)
-            if what is not None and (place := user_line(frame)) is not None:
+            if what is not None and (place := user_line(frame)) is not None and not runs_engine(frame):
                 self.add(what, place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if runs_engine():
+            return func(*args, **kwargs)
         place = user_line()
         leaves = tree_leaves((args, kwargs))
         tensors = [v for v in leaves if isinstance(v, Tensor)]

@@ -20,7 +20,7 @@ from .engine import Zero3Engine
 from .finite import FiniteCheck, NonFiniteError
 from .hybrid import make_hybrid_collectives
 from .partition import UnitPolicy, find_units
-from .replay import ReplayedPass
+from .replay import ReplayedStep
 from .resting import ResidencyError, is_sharded
 from .shared import SharedMemoryCollectives
 from .timing import CollectiveTimer, HostClock, make_clock
@@ -35,7 +35,7 @@ __all__ = [
     "Meeting",
     "NonFiniteError",
     "PairwiseCollectives",
-    "ReplayedPass",
+    "ReplayedStep",
     "ResidencyError",
     "SharedMemoryCollectives",
     "UnitPolicy",

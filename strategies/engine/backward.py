@@ -141,14 +141,23 @@ class Backward:
 
     def end(self) -> None:
         """Autograd has finished; collective."""
-        # Other ranks may need units that the loss of this one does not depend on (or none at all): take part in the exchange.
         self.begin(silent=True)
+        self.complete()
+        self._conclude()
+        self.active = False
+
+    def complete(self) -> None:
+        """Take part in what is left to exchange; collective.
+
+        Other ranks may need units that the loss of this one does not depend on (or none at all).
+        """
         while self.schedule.upcoming() is not None:
             self._visit(self._units[self.schedule.advance()])
         self._leave()
         self._drop_recomputed()
-        self._conclude()
-        self.active = False
+        for unit in reversed(self._units):
+            if unit.trained and unit.nested:
+                self._reducer.reduce(unit)
 
     def _conclude(self) -> None:
         """Agree with the other ranks on what was used, reduce what is left, and show the gradients."""
@@ -156,7 +165,7 @@ class Backward:
         with self._joint.end_of_backward():
             used, late, changed = self._agreement.reach(late, self._buffers.changed())
             for unit in reversed(self._units):
-                if unit.trained and (unit.nested or late[unit.index]):
+                if unit.trained and late[unit.index]:
                     self._reducer.reduce(unit)
             if any(changed):
                 self._buffers.synchronize(changed)
@@ -174,7 +183,8 @@ class Backward:
             self.schedule.clear()
             self.begin(silent=True)
         if unit is None:
-            self.end()
+            self._conclude()
+            self.active = False
         else:
             self._reducer.reduce(unit)
             self._reducer.finish()

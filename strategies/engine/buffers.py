@@ -35,6 +35,10 @@ class Buffers:
         """1 for each module whose buffers were assigned or written on this rank since the last :meth:`synchronize`."""
         return bytes(_versions(t) != seen for t, seen in zip(self._tables, self._seen, strict=True))
 
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """All buffers, each with the number of times that it was written."""
+        return [(b, b._version) for table in self._tables for b in table.values() if b is not None and not b.is_inference()]
+
     def synchronize(self, chosen: Sequence[int] | None = None) -> None:
         """Copy rank 0's buffers to the other ranks in one exchange; collective.
 

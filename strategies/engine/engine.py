@@ -195,12 +195,7 @@ class Zero3Engine:
         if self.access.in_step:
             yield
             return
-        if self._pass.active:
-            self.abandon()  # a backward without `backward()` around it raised, and the user went on
-        self.structure.check()
-        self._adopt_values()
-        self._forward.begin()
-        self._pass.schedule.clear()
+        self.open_step()
         if not torch.is_grad_enabled():
             self.collectives.trace.clear()  # no backward will come to compare and clear it
         self.access.in_step = True
@@ -217,6 +212,25 @@ class Zero3Engine:
             self._saved.forget()
         if self._root is not None and self._root.pins:
             self._root.unuse()
+
+    def open_step(self) -> None:
+        """What precedes the first operation of a step."""
+        if self._pass.active:
+            self.abandon()  # a backward without `backward()` around it raised, and the user went on
+        self.structure.check()
+        self._adopt_values()
+        self._forward.begin()
+        self._pass.schedule.clear()
+
+    def open_replayed_backward(self) -> None:
+        """Inside of :meth:`backward`: what follows adds to gradients that are there, or zero."""
+        self._pass.begin(silent=True)
+        self.reducer.zero_untouched()
+
+    def close_captured_backward(self) -> None:
+        """Autograd's part of a backward is over: exchange what is left, so that nothing is on its way; collective."""
+        self._pass.complete()
+        self.reducer.finish()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """With ``reduce_once``, gradients of backward passes inside stay on this rank, and add up there.

@@ -213,12 +213,14 @@ class Reducer:
             for k, (group, piece, start) in enumerate(chunk.owned):
                 target = group.grad[start : start + piece.stop - piece.start]
                 part = total[piece.start : piece.stop]
-                if not self._first_in_window(chunk, k, group):
-                    target.add_(part.to(target.dtype), alpha=scale)
-                elif target.dtype == part.dtype:
+                first = self._first_in_window(chunk, k, group)
+                if target.dtype != part.dtype:
+                    part = part.mul_(scale).to(target.dtype)
+                    target.copy_(part) if first else target.add_(part)
+                elif first:
                     torch.mul(part, scale, out=target)
                 else:
-                    target.copy_(part.mul_(scale))
+                    target.add_(part, alpha=scale)
 
     def _first_in_window(self, chunk: Chunk, piece: int, group: FlatGroup) -> bool:
         key = (id(chunk), piece)

@@ -1,37 +1,100 @@
-"""What the engine does in Python around a backward pass, for passes that run as a captured graph."""
+"""What the engine notes in Python during a step, for steps that run as captured graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
 from .engine import Zero3Engine
+from .unit import Phase
 
 
-class ReplayedPass:
-    """The books of a captured backward pass.
+class ReplayedStep:
+    """The books of one captured forward and backward.
 
-    A captured pass adds to the flat gradients, so they are zeroed before the first one of a window. The end of the pass,
-    which shows the gradients to the optimizers, runs in :meth:`Zero3Engine.backward` as ever.
+    A graph repeats what the device did in the capture, gathers and reductions included. That is right only if the slots hold
+    what they held then, nothing is on its way, and the gradients are to be added to; and afterwards the engine must know what
+    the slots hold now. So each capture and each replay stands between a ``begin_`` and an ``end_`` of this object.
     """
+
+    nbytes = 0  # gradients are the engine's
 
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
-        self._used: list[int] | None = None  # numbers of the parameters that get a gradient
+        self._filled: tuple[list[int], list[int]] = [], []  # units in slots after the forward, after the backward
+        self._used: list[int] = []  # numbers of the parameters that get a gradient
+        self._written: tuple[list[Tensor], list[Tensor]] = [], []  # buffers that forward, that backward writes to
 
-    def begin(self) -> None:
-        """Inside of ``engine.backward()``, before the pass is captured or replayed."""
-        self._engine._pass.begin(silent=True)
-        self._engine.reducer.zero_untouched()
-        for number in self._used or ():
+    def begin_forward(self) -> None:
+        """The slots are empty: units that an earlier micro-batch has left there are gathered again."""
+        self._engine.open_step()
+        self._fill([])
+
+    @contextmanager
+    def capture_forward(self) -> Iterator[None]:
+        """Inside of the graph."""
+        versions = self._engine.buffers.versions()
+        yield
+        self._join()
+        self._filled = self._find_filled(), []
+        self._written = self._written_since(versions), []
+
+    def end_forward(self) -> None:
+        """The graph was replayed."""
+        self._note(0)
+
+    def begin_backward(self, parameters: list[Tensor]) -> None:
+        """Inside of ``engine.backward()``, which goes on to show the gradients to the optimizers.
+
+        Args:
+            parameters: that get a gradient.
+        """
+        self._fill(self._filled[0])  # a hook of the user's may have run units since
+        self._engine.open_replayed_backward()
+        for number in self._used:
             self._engine.gradients.used[number] = 1
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Around the capture: notes which parameters the pass has gradients for."""
-        books = self._engine.gradients.used
+    def capture_backward(self) -> Iterator[None]:
+        """Inside of the graph, around autograd's pass: what the other ranks wait for at its end is captured too."""
+        versions, books = self._engine.buffers.versions(), self._engine.gradients.used
         before = bytes(books)
         books[:] = bytes(len(books))
         yield
+        self._engine.close_captured_backward()
+        self._join()
+        self._filled = self._filled[0], self._find_filled()
+        self._written = self._written[0], self._written_since(versions)
         self._used = [number for number, used in enumerate(books) if used]
         books[:] = bytes(a | b for a, b in zip(books, before, strict=True))
+
+    def end_backward(self) -> None:
+        """The graph was replayed."""
+        self._note(1)
+
+    def _join(self) -> None:
+        for unit in self._engine.units:
+            unit.arrive()  # hazard: work in a side stream that the graph does not wait for at its end
+
+    def _find_filled(self) -> list[int]:
+        return [unit.index for unit in self._engine.units if unit.phase is Phase.READY]
+
+    def _fill(self, filled: list[int]) -> None:
+        """Bring the units with these indices, and no others, into the slots; collective."""
+        for unit in self._engine.units:
+            if unit.index not in filled:
+                unit.release()
+        for index in filled:
+            self._engine.units[index].gather()
+        self._join()
+
+    def _note(self, part: int) -> None:
+        for unit in self._engine.units:
+            unit.phase = Phase.READY if unit.index in self._filled[part] else Phase.RESTING
+        increment_version(self._written[part])  # seen by those who keep buffers equal on all ranks
+
+    def _written_since(self, versions: list[tuple[Tensor, int]]) -> list[Tensor]:
+        return [buffer for buffer, version in versions if buffer._version != version]

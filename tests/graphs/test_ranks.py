@@ -1,10 +1,14 @@
-"""Two ranks take every decision together."""
+"""Two ranks take every decision together, and replay what they exchange."""
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
 
 from helpers.ranks import run_ranks
-from helpers.recorded import Net, assert_same, fit
+from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graph_runner import GraphCaptureError
@@ -40,35 +44,74 @@ class WaitsOnRankOne(AllUsed):
         return output
 
 
-def both_ways(rank, world_size):
-    """Eager and captured runs, with what is seen of each."""
-    options = {"strategy": "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
-    results = {}
-    for name, more, callbacks in [
-        ("accumulation", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, []),
-        ("a change on one rank", {}, [Changes]),
-    ]:
-        callback = Counting(software=True, strict=True, max_graphs=6)
-        runs = [fit(AllUsed(), *(c() for c in callbacks), *extra, **options, **more) for extra in ([], [callback])]
-        for seen in zip(*(run.seen for run in runs), strict=True):
-            assert_same(seen[1], seen[0], f"{name}, rank {rank}")
-        assert_same(runs[1].state, runs[0].state, name)
-        results[name] = callback.replays, callback.recaptures
+def compare(module, callbacks, **options):
+    """An eager and a captured run of the same; how often the latter replayed and recaptured."""
+    make_strategy = options.pop("strategy")
+    callback = Counting(software=True, strict=True, max_graphs=6)
+    runs = []
+    for extra in ([], [callback]):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        runs.append(fit(module(), *(c() for c in callbacks), *extra, strategy=make_strategy(), **made))
+    assert_same_run(runs[1], runs[0])
+    return callback.replays, callback.recaptures
+
+
+def ddp_both_ways(rank, world_size):
+    options = {"strategy": lambda: "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
+    results = {
+        "accumulation": compare(AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1),
+        "a change on one rank": compare(AllUsed, [Changes], **options),
+    }
     try:
-        fit(WaitsOnRankOne(), CUDAGraphStep(software=True, strict=True), **{**options, "max_epochs": 1})
+        fit(WaitsOnRankOne(), CUDAGraphStep(software=True, strict=True), strategy="ddp", devices=world_size, max_epochs=1)
     except GraphCaptureError as error:
         results["refused"] = str(error)
-    try:
-        fit(Net(), CUDAGraphStep(software=True, strict=True), **{**options, "strategy": Zero3Strategy()})
-    except GraphCaptureError as error:
-        results["zero3"] = str(error)
     return results
 
 
-def test_two_ranks_decide_together():
-    first, second = run_ranks(both_ways, 2, timeout=250)
+def test_ranks_of_ddp_decide_together():
+    first, second = run_ranks(ddp_both_ways, 2, timeout=250)
     assert first["accumulation"] == second["accumulation"] and first["accumulation"][0] > 8
     assert first["a change on one rank"] == second["a change on one rank"] and first["a change on one rank"][1] == 1
     assert "On another rank the step cannot be captured" in first["refused"]
     assert "_local_scalar_dense needs a value" in second["refused"]
-    assert "exchanges parameters between 2 ranks" in first["zero3"] and first["zero3"] == second["zero3"]
+
+
+def half():
+    # Its first steps overflow, and are skipped.
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3))]
+
+
+ZERO3 = {
+    "accumulation, clipping, validation in the middle": {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    "ragged last batch": {"batch_size": 8, "accumulate_grad_batches": 2, "max_epochs": 9},
+    "a change on one rank": {"max_epochs": 6, "callbacks": [Changes]},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16 on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
+    "16-mixed": {"plugins": half},
+    "a unit inside another": {"unit_policy": lambda model: [model.net, model.net[4], model.frozen, model.head, model.unused]},
+}
+OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
+
+
+def zero3_both_ways(rank, world_size, folder):
+    results = {}
+    for name, case in ZERO3.items():
+        options = {"devices": world_size, "max_epochs": 4, "gradient_clip_val": 0.1, **case}
+        mine = {"unit_policy": [nn.Linear], **{k: options.pop(k) for k in OF_THE_STRATEGY if k in options}}
+        options["strategy"] = lambda mine=mine: Zero3Strategy(**mine)
+        arguments = {"scheduled": True, "batch_size": options.pop("batch_size", 4)}
+        results[name] = compare(lambda a=arguments: Net(**a), options.pop("callbacks", []), **options)
+    save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+    zero3 = {"devices": world_size, "strategy": lambda: Zero3Strategy(unit_policy=[nn.Linear])}
+    made = {**zero3, "strategy": zero3["strategy"]()}
+    fit(Net(), save, CUDAGraphStep(software=True, strict=True), **made, enable_checkpointing=True)
+    results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
+    return results
+
+
+def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
+    first, second = run_ranks(zero3_both_ways, 2, str(tmp_path), timeout=400)
+    assert first == second
+    assert {name for name, (_, recaptures) in first.items() if recaptures} == {"a change on one rank"}
+    assert min(replays for replays, _ in first.values()) >= 8, first

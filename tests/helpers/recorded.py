@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -143,7 +144,9 @@ class Run:
 
     def __init__(self, module: pl.LightningModule, trainer: pl.Trainer, recorder: Recorder) -> None:
         self.seen, self.calls, self.trainer, self.module = recorder.seen, recorder.calls, trainer, module
-        self.state = _copy(module.state_dict())
+        strategy = trainer.strategy
+        with strategy.gathered() if hasattr(strategy, "gathered") else nullcontext():
+            self.state = _copy(module.state_dict())
 
 
 def fit(module: pl.LightningModule | None = None, *callbacks: Callback, ckpt_path: str | None = None, **options: Any) -> Run:
@@ -176,7 +179,8 @@ def assert_same(mine: Any, reference: Any, where: str = "") -> None:
     assert type(mine) is type(reference), f"{where}: {type(mine)} {type(reference)}"
     if isinstance(reference, Tensor):
         assert mine.dtype == reference.dtype and mine.shape == reference.shape, where
-        assert torch.equal(mine, reference), f"{where}: {(mine.double() - reference.double()).abs().max():.3g} apart"
+        same = (mine == reference) | ((mine != mine) & (reference != reference))  # NaN is NaN
+        assert same.all(), f"{where}: {(mine.double() - reference.double()).abs().max():.3g} apart"
     elif isinstance(reference, dict):
         assert list(mine) == list(reference), f"{where}: {list(mine)} {list(reference)}"
         for key, value in reference.items():
