@@ -29,7 +29,7 @@ class CUDAGraphStep(Callback):
     hooks may compute with tensors; what else they do happens only in eager steps.
 
     Works on a single device, with `zero3`, whose gathers and reductions are captured too, and with `ddp` where every parameter
-    is used. Ranks decide together in each step, by one small exchange of the hosts; `ddp` on NCCL runs eleven steps at least before
+    is used. Ranks decide together in each step, by one small exchange of the hosts; with NCCL, `ddp` runs eleven steps before
     a capture. Tested with the software graph so far, not on a GPU.
 
     Args:
