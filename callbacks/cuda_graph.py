@@ -36,6 +36,9 @@ class CUDAGraphStep(Callback):
         warmup: eager steps before the capture of a shape, at least 2.
         max_graphs: shapes of batches that are captured; batches of other shapes run eagerly.
         strict: a step that cannot be captured is an error.
+        optimizer: capture the optimizer's update too, in a graph of its own. It must be made with ``capturable=True`` (or
+            ``fused=True``, where it has no such option) and a tensor as learning rate, which schedulers change as ever.
+            Clipping, loss scaling and schedulers run eagerly.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 
     Raises:
@@ -44,12 +47,15 @@ class CUDAGraphStep(Callback):
 
     _runner: StepRunner | None = None
 
-    def __init__(self, *, warmup: int = 3, max_graphs: int = 4, strict: bool = False, software: bool = False) -> None:
+    def __init__(
+        self, *, warmup: int = 3, max_graphs: int = 4, strict: bool = False, optimizer: bool = False, software: bool = False
+    ) -> None:
         if warmup < 2:
             raise ValueError(f"warmup: expected at least 2 steps, which are compared, got {warmup}")
         if max_graphs < 1:
             raise ValueError(f"max_graphs: expected at least 1, got {max_graphs}")
         self.warmup, self.max_graphs, self.strict, self.software = warmup, max_graphs, strict, software
+        self.optimizer = optimizer
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,7 +66,7 @@ class CUDAGraphStep(Callback):
         engine = getattr(trainer.strategy, "engine", None)
         software = SoftwareGraphs(None if engine is None else engine.collectives)
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs, self.strict)
+        self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs, self.strict, self.optimizer)
         self._runner.install()
 
     def memory_bytes(self) -> dict[str, int]:

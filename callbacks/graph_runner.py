@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -16,6 +17,7 @@ from ..strategies.engine import ReplayedStep
 from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_output, check_trainer
 from .graph_device import CudaGraphs, SoftwareGraphs
+from .graph_optimizer import CapturedOptimizer, check_optimizer
 from .graph_state import Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients
 from .graph_watch import Problem, Watch, WatchedIndex, compare
@@ -49,6 +51,7 @@ class StepRunner:
         warmup: eager steps with batches of one signature before its capture; two at least are compared.
         max_graphs: signatures that are captured; others run eagerly.
         strict: raise where a step cannot be captured, instead of going on eagerly.
+        optimizer: capture the optimizers' updates, too.
     """
 
     def __init__(
@@ -59,19 +62,21 @@ class StepRunner:
         warmup: int,
         max_graphs: int,
         strict: bool,
+        optimizer: bool,
     ) -> None:
         self._trainer, self._module, self._graphs = trainer, module, graphs
         if isinstance(trainer.strategy, DDPStrategy):
             # DDP rebuilds its buckets in its second step; with NCCL torch's notes on CUDA graphs ask for eleven steps.
             warmup = max(warmup, 11 if trainer.strategy.root_device.type == "cuda" else 4)
         self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
+        self._with_optimizers, self._optimizers = optimizer, list[CapturedOptimizer]()
         self._gradients = StaticGradients()
         self._without: set[Tensor] = set()
         self._shapes: dict[Hashable, _Shape] = {}
         self._guard: Guard | None = None
         self._current: CapturedStep | None = None
         self._watching: _Shape | None = None
-        self._refused = False
+        self._refused = self._replayed = False
         self._stale: str | None = None  # why all graphs are out of date
         self._ranks = RankGatherer()
         self._epoch = trainer.current_epoch
@@ -88,12 +93,30 @@ class StepRunner:
         problems = check_trainer(self._trainer, self._module)
         if problems:
             self._refuse(problems)
+        elif self._with_optimizers:
+            self._take_optimizers()
+
+    def _take_optimizers(self) -> None:
+        scaled, device = getattr(self._plugin, "scaler", None) is not None, self._trainer.strategy.root_device
+        for optimizer in self._trainer.optimizers:
+            check = partial(check_optimizer, optimizer, device, scaled)
+            if found := check():
+                self._refuse_optimizer(found)
+                return
+            captured = CapturedOptimizer(optimizer, self._graphs.make, lambda: self._replayed, check, self._refuse_optimizer)
+            self._optimizers.append(captured)
+
+    def _refuse_optimizer(self, problems: list[str]) -> None:
+        self._warn("the optimizer's step cannot be captured", list(map(Problem, problems)), "It runs without a graph.")
 
     def remove(self) -> None:
         """The graphs go, and everything is as it was."""
         self._trainer.strategy.__dict__.pop("training_step", None)
         self._plugin.__dict__.pop("backward", None)
         self.drop()
+        for optimizer in self._optimizers:
+            optimizer.remove()
+        self._optimizers = []
         self._graphs.leave()
         self._ranks.close()
 
@@ -102,6 +125,8 @@ class StepRunner:
         for shape in self._shapes.values():
             if shape.step is not None:
                 shape.step.reset()
+        for optimizer in self._optimizers:
+            optimizer.reset()
         self._shapes = {}
         self._guard = self._current = None
         self._graphs.renew()
@@ -127,6 +152,7 @@ class StepRunner:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._current = self._watching = None
+        self._replayed = False
         self.steps += 1
         if self._refused:
             return self._eager_step(*args, **kwargs)
@@ -149,6 +175,7 @@ class StepRunner:
         else:
             shape.step.fill(batch)
         self._current = shape.step
+        self._replayed = True
         self.replays += 1
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
@@ -227,12 +254,15 @@ class StepRunner:
         return step
 
     def _refuse(self, problems: list[Problem]) -> None:
-        text = "CUDAGraphStep: the training step cannot be captured:\n" + "\n".join(f"  - {p}" for p in problems)
-        if self._strict:
-            raise GraphCaptureError(text)
+        self._warn("the training step cannot be captured", problems, "The run goes on without graphs.")
         self.drop()
         self._refused = True
-        rank_zero_warn(f"{text}\nThe run goes on without graphs. `CUDAGraphStep(strict=True)` makes this an error.")
+
+    def _warn(self, what: str, problems: list[Problem], consequence: str) -> None:
+        text = f"CUDAGraphStep: {what}:\n" + "\n".join(f"  - {p}" for p in problems)
+        if self._strict:
+            raise GraphCaptureError(text)
+        rank_zero_warn(f"{text}\n{consequence} `CUDAGraphStep(strict=True)` makes this an error.")
 
     # ---- backward ----------------------------------------------------------------------------
 

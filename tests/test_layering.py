@@ -131,7 +131,7 @@ LAYERS = [
     (["callbacks/graph_exchanges"], TORCH),
     (["callbacks/graph_batch", "callbacks/graph_software", "callbacks/graph_state", "callbacks/graph_tape"], LIGHTNING),
     (["callbacks/graph_device"], LIGHTNING),
-    (["callbacks/graph_step", "callbacks/graph_watch"], LIGHTNING),
+    (["callbacks/graph_optimizer", "callbacks/graph_step", "callbacks/graph_watch"], LIGHTNING),
     (["callbacks/graph_check"], LIGHTNING),
     (["callbacks/graph_runner"], LIGHTNING),
     (["callbacks/*"], LIGHTNING),

@@ -1,0 +1,141 @@
+"""The optimizer's update as a second graph: exact with schedulers and clipping, and refused by name where it cannot be."""
+
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+
+from helpers.recorded import Net, assert_same_run, fit
+from lightning_zero3 import Zero3Strategy
+from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_runner import GraphCaptureError
+
+
+class Stepped(Net):
+    """With an optimizer and a scheduler to try."""
+
+    def __init__(self, make, schedule=None, **arguments):
+        super().__init__(**arguments)
+        self.make, self.schedule = make, schedule
+
+    def configure_optimizers(self):
+        optimizer = self.make(self.parameters())
+        if self.schedule is None:
+            return optimizer
+        return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": "step"}]
+
+
+class Counting(CUDAGraphStep):
+    def on_train_end(self, trainer, pl_module):
+        self.updates = [optimizer.replays for optimizer in self._runner._optimizers]
+        super().on_train_end(trainer, pl_module)
+        assert "step" not in vars(trainer.optimizers[0]) or hasattr(trainer.optimizers[0].step, "_wrapped_by_lr_sched")
+
+
+class At(Callback):
+    def __init__(self, step, change):
+        self.step, self.change = step, change
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            self.change(trainer.optimizers[0])
+
+
+def rate(value=0.01):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=rate(), weight_decay=0.1, fused=True)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=rate(), momentum=0.9, fused=True)
+
+
+def capturable(parameters):
+    return torch.optim.Adam(parameters, lr=rate(), capturable=True, foreach=False)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+
+def cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200, cycle_momentum=False)
+
+
+def load_own_state(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def more_decay(optimizer):
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+
+
+def both_ways(callback, arguments, *callbacks, strategy=lambda: "auto", **options):
+    reference = fit(Stepped(*arguments, batch_size=8), *callbacks, strategy=strategy(), **options)
+    mine = fit(Stepped(*arguments, batch_size=8), callback, *callbacks, strategy=strategy(), **options)
+    assert_same_run(mine, reference)
+
+
+@pytest.mark.parametrize("strategy", [lambda: "auto", Zero3Strategy], ids=["one device", "zero3"])
+def test_an_update_in_a_graph_follows_schedules_accumulation_and_clipping(strategy):
+    callback = Counting(software=True, strict=True, optimizer=True)
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 4}
+    both_ways(callback, (adamw, cosine), strategy=strategy, **options)
+    assert callback.updates[0] > 8  # of 12
+
+
+@pytest.mark.parametrize("arguments", [(sgd,), (capturable, cycle)], ids=["sgd", "capturable"])
+def test_other_optimizers(arguments, monkeypatch):
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    callback = Counting(software=True, strict=True, optimizer=True)
+    both_ways(callback, arguments)
+    assert callback.updates[0] > 5
+
+
+def test_what_puts_an_update_out_of_date_is_noticed():
+    callback = Counting(software=True, strict=True, optimizer=True)
+    both_ways(callback, (adamw,), At(9, load_own_state), At(13, more_decay), max_epochs=3)
+    assert callback.updates[0] == 18 - 3 - 2  # three before the first capture, and one at each change
+
+
+def half(scale):
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=rate()), {}, r"SGD computes with Python numbers.*`fused=True`"),
+        (
+            lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+            {},
+            r"learning rate of param group 0 of AdamW is 0\.1.*torch\.tensor",
+        ),
+        (
+            lambda p: torch.optim.NAdam(p, lr=rate()),
+            {},
+            r"NAdam has no step that a graph can hold\. Adam, AdamW, .*optimizer=False",
+        ),
+        (adamw, {"plugins": [half(4.0)]}, r"AdamW\(fused=True\) unscales gradients itself"),
+    ],
+    ids=["python", "rate", "no option", "scaled"],
+)
+def test_optimizers_that_cannot_be_captured_are_refused_by_name(make, options, message):
+    with pytest.raises(GraphCaptureError, match=message):
+        fit(Stepped(make), CUDAGraphStep(software=True, strict=True, optimizer=True), **options)
+
+
+def cycled(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200)
+
+
+def test_a_number_that_changes_in_each_step_leaves_the_update_eager():
+    callback = Counting(software=True, optimizer=True)
+    with pytest.warns(UserWarning, match=r"`betas` of param group 0 of AdamW changes again and again"):
+        both_ways(callback, (adamw, cycled))
+    assert callback.updates == [0]
