@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from .position import Activity, Place
 
@@ -28,6 +28,7 @@ class Beat:
         busy: share of the last second in which it did not wait for others, 0 to 1.
         waits: where it waited at the end of that second: ENGINE, ELSEWHERE or "".
         code: the user's line that ran then.
+        trace: of its exchanges, see :class:`~.engine.LocalCollectives`; empty if it has moved since the last report.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Beat:
     busy: float
     waits: str
     code: str
+    trace: list[int] = field(default_factory=list)
 
     def pack(self) -> str:
         """As JSON."""
@@ -49,6 +51,12 @@ class Beat:
         fields = json.loads(text)
         place = fields.pop("place")
         return Beat(place=Place(**{**place, "activity": Activity(place["activity"])}), **fields)
+
+
+def aligned(beats: Sequence[Beat]) -> list[list[int]]:
+    """Labels of each rank's exchanges since the agreement that rank 0 has come to last; empty where that is not known."""
+    window = beats[0].trace[:1]
+    return [beat.trace[1:] if beat.trace[:1] == window != [-1] else [] for beat in beats]
 
 
 class Deadlock:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
-from .engine import collectives, shared
+from .engine import collectives, first_difference, shared
 from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, Report, Reports
-from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
+from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
 
+_NOBODY = -1  # alone is behind it
 _SAMPLES = 10  # of the training thread, for each beat
 _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
 _NOT_USER_CODE = tuple(
@@ -69,8 +70,10 @@ class Watch:
     def __init__(self, options: WatchOptions, store: dist.Store, rank: int, world_size: int) -> None:
         self.position = Position()
         self.unit_name: Callable[[int], str] = str
+        self.door = collectives.LocalCollectives()  # whose exchanges are told
         self._options, self._rank, self._world_size = options, rank, world_size
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
+        self._reported: Place | None = None
         self._trained = threading.current_thread().ident
         self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
         self._over: dict[int, Place] = {}  # ranks whose run has ended well
@@ -168,7 +171,7 @@ class Watch:
             file = frame.f_code.co_filename
             if file == distributed_c10d.__file__ or frame.f_code.co_name == "_meet":
                 waits = ELSEWHERE
-            elif not waits and file in _DOORS:
+            elif file in _DOORS and (not waits or frame.f_code.co_name == "agree"):
                 waits = ENGINE
             if not file.startswith(_NOT_USER_CODE) and not file.startswith("<"):
                 code = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -181,8 +184,10 @@ class Watch:
         waits, code = self._waits()
         samples = self._samples or [waits]
         busy = sum(not w for w in samples) / len(samples)
-        place = self.position.place()
-        return Beat(self._number, self._machine, os.getpid(), self.position.descriptor, place, busy, waits, code)
+        place, before = self.position.place(), self._reported
+        self._reported = place
+        trace = list(self.door.trace) if place == before else []
+        return Beat(self._number, self._machine, os.getpid(), self.position.descriptor, place, busy, waits, code, trace)
 
     def _meet_neighbours(self) -> None:
         for rank, report in list(self._reports.newest.items()):
@@ -239,6 +244,10 @@ class Watch:
         )
 
     def _diagnose(self, beats: list[Beat]) -> None:
+        # NCCL compares nothing, and whoever waits for the device never comes to the end of its backward, where the engine does.
+        if difference := first_difference(aligned(beats), self.door.describe):
+            self._condemn(_NOBODY, f"In step {beats[0].place.step}: {difference}")
+            return
         if pair := self._deadlock.find(beats):
             inside, outside = (f"rank {r} is in {self._describe(beats[r].place)} ({beats[r].code})" for r in pair)
             self._condemn(

@@ -77,7 +77,7 @@ class WatchedStrategy(ProcessStrategy):
         """The engine writes where it is to where the watch looks."""
         if self.watch is not None and self._door is not None:
             self._door.progress = self.watch.position.progress
-            self.watch.unit_name = self._unit_name
+            self.watch.unit_name, self.watch.door = self._unit_name, self._door
 
     def _unit_name(self, index: int) -> str:
         units = self.engine.units if self.engine is not None else []

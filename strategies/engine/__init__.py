@@ -14,6 +14,7 @@ visit                 a unit's turn in backward
 ====================  ==================================================================================================
 """
 
+from .agreement import first_difference
 from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives
 from .door import make_collectives
 from .engine import Zero3Engine
@@ -41,6 +42,7 @@ __all__ = [
     "UnitPolicy",
     "Zero3Engine",
     "find_units",
+    "first_difference",
     "is_sharded",
     "make_clock",
     "make_collectives",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from .collectives import DivergenceError, LocalCollectives, Meeting
@@ -32,7 +34,7 @@ class Agreement:
         """
         if self._collectives.world_size == 1:
             return bytes(self._used), late, changed
-        trace = hash(tuple(self._collectives.trace)) >> 2  # of integers: the same in every process
+        trace = hash(tuple(self._collectives.trace[1:])) >> 2  # of integers: the same in every process
         message = self._message
         message[0], message[1] = trace, -trace
         units, modules = 2 + len(late), 2 + len(late) + len(changed)
@@ -40,20 +42,10 @@ class Agreement:
         message[modules:].copy_(self._flags)
         agreed = self._collectives.agree(message).tolist()
         if agreed[0] != -agreed[1]:
-            self._explain()
-        self._collectives.trace.clear()
+            everyone = self._collectives.all_gather_object([*self._collectives.trace[1:], Meeting.AGREEMENT])
+            raise DivergenceError(first_difference(everyone, self.describe))
+        self._collectives.agreed()
         return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])
-
-    def _explain(self) -> None:
-        everyone = self._collectives.all_gather_object(self._collectives.trace)
-        for rank, theirs in enumerate(everyone):
-            for step, (a, b) in enumerate(zip([*everyone[0], -1], [*theirs, -1], strict=False)):
-                if a != b:
-                    raise DivergenceError(
-                        f"The ranks ran different things. At exchange {step} of this step rank 0 came to {self.describe(a)}, "
-                        f"rank {rank} to {self.describe(b)}. All ranks must run the same modules in the same order; look for a "
-                        "branch or a loop that depends on a rank's own data."
-                    )
 
     def describe(self, label: int) -> str:
         """What the label of an exchange stands for."""
@@ -62,3 +54,21 @@ class Agreement:
         index, exchange = divmod(label, len(Exchange))
         verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
         return f"{verb} unit {self._units[index].name}"
+
+
+def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
+    """Where the exchanges of some rank stop to be rank 0's, in words; empty if they do not.
+
+    Args:
+        everyone: labels of each rank's exchanges since the last agreement; one that has done fewer says nothing.
+        describe: what a label stands for.
+    """
+    for rank, theirs in enumerate(everyone):
+        for number, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)):
+            if a != b:
+                return (
+                    f"The ranks ran different things. At exchange {number} of this step rank 0 came to {describe(a)}, rank "
+                    f"{rank} to {describe(b)}. All ranks must run the same modules in the same order; look for a branch or a "
+                    "loop that depends on a rank's own data."
+                )
+    return ""

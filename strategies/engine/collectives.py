@@ -80,7 +80,8 @@ class LocalCollectives:
     Attributes:
         rank: among the ranks that share the model's shards, ``world_size`` in number.
         global_rank: among all ranks: ``replicas`` groups that share shards.
-        trace: labels of the exchanges since the last :meth:`agree`.
+        trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since; another thread may
+            look at it.
         describe: what a label stands for, for errors.
         progress: index of the unit whose forward or backward ran last, and exchanges begun; others may look at it.
     """
@@ -91,7 +92,8 @@ class LocalCollectives:
     replicas = 1
 
     def __init__(self) -> None:
-        self.trace: list[int] = []
+        self._agreements = self._resumed = 0
+        self.trace = [0]
         self.describe: Callable[[int], str] = str
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
@@ -99,6 +101,21 @@ class LocalCollectives:
     def nbytes(self) -> int:
         """Of memory that is held between exchanges."""
         return 0
+
+    def agreed(self) -> None:
+        """All ranks have compared what they did so far."""
+        self._agreements, self._resumed = self._agreements + 1, 0
+        self.trace[:] = [self._agreements << 16]
+
+    def forget_trace(self) -> None:
+        """From here on it cannot be told which exchange of this rank belongs to which of another."""
+        self.trace[:] = [-1]
+
+    def resume_trace(self) -> None:
+        """From here on it can, if it could not: all ranks begin a step."""
+        if self.trace[0] < 0:
+            self._resumed += 1
+            self.trace[:] = [(self._agreements << 16) + self._resumed]
 
     def meet(self, meeting: Meeting) -> None:
         """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
@@ -185,9 +202,14 @@ class GroupCollectives(LocalCollectives):
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
         return tensor
 
+    def meet(self, meeting: Meeting) -> None:
+        """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
+        self.trace.append(meeting)
+
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         self.progress[1] += 1
+        self.trace.append(Meeting.AGREEMENT)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
         return values
 

@@ -197,7 +197,9 @@ class Zero3Engine:
             return
         self.open_step()
         if not torch.is_grad_enabled():
-            self.collectives.trace.clear()  # no backward will come to compare and clear it
+            self.collectives.forget_trace()  # no backward will come to compare it
+        elif not self.joint.running:
+            self.collectives.resume_trace()
         self.access.in_step = True
         if self._root is not None and self._root.gather():
             self._root.use()
@@ -274,7 +276,7 @@ class Zero3Engine:
         for unit in self.units:
             unit.abandon()
         self._pass.abandon()
-        self.collectives.trace.clear()
+        self.collectives.forget_trace()
         self._saved.forget()
 
     def weights_changed(self) -> None:

@@ -53,7 +53,7 @@ class HybridCollectives(LocalCollectives):
         super().__init__()
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
-        self.trace = shards.trace
+        self.trace = everyone.trace = shards.trace
 
     @property
     def describe(self) -> Callable[[int], str]:

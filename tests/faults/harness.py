@@ -115,7 +115,7 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
 def _last_words(log: str) -> str:
     """The message at the end of the traceback, or what was said about another rank before the process was ended."""
     errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M)
-    ends = re.findall(r"^(Rank \d+ (?:on|died|raised|has) .*|The ranks .*)$", log, re.M)
+    ends = re.findall(r"^(Rank \d+ (?:on|died|raised|has) .*|(?:In step \d+: )?The ranks .*)$", log, re.M)
     warnings = re.findall(r"(Rank \d+ holds .*)$", log, re.M)
     return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)
 

@@ -53,6 +53,8 @@ DIVERGENCES = [
     ("fewer batches", "end", 0, 3),
     ("lonely barrier", "end", 1, 2),
     ("lonely save", "end", 0, 3),
+    ("other order", "device", 1, 3),
+    ("lonely barrier", "device", 1, 2),
 ]
 SLOW = [("doze", "forward", 1, 2), ("doze", "loading", 0, 3)]
 RESTARTED = [("kill", "forward", 1, 2), ("kill", "backward", 0, 2), ("fail", "validation", 1, 2), ("kill", "writing", 0, 2)]
@@ -78,7 +80,8 @@ started again from its last checkpoint.
 
 *Seconds* are from the fault to the end of the last process, *orphans* the processes that are left then (a frozen one aside,
 which waits to be woken), *codes* the exit codes of all ranks in order, *loss* the largest difference of any rank's loss in any
-step of the resumed run from the run without a fault; 0 is bitwise. The machine has two cores and was busy.
+step of the resumed run from the run without a fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody
+compares them, and hosts do not wait for them. The machine has two cores and was busy.
 """
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset
@@ -111,6 +112,8 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.trigger("first step")
+        if self.on_device and self.global_step == FAULT_STEP:
+            self.trainer.strategy.engine.collectives.stuck = True
         if self.here("other order"):
             self.net.head(self.net.norm(self.net.embed(batch[0])))
         if self.here("skipped unit"):
@@ -120,11 +123,17 @@ class Model(pl.LightningModule):
         handle.remove()
         if self.fault is not None and self.fault.phase == "backward":
             loss.register_hook(lambda grad: self.trigger("backward"))
+        if self.on_device and self.global_step == FAULT_STEP:
+            time.sleep(60 * (self.fault.kind == "other order"))  # as `loss.item()` would wait for the device
         with (self.folder / f"losses.{self.global_rank}").open("a") as file:
             file.write(f"{self.global_step} {loss.item()!r}\n")
         if self.here("skipped step"):
             return None
         return loss
+
+    @property
+    def on_device(self):
+        return self.fault is not None and self.fault.phase == "device"
 
     def here(self, kind):
         """Whether this is the place where the ranks are to diverge."""
@@ -196,6 +205,32 @@ def die_half_way(fault, folder):
     sharded.FileSystemWriter = Writer
 
 
+def run_ahead():
+    """As with NCCL, the host does not wait for exchanges, and nobody compares them; from the fault on they never end."""
+    from lightning_zero3.strategies import zero3
+    from lightning_zero3.strategies.engine.collectives import GroupCollectives, Pending
+
+    class Door(GroupCollectives):
+        stuck = False
+
+        def all_gather(self, buffer, label=0):
+            return self.never(buffer, label) if self.stuck else super().all_gather(buffer, label)
+
+        def reduce_scatter(self, buffer, label=0):
+            return (
+                self.never(buffer[: len(buffer) // self.world_size], label)
+                if self.stuck
+                else super().reduce_scatter(buffer, label)
+            )
+
+        def never(self, result, label):
+            self.progress[1] += 1
+            self.trace.append(label)
+            return Pending(result)
+
+    zero3.make_collectives = lambda group, device: Door(group, torch.distributed.new_group(backend="gloo"))
+
+
 def train(folder, fault, devices, nodes=1):
     """One attempt; goes on from the last checkpoint in ``folder`` if there is one."""
     from lightning_zero3 import DataOptions, WatchOptions, Zero3Strategy
@@ -203,6 +238,8 @@ def train(folder, fault, devices, nodes=1):
     world_size = devices * nodes
     if fault is not None and fault.phase == "writing" and int(os.environ["RANK"]) == fault.rank:
         die_half_way(fault, folder)
+    if fault is not None and fault.phase == "device":
+        run_ahead()
     saver = ModelCheckpoint(
         Path(folder, "checkpoints"), "{step}", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1, save_last=True
     )
@@ -220,7 +257,7 @@ def train(folder, fault, devices, nodes=1):
         callbacks=[saver],
         max_epochs=1,
         val_check_interval=FAULT_STEP,
-        limit_val_batches=2,
+        limit_val_batches=0 if fault is not None and fault.phase == "device" else 2,
         num_sanity_val_steps=0,
         limit_train_batches=FAULT_STEP if fewer else 1.0,
         default_root_dir=folder,

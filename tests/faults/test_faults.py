@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults.harness import Fault, run
+from faults.harness import LIMIT_S, Fault, attempt, run
 
 # fault -> what each other rank says, after "Rank <other> " for a death; and the exit code of the rank itself
 FAULTS = {
@@ -35,6 +35,20 @@ def test_diverging_ranks_all_say_so():
     for rank, said in outcome.said.items():
         assert "DivergenceError: In step 5" in said and f"rank {rank} is about to gather unit" in said, said
     assert outcome.difference == 0.0
+
+
+ON_DEVICES = {
+    Fault("other order", "device", 1, 3): ("In step 5: The ranks ran different things. At exchange ", "rank 1 to gather unit "),
+    Fault("lonely barrier", "device", 1, 2): ("to gather unit ", "rank 1 to wait for the others at a barrier."),
+}
+
+
+@pytest.mark.parametrize("fault", ON_DEVICES, ids=lambda f: f.kind)
+def test_ranks_that_diverge_and_wait_for_their_devices_end(fault, tmp_path):
+    outcome = attempt(tmp_path, fault, fault.world_size, LIMIT_S)
+    assert set(outcome.codes.values()) == {1} and outcome.orphans == 0
+    for said in outcome.said.values():
+        assert all(words in said for words in ON_DEVICES[fault]), said
 
 
 def test_a_slow_rank_is_named_and_trains_on():

@@ -3,13 +3,18 @@
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from lightning_zero3.strategies.engine import GroupCollectives, LocalCollectives, first_difference
 from lightning_zero3.strategies.position import Activity, Neighbour, Place, Position, machine
-from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler
+from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
+from lightning_zero3.strategies.watch import Watch
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
 
@@ -26,6 +31,35 @@ def test_a_report_survives_its_way():
 def test_a_place_in_words():
     assert PLACE.describe(["embed", "blocks.0"].__getitem__) == "forward, unit blocks.0, step 3"
     assert replace(PLACE, activity=Activity.OPTIMIZER).describe(str) == "the optimizer step, step 3"
+
+
+def test_exchanges_of_one_window_are_compared():
+    rounds = [replace(beat(1), trace=trace) for trace in ([7, 3, 5, 9], [7, 3, 5], [7, 3, 6, 9], [8, 4], [])]
+    assert aligned(rounds) == [[3, 5, 9], [3, 5], [3, 6, 9], [], []]
+    said = first_difference(aligned(rounds), "exchange {}".format)
+    assert "At exchange 1 of this step rank 0 came to exchange 5, rank 2 to exchange 6." in said
+    assert not first_difference(aligned(rounds[:2] + rounds[3:]), str)
+    assert aligned([replace(beat(1), trace=[-1, 3])] * 2) == [[], []]  # nobody knows since when
+
+
+def test_a_rank_that_waits_for_an_agreement_waits_in_the_engine(monkeypatch):
+    gate, of_torch = threading.Event(), {}
+    exec(
+        compile("def all_reduce(*args, **options): gate.wait(30)", distributed_c10d.__file__, "exec"), {"gate": gate}, of_torch
+    )
+    monkeypatch.setattr(dist, "all_reduce", of_torch["all_reduce"])
+    door = GroupCollectives.__new__(GroupCollectives)
+    LocalCollectives.__init__(door)
+    door._control = None
+    thread = threading.Thread(target=door.agree, args=(None,))
+    thread.start()
+    watch = Watch.__new__(Watch)
+    watch._trained = thread.ident
+    while thread.is_alive() and not any(waits := watch._waits()):
+        time.sleep(0.01)
+    assert waits[0] == ENGINE
+    gate.set()
+    thread.join()
 
 
 def find(deadlock, *rounds):
