@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that reach for weights or param groups themselves, made to work on shards.
+"""Callbacks of Lightning that reach for weights, param groups or checkpoints' names themselves, made to work on shards.
 
 The class of such a callback is switched to a subclass that goes through the strategy; for Lightning and in checkpoints it
 keeps its name.
@@ -12,7 +12,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -124,7 +131,18 @@ class _StochasticWeightAveraging(StochasticWeightAveraging):
         src_pl_module.store(buffers=False)
 
 
+class _ModelCheckpoint(ModelCheckpoint):
+    """`save_last="link"`: the link leads to something at any moment, and to a checkpoint that is whole."""
+
+    @staticmethod
+    @override
+    def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        trainer.strategy.link_checkpoint(filepath, linkpath)
+        trainer.strategy.barrier()
+
+
 _ADAPTED: dict[type[Callback], type] = {
+    ModelCheckpoint: _ModelCheckpoint,
     BaseFinetuning: _Finetuning,
     WeightAveraging: _WeightAveraging,
     StochasticWeightAveraging: _StochasticWeightAveraging,

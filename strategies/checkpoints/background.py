@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-
-from .storage import remove
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .writer import Prepared
@@ -20,7 +19,7 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._running: tuple[Path, Future[Any]] | None = None
-        self._superseded: list[Path] = []  # to be removed when the one in flight is whole
+        self._afterwards: list[Callable[[], None]] = []
 
     @property
     def running(self) -> bool:
@@ -41,7 +40,7 @@ class BackgroundSave:
         return self._running is not None and self._running[1].done()
 
     def wait(self) -> None:
-        """Wait for the save in flight; what it replaces is removed then.
+        """Wait for the save in flight, and do what was to be done after it.
 
         Raises:
             CheckpointError: it failed, on all ranks.
@@ -49,13 +48,13 @@ class BackgroundSave:
         from .writer import saving
 
         running, self._running = self._running, None
-        superseded, self._superseded = self._superseded, []
+        afterwards, self._afterwards = self._afterwards, []
         if running is not None:
             with saving(running[0]):
                 running[1].result()
-        for path in superseded:
-            remove(path)
+        for work in afterwards:
+            work()
 
-    def remove_later(self, path: Path) -> None:
-        """Delete ``path`` once the save in flight, which may be meant to replace it, is whole."""
-        self._superseded.append(path)
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Do ``work`` once the save in flight is whole: remove what it replaces, let links lead to it."""
+        self._afterwards.append(work)

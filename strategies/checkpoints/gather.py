@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engine.unit import Unit
-from .slices import Flats, OwnedTensor, SavedTensor, SlicedTensor
+from .slices import Described, Flats, OwnedTensor, SlicedTensor
 
 T = TypeVar("T", bound=Tensor)
 
@@ -25,7 +25,7 @@ def tensors_in(tree: Any, kind: type[T]) -> Iterator[T]:
 
 def replace(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     """The nested dicts and lists with every slice and saved tensor changed; what holds none is kept as it is."""
-    if isinstance(tree, SlicedTensor | SavedTensor):
+    if isinstance(tree, Described):
         return change(tree)
     if isinstance(tree, dict):
         new: Any = {key: replace(item, change) for key, item in tree.items()}

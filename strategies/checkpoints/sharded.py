@@ -103,10 +103,10 @@ class ShardedCheckpoint:
         """
         rounds: list[dict[str, Tensor]] = [{}]
         for saved, target in wanted:
-            free = next((r for r in rounds if saved.saved_name not in r), None)  # one tensor may be wanted twice
+            free = next((r for r in rounds if saved.label not in r), None)  # one tensor may be wanted twice
             if free is None:
                 rounds.append(free := {})
-            free[saved.saved_name] = target
+            free[saved.label] = target
         everyone: list[int] = [len(rounds)]
         if dist.is_initialized():
             everyone = [0] * dist.get_world_size()

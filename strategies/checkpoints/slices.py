@@ -25,7 +25,36 @@ Flats = Callable[[FlatGroup], Tensor | None]  # a flat tensor laid out like the 
 _QUESTIONS = frozenset("__get__ size dim numel element_size is_floating_point is_complex __hash__ __len__".split())
 
 
-class SlicedTensor(Tensor):
+class Described(Tensor):
+    """The name, shape and dtype of a tensor whose values are elsewhere."""
+
+    label: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Answer questions about the shape; :meth:`compute` anything else."""
+        name = getattr(func, "__name__", str(func))
+        if name == "detach":
+            return args[0]
+        if name == "__repr__":
+            return f"{cls.__name__}({args[0].label!r}, shape={tuple(args[0].size())})"
+        if name in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        return cls.compute(func, args, kwargs or {})
+
+    @classmethod
+    def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What an operation on the values gives."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Never reached: ``__torch_function__`` answers or raises."""
+        raise TypeError(f"{func} needs values that are not in this tensor.")
+
+
+class SlicedTensor(Described):
     """The shape of a whole tensor and the boxes of it that this rank holds.
 
     It has no values of its own: it exists to be handed to torch.distributed.checkpoint, whose protocol for such tensors
@@ -35,6 +64,11 @@ class SlicedTensor(Tensor):
     place: Place
     flats: Flats
     parts: dict[torch.Size, Tensor]  # offsets in the whole tensor -> view of this rank's memory
+
+    @property
+    def label(self) -> str:
+        """The parameter's name."""
+        return self.place.entry.name
 
     @staticmethod
     def __new__(cls, place: Place, flats: Flats, dtype: torch.dtype, device: torch.device, parts: dict) -> SlicedTensor:
@@ -82,27 +116,13 @@ class SlicedTensor(Tensor):
         return _alone(part) if type(self) is SlicedTensor and part.device.type == "cpu" else part
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Answer questions about the shape; anything that needs values is an error."""
-        name = getattr(func, "__name__", str(func))
-        if name == "detach":
-            return args[0]
-        if name in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs or {})
-        sliced = next((a for a in args if isinstance(a, SlicedTensor)), None)
-        label = "a tensor" if sliced is None else repr(sliced.place.entry.name)
-        if name == "__repr__":
-            return f"SlicedTensor({label}, shape={tuple(args[0].size())})"
+    def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Nothing can be computed with it."""
+        labels = [repr(a.label) for a in args if isinstance(a, SlicedTensor)] or ["a tensor"]
         raise TypeError(
-            f"`{name}` needs the values of {label}, of which each rank holds a part while a checkpoint is saved. Names can be "
-            "changed and entries removed in `on_save_checkpoint`; values cannot."
+            f"`{getattr(func, '__name__', func)}` needs the values of {labels[0]}, of which each rank holds a part while a "
+            "checkpoint is saved. Names can be changed and entries removed in `on_save_checkpoint`; values cannot."
         )
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Never reached: ``__torch_function__`` answers or raises."""
-        raise TypeError(f"{func} needs the values of a tensor that is sharded over the ranks.")
 
 
 def _alone(part: Tensor) -> Tensor:
@@ -134,34 +154,23 @@ class OwnedTensor(SlicedTensor):
         return self.engine.collectives.broadcast(value, self.owner)
 
 
-class SavedTensor(Tensor):
+class SavedTensor(Described):
     """A tensor in a checkpoint. Its shape and dtype are known; its values are read when an operation needs them."""
 
-    saved_name: str  # in the checkpoint
     read: Callable[[], Tensor]  # the whole value, on the CPU; local
 
     @staticmethod
-    def __new__(cls, saved_name: str, size: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> SavedTensor:
-        """A tensor of ``size`` that ``read`` reads."""
+    def __new__(cls, label: str, size: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> SavedTensor:
+        """A tensor of ``size`` that ``read`` reads; ``label`` is its name in the checkpoint."""
         tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
-        tensor.saved_name, tensor.read = saved_name, read
+        tensor.label, tensor.read = label, read
         return tensor
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Answer questions about the shape; read the values for anything else."""
-        name = getattr(func, "__name__", str(func))
-        if name == "detach":
-            return args[0]
-        if name in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs or {})
-        if name == "__repr__":
-            return f"SavedTensor({args[0].saved_name!r}, shape={tuple(args[0].size())})"
-        args, kwargs = tree_map(lambda a: a.read() if isinstance(a, SavedTensor) else a, (args, kwargs or {}))
+    def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The result for the values, which are read."""
+        args, kwargs = tree_map(lambda a: a.read() if isinstance(a, SavedTensor) else a, (args, kwargs))
         return func(*args, **kwargs)
-
-    __torch_dispatch__ = SlicedTensor.__torch_dispatch__
 
     def __deepcopy__(self, memo: dict) -> SavedTensor:
         """Itself: nothing can change it."""

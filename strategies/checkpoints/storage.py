@@ -18,6 +18,7 @@ import sys
 import uuid
 import zipfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointError
@@ -79,32 +80,67 @@ def remove(path: Path) -> None:
     shutil.rmtree(rubbish.parent, ignore_errors=True)
 
 
-def last_complete(folder: Path) -> Path | None:
-    """The newest checkpoint in ``folder`` that is whole as far as names and sizes tell."""
-    found = [(_saved(path), path) for path in folder.glob("*.ckpt") if _is_whole(path)]
-    return max(found, default=(0.0, None))[1]
+def retire(path: Path) -> None:
+    """Delete a checkpoint; links to it (`save_last="link"`) lead to the newest of the others from then on."""
+    for link in path.parent.glob("*.ckpt"):
+        if link.is_symlink() and link != path and link.resolve() == path.resolve():
+            other = last_complete(path.parent, path)
+            if other is not None:
+                point(link, other)
+    remove(path)
 
 
-def resolve(path: Path) -> tuple[Path, list[str]]:
-    """Which checkpoint to read for ``path``: itself, or the last complete one in the place of a broken "last".
+def point(link: Path, target: Path) -> None:
+    """Make ``link`` lead to ``target``."""
+    stage = begin(link)
+    os.symlink(os.path.relpath(target, link.parent), stage)
+    commit(stage, link)
 
-    Returns:
-        the path, and remarks about what is broken in its folder.
+
+def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
+    """The newest checkpoint in ``folder``, but for one, that is whole as far as names and sizes tell."""
+    paths = [path for path in folder.glob("*.ckpt") if besides is None or path.resolve() != besides.resolve()]
+    return max(((_saved(path), path) for path in paths if _is_whole(path)), default=(0.0, None))[1]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which checkpoint to read.
+
+    Attributes:
+        path: of it.
+        remarks: about what is broken in its folder.
+        other: for an error, should it be damaged: which one to read instead.
+    """
+
+    path: Path
+    remarks: list[str]
+    other: str
+
+
+def choose(path: Path, newest: bool) -> Choice:
+    """What to read for ``path``.
+
+    Args:
+        path: the checkpoint that was asked for.
+        newest: it was asked for as the newest one, so another takes its place if it is incomplete. (What is complete and
+            has other checksums is an error all the same: disks that lose bytes should not go unnoticed.)
 
     Raises:
-        CheckpointError: there is nothing, or it is broken; the error names the last complete checkpoint of the folder.
+        CheckpointError: there is nothing, or it is incomplete; the error names the last complete one of the folder.
     """
-    last = last_complete(path.parent)
-    hint = "There is no complete one in its folder." if last is None else f"The last complete one in its folder is {last}."
+    last = last_complete(path.parent, path)
+    other = f"The last complete one besides it is {last}." if last else "There is no other complete one in its folder."
     remarks = [f"{path.parent / stage.name}: {damage(stage)}." for stage in unfinished(path.parent) if stage.is_dir()]
     if not path.exists():
-        raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, hint]))
-    found = damage(path) if path.is_dir() else None
+        raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
+    found = _incomplete(path)
     if found is None:
-        return path, remarks
-    if path.stem.startswith("last") and last is not None:  # what Lightning takes for "last"
-        return last, [*remarks, f"{path} is {found}. Going on from the last complete checkpoint, {last}."]
-    raise CheckpointError(f"{path} is {found}. {hint}")
+        return Choice(path, remarks, other)
+    if newest and last is not None:
+        told = f"{path} is {found}. Going on from the last complete checkpoint, {last}."
+        return Choice(last, [*remarks, told], "Choose another one in its folder.")
+    raise CheckpointError(f"{path} is {found}. {other}")
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -113,10 +149,18 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    # The index of a zip file, which full checkpoints are, is its end.
     if path.is_dir():
         return (path / MANIFEST).exists() and damage(path) is None
     return path.exists() and zipfile.is_zipfile(path)
+
+
+def _incomplete(path: Path) -> str | None:
+    if path.is_dir():
+        return damage(path)
+    # The index of a zip file, which full checkpoints are, is its end. Files in torch's older format are pickles.
+    with open(path, "rb") as file:
+        is_zip = file.read(2) == b"PK"
+    return "incomplete: the end of the file is missing" if is_zip and not zipfile.is_zipfile(path) else None
 
 
 def _saved(path: Path) -> float:

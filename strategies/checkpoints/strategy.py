@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,13 +22,13 @@ from ..engine import Zero3Engine
 from ..processes import ProcessStrategy
 from . import full
 from .background import BackgroundSave
-from .errors import together
+from .errors import CheckpointError, together
 from .gather import gather, gather_on_rank_zero
 from .model_state import load_state_dict, own_values, sliced_state_dict
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
 from .slices import Flats, SlicedTensor
-from .storage import commit, make_folder, remove, resolve
+from .storage import Choice, choose, commit, make_folder, point, retire
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .sharded import ShardedCheckpoint
@@ -186,11 +187,20 @@ class CheckpointStrategy(ProcessStrategy):
             return
         path = Path(filepath)
         if self._background is not None and self._background.running:
-            self._background.remove_later(path)
+            self._background.afterwards(lambda: retire(path))
         elif path.is_dir():
-            remove(path)
+            retire(path)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+    def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
+        """Make ``link`` lead to a checkpoint, once that is whole; local."""
+        if not self.is_global_zero or os.path.abspath(path) == os.path.abspath(link):
+            return
+        if self._background is not None and self._background.running:
+            self._background.afterwards(lambda: point(Path(link), Path(path)))
+        else:
+            point(Path(link), Path(path))
 
     # ------------------------------------------------------------------------------------------------ loading
 
@@ -210,15 +220,28 @@ class CheckpointStrategy(ProcessStrategy):
         return checkpoint
 
     def _load_local(self, wanted: Path, weights_only: bool) -> dict[str, Any]:
-        path, remarks = together(f"Loading {wanted}", lambda: resolve(wanted) if self.is_global_zero else None)[0]
-        for told in remarks:
+        chosen = together(f"Loading {wanted}", lambda: self._choose(wanted) if self.is_global_zero else None)[0]
+        assert chosen is not None
+        for told in chosen.remarks:
             rank_zero_warn(told)
-        if not path.is_dir():
-            return full.load(path, weights_only)
-        from .sharded import ShardedCheckpoint
+        try:
+            if not chosen.path.is_dir():
+                return full.load(chosen.path, weights_only)
+            from .sharded import ShardedCheckpoint
 
-        self._source = ShardedCheckpoint(path, weights_only)
-        return self._source.checkpoint()
+            self._source = ShardedCheckpoint(chosen.path, weights_only)
+            return self._source.checkpoint()
+        except CheckpointError as error:
+            raise CheckpointError(f"{str(error).rstrip('.')}. {chosen.other}") from error.__cause__
+
+    def _choose(self, wanted: Path) -> Choice:
+        """Lightning has turned "last" and "hpc" into paths already: they are what it would find again."""
+        newest = {self._trainer._checkpoint_connector._hpc_resume_path}
+        for callback in self._trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                newest |= callback._find_last_checkpoints(self._trainer)
+            newest.add(getattr(callback, "ckpt_path", None))  # of OnExceptionCheckpoint
+        return choose(wanted, os.path.normpath(wanted) in {os.path.normpath(path) for path in newest if path})
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -18,6 +18,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints import writer
 from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.checkpoints.manifest import damage
 from lightning_zero3.strategies.checkpoints.slices import SlicedTensor
 
 STEPS, EVERY = 12, 4
@@ -42,7 +43,10 @@ class Disk(Callback):
         monkeypatch.setattr(writer._Writer, "write_data", write_data)
 
     def on_train_batch_start(self, trainer, *_):
-        self.seen.append(sorted(path.name for path in self.folder.glob("*.ckpt")))
+        there = sorted(self.folder.glob("*.ckpt"))
+        self.seen.append([path.name for path in there])
+        if trainer.global_rank == 0:
+            assert all(path.exists() and damage(path) is None for path in there), "a name leads to nothing whole"
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == WRITES_AFTER:
@@ -66,8 +70,8 @@ class Save(Callback):
         setattr(self, hook, save)
 
 
-def fit(world_size, folder, *callbacks, background=True, keep=-1):
-    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=EVERY, save_top_k=keep)
+def fit(world_size, folder, *callbacks, background=True, keep=-1, **options):
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=EVERY, save_top_k=keep, **options)
     strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(background=background))
     options = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True, "use_distributed_sampler": True}
     runner = trainer(strategy, world_size, callbacks=[saver, *callbacks], **options)
@@ -90,10 +94,12 @@ def run(rank, world_size, folder):
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(f"{folder}/background", patch)
         ledger = fit(world_size, f"{folder}/background", disk).strategy.memory_ledger()
+        seen = disk.seen
         assert 0 < disk.copied <= ledger["parameters"] + ledger["optimizer_state"]
-        fit(world_size, f"{folder}/one", keep=1)
+        disk = Disk(f"{folder}/one", patch)
+        fit(world_size, f"{folder}/one", disk, keep=1, save_last="link", enable_version_counter=False)
     hooks = [None, "on_train_end", "on_train_batch_start"]
-    return disk.seen, {hook: fail(world_size, f"{folder}/failed {hook}", hook) for hook in hooks}
+    return seen, {hook: fail(world_size, f"{folder}/failed {hook}", hook) for hook in hooks}
 
 
 def test_background_saves(tmp_path):
@@ -108,7 +114,9 @@ def test_background_saves(tmp_path):
         now, then = (torch.load(f"{file}.pt", weights_only=True) for file in files)
         assert_same_tensors(then["state_dict"], now["state_dict"])
         assert_same_tensors(then["optimizer_0"]["state"], now["optimizer_0"]["state"])
-    assert [path.name for path in (tmp_path / "one").iterdir()] == names[-1:], "superseded ones are removed, later"
+    one = tmp_path / "one"
+    assert {path.name for path in one.iterdir()} == {"last.ckpt", names[-1]}, "superseded ones are removed, later"
+    assert (one / "last.ckpt").readlink() == Path(names[-1])
 
     left = [path for folder in tmp_path.glob("failed*") for path in folder.rglob("*.ckpt")]
     assert not left, "what failed was left behind"

@@ -1,12 +1,16 @@
 """Lightning's ModelCheckpoint and the Trainer's `ckpt_path`, with sharded checkpoints."""
 
 import os
+import re
+import shutil
 import signal
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from checkpoints.runs import Shuffled, full_weights
+import torch.distributed as dist
+from checkpoints.runs import Shuffled, flip, full_weights
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -14,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.checkpoints.errors import CheckpointError
 from lightning_zero3.strategies.checkpoints.manifest import damage
 
 RECIPE = Recipe(steps=4, optimizer="adamw")
@@ -69,10 +74,58 @@ def triggers(rank, world_size, folder):
     assert_same_tensors(full_weights(other), before)
     with pytest.raises(KeyError, match="save_weights_only"):
         fit(world_size, f"{folder}/small", small, 2, ckpt_path=small.best_model_path)
-    runner.save_checkpoint(f"{folder}/hpc_ckpt_3.ckpt")
+    return found, broken(world_size, f"{folder}/broken")
+
+
+class Newest(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "newest"
+
+
+def harm(work):
+    """Do something to files once, while all ranks wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
+def lose_a_shard(path):
+    harm(lambda: Path(path, "__1_0.distcp").unlink())
+
+
+def resume(world_size, folder, path):
+    """The number of steps done, or the error; and what was told."""
     module = new()
-    fit(world_size, folder, ModelCheckpoint(f"{folder}/none", save_top_k=0), 2, module, ckpt_path="hpc")
-    found["hpc"] = len(module.losses)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fit(world_size, folder, Newest(folder, save_top_k=0), 4, module, ckpt_path=path)
+        except CheckpointError as error:
+            return str(error), None
+    return len(module.losses), [text for w in caught if "Going on from" in (text := str(w.message))]
+
+
+def broken(world_size, folder):
+    saver = Newest(folder, "{epoch}", monitor="val_loss", mode="max", save_last=True)
+    runner = fit(world_size, folder, saver, 2)
+    found = {"hpc": []}
+    for number in (2, 3):
+        fit(world_size, folder, Newest(folder, save_top_k=0), number, ckpt_path="last").save_checkpoint(
+            f"{folder}/hpc_ckpt_{number}.ckpt"
+        )
+    found["hpc"].append(resume(world_size, folder, "hpc"))
+    lose_a_shard(f"{folder}/hpc_ckpt_3.ckpt")
+    found["hpc"].append(resume(world_size, folder, "hpc"))
+    lose_a_shard(saver.best_model_path)
+    with pytest.raises(CheckpointError) as error:
+        runner.test(ckpt_path="best", verbose=False)
+    found["best"] = str(error.value)
+    lose_a_shard(f"{folder}/newest.ckpt")
+    found["incomplete"] = resume(world_size, folder, "last")
+    harm(lambda: shutil.rmtree(f"{folder}/newest.ckpt"))
+    harm(lambda: shutil.copytree(f"{folder}/hpc_ckpt_2.ckpt", f"{folder}/newest.ckpt"))
+    harm(lambda: flip(Path(folder, "newest.ckpt", "__1_0.distcp")))
+    found["damaged"] = resume(world_size, folder, "last")
     return found
 
 
@@ -81,12 +134,24 @@ def test_the_callback_and_the_names_of_the_trainer(tmp_path):
     assert len(kept) == 3 and "last.ckpt" in kept
     assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-6)
     assert (predicted, more, steps) == (4, 4, 16)
-    found = run_ranks(triggers, 2, str(tmp_path / "triggers"), timeout=100)
-    assert found[0] == found[1]
-    assert found[0]["steps"] == ["step=10.ckpt", "step=5.ckpt"]
-    assert found[0]["time"] == [f"step={k}.ckpt" for k in range(1, 5)]
-    assert found[0]["link"] == (["last.ckpt", "newest.ckpt"], True, 4)
-    assert found[0]["hpc"] == 4
+    (found, broken), (others, broken_elsewhere) = run_ranks(triggers, 2, str(tmp_path / "triggers"), timeout=150)
+    assert found == others
+    assert found["steps"] == ["step=10.ckpt", "step=5.ckpt"]
+    assert found["time"] == [f"step={k}.ckpt" for k in range(1, 5)]
+    assert found["link"] == (["last.ckpt", "newest.ckpt"], True, 4)
+
+    folder = tmp_path / "triggers" / "broken"
+    whole, lost = folder / "hpc_ckpt_2.ckpt", "incomplete: 1 of 2 shards (__1_0.distcp missing)"
+    told = f"{{}} is {lost}. Going on from the last complete checkpoint, {whole}."
+    assert broken["hpc"] == [(4, []), (8, [told.format(folder / "hpc_ckpt_3.ckpt")])]
+    assert broken["incomplete"] == (8, [told.format(folder / "newest.ckpt")])
+    assert re.search(rf"epoch=\d.ckpt is {re.escape(lost)}. The last complete one besides it is {whole}", broken["best"])
+    assert re.search(
+        rf"newest.ckpt failed on rank \d: damaged: __1_0.distcp does not have the checksum .* besides it is {whole}",
+        broken["damaged"][0],
+    )
+    for name in ("best", "damaged"):
+        assert broken_elsewhere[name] == broken[name]
 
 
 class Terminate(Callback):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.runs import Whole, full_weights, train
+from checkpoints.runs import Whole, flip, full_weights, train
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from helpers.models import Recipe
@@ -21,12 +21,6 @@ from lightning_zero3.strategies.checkpoints.errors import CheckpointError
 from lightning_zero3.strategies.checkpoints.slices import SavedTensor
 
 RECIPE = Recipe(optimizer="adamw", steps=2)
-
-
-def flip(file: Path):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def flip_tensor(file: Path):
@@ -54,14 +48,15 @@ HARM = {
     "full, flipped": flip_tensor,
 }
 EXPECTED = {
-    "flipped": "damaged: __1_0.distcp does not have the checksum that it was written with",
+    "flipped": r"failed on rank \d: damaged: __1_0.distcp does not have the checksum that it was written with\. "
+    "The last complete one besides it is .*ckpt",
     "flipped index": "damaged: .metadata does not have the checksum",
     "flipped trainer state": "damaged: meta.pt does not have the checksum",
     "truncated": "damaged: __0_0.distcp has ",
-    "missing": r"incomplete: 1 of 2 shards \(__1_0.distcp missing\).* The last complete one in its folder is ",
+    "missing": r"incomplete: 1 of 2 shards \(__1_0.distcp missing\).* The last complete one besides it is ",
     "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
-    "full, truncated": "Loading .*full, truncated.ckpt failed.*central directory",
+    "full, truncated": "full, truncated.ckpt is incomplete: the end of the file is missing",
     "full, flipped": "damaged: its record .*/data/[0-9]+' is not what was written .*Bad CRC-32",
 }
 

@@ -13,6 +13,10 @@ class Died(BaseException):
     """What a kill looks like from inside."""
 
 
+def die():
+    raise Died
+
+
 def write(path, step, world_size=2):
     """Save a directory as the strategy does, without tensors."""
     stage = storage.begin(path)
@@ -105,31 +109,51 @@ def test_broken_ones_are_named(tmp_path):
         r"another version": lambda: (bad / MANIFEST).write_text('{"version": 7}'),
     }
     for expected, harm in cases.items():
-        with pytest.raises(
-            CheckpointError, match=f"bad.ckpt is .*{expected}.*The last complete one in its folder is .*good.ckpt"
-        ):
-            storage.resolve(broken(harm))
+        with pytest.raises(CheckpointError, match=f"bad.ckpt is .*{expected}.*The last complete one besides it is .*good.ckpt"):
+            storage.choose(broken(harm), newest=False)
     broken(lambda: shard.write_text("step 9, rank 3"))
     assert damage(bad) is None
     assert [changed(bad, part, 3) for part in range(3)].count(None) == 2
     assert changed(bad, 0, 1) == "damaged: __2_0.distcp does not have the checksum that it was written with"
     with pytest.raises(
-        CheckpointError, match="There is no checkpoint .*none.ckpt. The last complete one in its folder is .*bad.ckpt"
+        CheckpointError, match="There is no checkpoint .*none.ckpt. The last complete one besides it is .*bad.ckpt"
     ):
-        storage.resolve(tmp_path / "none.ckpt")
+        storage.choose(tmp_path / "none.ckpt", newest=False)
 
 
-def test_a_broken_last_is_replaced_by_the_last_complete_one(tmp_path):
+def test_an_incomplete_last_is_replaced_by_the_last_complete_one(tmp_path):
     write(tmp_path / "step=4.ckpt", 4)
     write(tmp_path / "step=6.ckpt", 6)
-    write(tmp_path / "last.ckpt", 8)
-    (tmp_path / "last.ckpt" / "__1_0.distcp").unlink()
+    last = tmp_path / "last.ckpt"
+    write(last, 8)
+    assert storage.choose(last, newest=True) == storage.Choice(
+        last, [], f"The last complete one besides it is {tmp_path}/step=6.ckpt."
+    )
+    (last / "__1_0.distcp").unlink()
     stage = storage.begin(tmp_path / "step=10.ckpt")
     stage.mkdir()
     Manifest(3, 0, 10).write(stage)
     (stage / "__0_0.distcp").write_text("")
-    found, remarks = storage.resolve(tmp_path / "last.ckpt")
-    assert found == tmp_path / "step=6.ckpt"
-    assert remarks[0] == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were begun)."
+    chosen = storage.choose(last, newest=True)
+    assert chosen.path == tmp_path / "step=6.ckpt"
+    assert chosen.remarks[0] == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were begun)."
     lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
-    assert remarks[1] == f"{tmp_path}/last.ckpt is {lost}. Going on from the last complete checkpoint, {found}."
+    assert chosen.remarks[1] == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen.path}."
+    with pytest.raises(CheckpointError, match="last.ckpt is incomplete: .* besides it is .*step=6.ckpt"):
+        storage.choose(last, newest=False)
+
+
+def test_a_link_leads_to_a_whole_checkpoint_at_any_moment(tmp_path, monkeypatch):
+    link, old, new = (tmp_path / f"{name}.ckpt" for name in ("last", "step=1", "step=2"))
+    write(old, 1)
+    storage.point(link, old)
+    assert link.is_symlink() and Manifest.read(link).global_step == 1
+    write(new, 2)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        remove = storage.remove
+        patch.setattr(storage, "remove", lambda path: die() if path == old else remove(path))
+        storage.retire(old)
+    assert Manifest.read(link).global_step == 2
+    storage.retire(old)
+    assert {path.name for path in tmp_path.iterdir()} <= {"last.ckpt", "step=2.ckpt", ".removed"}
+    assert storage.last_complete(tmp_path, besides=link) is None, "the link's target is no other checkpoint"
