@@ -77,7 +77,7 @@ LAYERS = [
     (["strategies/checkpoints/errors"], TORCH),
     (["strategies/checkpoints/storage"], NOTHING),
     (["strategies/checkpoints/slices"], TORCH),
-    (["strategies/checkpoints/gather"], TORCH),
+    (["strategies/checkpoints/gather", "strategies/checkpoints/gradients"], TORCH),
     (["strategies/checkpoints/full", "strategies/checkpoints/writer"], TORCH),
     (["strategies/checkpoints/background", "strategies/checkpoints/sharded"], TORCH),
     (["strategies/checkpoints/model_state", "strategies/checkpoints/optimizer_state"], TORCH),

@@ -24,6 +24,7 @@ from . import full
 from .background import BackgroundSave
 from .errors import CheckpointError, together
 from .gather import gather, gather_on_rank_zero
+from .gradients import load_gradients, sliced_gradients
 from .model_state import load_state_dict, own_values, sliced_state_dict
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
 
 # Our precision plugins save what Lightning's do, under the name that other strategies look for.
 _SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
+_GRADIENTS = "zero3_gradients"
 
 
 class CheckpointStrategy(ProcessStrategy):
@@ -45,6 +47,7 @@ class CheckpointStrategy(ProcessStrategy):
     _data: DataHooks
     _checkpoints: CheckpointOptions
     _groups: Any  # ParamGroups, which imports from here
+    _gradients: Mapping[str, Tensor] | None = None  # loaded, of an accumulation window that goes on
     _background: BackgroundSave | None = None  # while the model is trained
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
     _set_up = False  # the model is sharded for the run that goes on
@@ -100,6 +103,8 @@ class CheckpointStrategy(ProcessStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
         """Write a checkpoint, all ranks together."""
         self._data.save(self._trainer, checkpoint)
+        if "optimizer_states" in checkpoint:
+            self._save_gradients(checkpoint)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
         filepath = self.broadcast(os.fspath(filepath))
@@ -107,6 +112,21 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_sharded(checkpoint, filepath, storage_options)
         else:
             self._save_full(checkpoint, filepath, storage_options)
+
+    def _save_gradients(self, checkpoint: dict[str, Any]) -> None:
+        """In the middle of an accumulation window; collective. With manual optimization Lightning knows of none."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        done = progress.current.processed % self._trainer.accumulate_grad_batches
+        closed = progress.is_last_batch and progress.current.processed == progress.current.ready
+        if done == 0 or closed or self.engine is None:
+            return
+        if self._trainer.interrupted:
+            rank_zero_warn(
+                f"An exception ended training after {done} micro-batches of an accumulation window. Their gradients are not in "
+                "the checkpoint that is saved now: the first step of a run that resumes will lack them."
+            )
+        else:
+            checkpoint[_GRADIENTS] = sliced_gradients(self.engine)
 
     def _save_full(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
@@ -150,8 +170,14 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """From here to the end of training, saves go on in the background."""
+        """From here to the end of training, saves go on in the background. Lightning has cleared all gradients by now."""
         super().on_train_start()
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            assert self.engine is not None
+            reads = load_gradients(self.engine, gradients)
+            if self._source is not None:
+                self._source.read(reads)
         self._background = BackgroundSave() if self._checkpoints.background else None
 
     @override
@@ -318,6 +344,7 @@ class CheckpointStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._follow_groups()
         assert self.engine is not None
+        self._gradients = checkpoint.get(_GRADIENTS)
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             owned = self._groups.owned(index)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checkpoints import elastic
 from checkpoints.runs import Whole, train
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -20,11 +21,12 @@ def save(rank, world_size, folder):
     """An uninterrupted run of two epochs, and one that is saved after the first."""
     whole = {name: train(world_size, Whole(recipe), 2) for name, recipe in RECIPES.items()}
     saved = {name: train(world_size, Whole(recipe), 1, write=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
-    return whole, saved
+    return whole, saved, elastic.save(world_size, folder)
 
 
 def resume(rank, world_size, folder):
-    return {name: train(world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
+    runs = {name: train(world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
+    return runs, elastic.resume(world_size, folder)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +36,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folder):
-    return run_ranks(save, 2, str(folder), timeout=90)
+    return run_ranks(save, 2, str(folder), timeout=150)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, folder, on_two_ranks):
-    resumed = run_ranks(resume, world_size, str(folder), timeout=90)
+    ranks = run_ranks(resume, world_size, str(folder), timeout=150)
+    compare_elastic([rank[1] for rank in ranks], [rank[2] for rank in on_two_ranks])
+    resumed = [rank[0] for rank in ranks]
     for name in RECIPES:
         whole, saved = on_two_ranks[0][0][name], on_two_ranks[0][1][name]
         first = resumed[0][name]
@@ -55,6 +59,17 @@ def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, fol
                 assert torch.equal(again[name].start["random"], before[1][name].random)
         assert relative(losses, expected) <= 1e-6
         assert_tensors_close(first.weights, whole.weights, 5e-6)
+
+
+def compare_elastic(resumed, whole):
+    for case in elastic.CASES:
+        expected = [sum(step) / len(whole) for step in zip(*(rank[case][0] for rank in whole), strict=True)][elastic.SAVED :]
+        losses = [sum(step) / len(resumed) for step in zip(*(rank[case][0] for rank in resumed), strict=True)]
+        assert relative(losses, expected) <= (0 if len(resumed) == 2 else 1e-6), case
+        _, weights, _, scaler = resumed[0][case]
+        assert_tensors_close(weights, whole[0][case][1], 0.0 if len(resumed) == 2 else 5e-6, case)
+        assert scaler == whole[0][case][3]
+        assert scaler is None or scaler["scale"] < elastic.SCALE, "no step was skipped"
 
 
 def compare_states(mine, theirs):

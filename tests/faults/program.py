@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.models import TinyLm, make
@@ -188,9 +187,9 @@ class Model(pl.LightningModule):
 
 def die_half_way(fault, folder):
     """Trigger ``fault`` when this rank has written half of its part of the second checkpoint."""
-    from lightning_zero3.strategies.checkpoints import sharded
+    from lightning_zero3.strategies.checkpoints import writer
 
-    class Writer(FileSystemWriter):
+    class Writer(writer._Writer):
         saved = 0  # of each step there is one, and one as "last"
 
         def write_data(self, plan, planner):
@@ -202,7 +201,7 @@ def die_half_way(fault, folder):
                 KINDS[fault.kind](folder)
             return super().write_data(plan, planner)
 
-    sharded.FileSystemWriter = Writer
+    writer._Writer = Writer
 
 
 def run_ahead():
