@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,11 +27,21 @@ from typing_extensions import override
 from .cluster import choose, identify
 from .engine import CollectiveTimer, LocalCollectives, Meeting
 from .host import bind_to_numa_node, limit_threads, visible_devices
-from .rendezvous import end_process_group, start_process_group
+from .rendezvous import end_process_group, reserve_port, start_process_group
 from .signals import AgreedSignals
 from .world import LaunchError, Request, World
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """This process becomes rank 0 and starts the others; Lightning's finds a port, closes it, and hopes."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.num_nodes == 1 and "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(reserve_port())
+        return super().launch(function, *args, **kwargs)
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -117,7 +128,7 @@ class ProcessStrategy(ParallelStrategy):
                     f'Trainer(strategy="zero3", devices={self.num_processes}) runs the script again in every process, which a '
                     'notebook cannot. Use strategy="zero3_notebook", or Zero3Strategy(start_method="fork").'
                 )
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:

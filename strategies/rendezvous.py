@@ -45,6 +45,7 @@ class _Group:
 _group: _Group | None = None
 _world: World | None = None
 _stores: dict[tuple[str, int], dist.Store] = {}  # for the life of the process: peers may still ask
+_listeners: dict[int, socket.socket] = {}  # by port: where this process will serve
 _starts = itertools.count()
 
 
@@ -153,6 +154,15 @@ def _without_interrupts() -> Iterator[None]:
 # ---- the store ---------------------------------------------------------------------------------------------------------
 
 
+def reserve_port() -> int:
+    """A port for :func:`open_store` of this process, which is rank 0; it listens already, so nobody else can take it."""
+    dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+    listener = socket.create_server(("", 0), backlog=2048, **dual)
+    port = listener.getsockname()[1]
+    _listeners[port] = listener
+    return port
+
+
 def open_store(world: World, timeout: timedelta) -> dist.Store:
     """The store that rank 0 (or torchrun) serves at the record's address; the same one at every call.
 
@@ -162,6 +172,7 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
     place = (world.main_address, world.main_port)
     if place not in _stores:
         _require_resolvable(world)
+        listener = _listeners.pop(world.main_port, None)
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
         try:
             with explained(f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"):
@@ -172,6 +183,7 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
                     timeout=timeout,
                     wait_for_workers=False,
                     multi_tenant=True,
+                    master_listen_fd=listener.detach() if listener is not None else None,
                 )
                 if served:
                     store = join_session(store, world.rank, world.world_size, timeout)

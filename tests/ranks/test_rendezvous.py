@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers.ranks import free_port, run_ranks
 from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.rendezvous import current_world, end_process_group, start_process_group
+from lightning_zero3.strategies.rendezvous import current_world, end_process_group, reserve_port, start_process_group
 from lightning_zero3.strategies.rollcall import describe_process, roll_call
 from lightning_zero3.strategies.signals import _Notes
 from lightning_zero3.strategies.world import Devices, LaunchError
@@ -119,7 +119,16 @@ def total(rank):
     return x.item()
 
 
-def groups(rank, size, port):
+def port_that_nobody_else_can_take(rank):
+    box = [reserve_port() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("", box[0]))
+    return box[0]
+
+
+def groups(rank, size):
+    port = port_that_nobody_else_can_take(rank)
     assert current_world().launcher == "torchrun"  # what the variables say, before any run
     dist.destroy_process_group()  # the test's own
     who, minute = world(rank, size, port), timedelta(seconds=60)
@@ -150,8 +159,7 @@ def groups(rank, size, port):
 
 
 def test_groups_start_again_and_end():
-    port = free_port()
-    (sums, first_waits), (others, second_waits) = run_ranks(groups, 2, port, timeout=60)
+    (sums, first_waits), (others, second_waits) = run_ranks(groups, 2, timeout=60)
     assert sums == others == [3.0] * 4
     # Rank 0 serves the store and leaves last; after a failure nobody waits.
     assert first_waits[0] < 0.8 <= first_waits[1] and max(second_waits) < 0.8
