@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from .graph_device import CudaGraphs, SoftwareGraphs
+from .graph_module import ModulesRunner
 from .graph_runner import StepRunner
 
 
@@ -39,23 +40,37 @@ class CUDAGraphStep(Callback):
         optimizer: capture the optimizer's update too, in a graph of its own. It must be made with ``capturable=True`` (or
             ``fused=True``, where it has no such option) and a tensor as learning rate, which schedulers change as ever.
             Clipping, loss scaling and schedulers run eagerly.
+        modules: capture only these modules, by patterns of their names (``["encoder", "blocks.*"]``), for a model whose step
+            cannot be captured as a whole. Everything else may be as it likes, manual optimization included. Of a module that
+            runs several times before a backward, the first run is replayed. Not for `zero3` on several ranks.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 
     Raises:
         GraphCaptureError: with `strict`, the step cannot be captured.
     """
 
-    _runner: StepRunner | None = None
+    _runner: StepRunner | ModulesRunner | None = None
 
     def __init__(
-        self, *, warmup: int = 3, max_graphs: int = 4, strict: bool = False, optimizer: bool = False, software: bool = False
+        self,
+        *,
+        warmup: int = 3,
+        max_graphs: int = 4,
+        strict: bool = False,
+        optimizer: bool = False,
+        modules: list[str] | None = None,
+        software: bool = False,
     ) -> None:
         if warmup < 2:
             raise ValueError(f"warmup: expected at least 2 steps, which are compared, got {warmup}")
         if max_graphs < 1:
             raise ValueError(f"max_graphs: expected at least 1, got {max_graphs}")
         self.warmup, self.max_graphs, self.strict, self.software = warmup, max_graphs, strict, software
-        self.optimizer = optimizer
+        if modules is not None and (optimizer or not modules):
+            raise ValueError(
+                "modules: expected names of modules, and no `optimizer=True` beside them, which is for whole steps"
+            )
+        self.optimizer, self.modules = optimizer, modules
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,7 +81,11 @@ class CUDAGraphStep(Callback):
         engine = getattr(trainer.strategy, "engine", None)
         software = SoftwareGraphs(None if engine is None else engine.collectives)
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        self._runner = StepRunner(trainer, pl_module, graphs, self.warmup, self.max_graphs, self.strict, self.optimizer)
+        limits = self.warmup, self.max_graphs, self.strict
+        if self.modules is None:
+            self._runner = StepRunner(trainer, pl_module, graphs, *limits, self.optimizer)
+        else:
+            self._runner = ModulesRunner(trainer, pl_module, graphs, self.modules, *limits)
         self._runner.install()
 
     def memory_bytes(self) -> dict[str, int]:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from .graph_lines import definition
 from .graph_watch import Problem, Watch
 
 _OPTIONS_OF_ZERO3 = {
@@ -21,10 +23,42 @@ _OPTIONS_OF_ZERO3 = {
 }
 
 
+class GraphCaptureError(RuntimeError):
+    """Something cannot be captured, and ``strict`` was asked for."""
+
+
+def report(what: str, problems: list[Problem], consequence: str, strict: bool) -> None:
+    """Warn, or raise with ``strict``.
+
+    Raises:
+        GraphCaptureError: with ``strict``.
+    """
+    text = f"CUDAGraphStep: {what}:\n" + "\n".join(f"  - {p}" for p in problems)
+    if strict:
+        raise GraphCaptureError(text)
+    rank_zero_warn(f"{text}\n{consequence} `CUDAGraphStep(strict=True)` makes this an error.")
+
+
 def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     """Problems that are there before the first step."""
-    found = []
-    strategy = trainer.strategy
+    step, found = definition(module.training_step), check_device(trainer)
+    if not module.automatic_optimization:
+        found.append(
+            Problem("The module optimizes manually: its `training_step` runs backward and the optimizer itself.", step)
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        found.append(Problem("`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.", step))
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        what = "LBFGS runs a step several times, as often as values tell it."
+        found.append(Problem(what, definition(module.configure_optimizers)))
+    if trainer._detect_anomaly:
+        found.append(Problem("`Trainer(detect_anomaly=True)` looks at values on the host."))
+    return found
+
+
+def check_device(trainer: Trainer) -> list[Problem]:
+    """Problems of any capture in this run."""
+    strategy, found = trainer.strategy, []
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and strategy.strategy_name != "zero3":
         found.append(f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or `zero3`.")
     for option, why in _OPTIONS_OF_ZERO3.items():
@@ -33,14 +67,6 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     if strategy.root_device.type == "cuda":
         settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
         found += check_allocator(settings, trainer.world_size, os.environ)
-    if not module.automatic_optimization:
-        found.append("The module optimizes manually: its `training_step` runs backward and the optimizer itself.")
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        found.append("`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.")
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-        found.append("LBFGS runs a step several times, as often as values tell it.")
-    if trainer._detect_anomaly:
-        found.append("`Trainer(detect_anomaly=True)` looks at values on the host.")
     return [Problem(what) for what in found]
 
 
@@ -62,8 +88,9 @@ def check_allocator(settings: str, world_size: int, environ: Mapping[str, str]) 
     return found
 
 
-def check_output(output: Any, watch: Watch) -> None:
+def check_output(output: Any, watch: Watch, module: LightningModule) -> None:
     """Note what cannot be repeated of what ``training_step`` returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        watch.add("`training_step` returned no loss. Return one that is zero, so that every step is the same.")
+        where = definition(module.training_step)
+        watch.add("`training_step` returned no loss. Return one that is zero, so that every step is the same.", where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -46,7 +47,8 @@ class CudaGraph:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             # Only this thread: loaders' pinning threads and NCCL's watchdog call CUDA as they like.
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(self._graph, **options), _random_state_left_alone():
                 yield
         except BaseException:
             self.reset()
@@ -65,6 +67,18 @@ class CudaGraph:
         self._graph.reset()
 
 
+@contextmanager
+def _random_state_left_alone() -> Iterator[None]:
+    """Activation checkpointing saves and restores the state; nothing random is computed in between, or there is no capture."""
+    functions = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    torch.cuda.get_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        torch.cuda.get_rng_state, torch.cuda.set_rng_state = functions
+
+
 class CudaGraphs:
     """Makes graphs for one device, and puts the training into their stream.
 
@@ -77,6 +91,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._outer: torch.cuda.Stream | None = None
         self._pool = torch.cuda.graph_pool_handle()
+        self._others: list[object] = []  # pools of graphs that are replayed out of order
 
     def enter(self) -> None:
         """Training begins."""
@@ -95,14 +110,22 @@ class CudaGraphs:
         """A new graph; ``generators`` are those other than the default that it draws from."""
         return CudaGraph(self._stream, self._pool, generators)
 
+    def apart(self) -> CudaGraphs:
+        """Makes graphs in a pool of their own: those of one pool overwrite each other's memory unless replayed in turn."""
+        other = copy.copy(self)
+        other._pool = torch.cuda.graph_pool_handle()
+        self._others.append(other._pool)
+        return other
+
     def renew(self) -> None:
-        """All graphs were reset, and their pool with them."""
+        """All graphs were reset, and their pools with them."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._others.clear()
 
     def pool_nbytes(self) -> int:
-        """Memory of the pool, reserved."""
-        segments = torch.cuda.memory_snapshot(self._pool)
-        return sum(segment["total_size"] for segment in segments)
+        """Memory of the pools, reserved."""
+        pools = [self._pool, *self._others]
+        return sum(segment["total_size"] for pool in pools for segment in torch.cuda.memory_snapshot(pool))
 
 
 class SoftwareGraphs:
@@ -119,6 +142,10 @@ class SoftwareGraphs:
         """See :meth:`CudaGraphs.enter`."""
 
     leave = renew = enter
+
+    def apart(self) -> SoftwareGraphs:
+        """See :meth:`CudaGraphs.apart`."""
+        return self
 
     def make(self, generators: Sequence[torch.Generator] = ()) -> Graph:
         """See :meth:`CudaGraphs.make`."""

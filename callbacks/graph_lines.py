@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import linecache
 import sys
-from types import FrameType
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+Place = tuple[str, int] | str | None  # file and line, or in words
+ELSEWHERE = "in the backward pass, or in a library"
 
 # Their code runs on behalf of the user's.
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_utilities", "lightning_zero3", "contextlib", "functools"}
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether its code belongs to no library."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
 def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
@@ -15,7 +27,7 @@ def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _LIBRARIES:
+        if is_users(frame):
             return frame.f_code.co_filename, frame.f_lineno
         if name in ("lightning_zero3.callbacks.graph_runner", "lightning_zero3.callbacks.graph_step"):
             return None
@@ -33,18 +45,34 @@ def runs_engine(frame: FrameType | None = None) -> bool:
     """Whether the code that runs is what the engine of `zero3` does by itself, differently from step to step."""
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name in _ENGINE:
+        if frame.f_globals.get("__name__", "") in _ENGINE:
             return True
-        if name.partition(".")[0] not in _LIBRARIES:
+        if is_users(frame):
             return False
         frame = frame.f_back
     return False
 
 
-def describe_line(place: tuple[str, int] | None) -> str:
+def definition(function: Callable[..., Any]) -> Place:
+    """Where ``function`` begins."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def line_of_attribute(name: str, codes: Iterable[CodeType]) -> Place:
+    """The first line that assigns an attribute of this name, or else mentions one."""
+    for operations in (("STORE_ATTR",), ("LOAD_ATTR", "LOAD_METHOD")):
+        for code in codes:
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in operations and instruction.argval == name:
+                    lines = (line for start, stop, line in code.co_lines() if start <= instruction.offset < stop)
+                    return code.co_filename, next(lines, None) or code.co_firstlineno
+    return None
+
+
+def describe_line(place: Place) -> str:
     """``train.py:31: `x = loss.item()` ``, or where else it is."""
-    if place is None:
-        return "in the backward pass, or in a library"
+    if place is None or isinstance(place, str):
+        return place or ""
     source = linecache.getline(*place).strip()
     return f"{place[0]}:{place[1]}" + (f": `{source}`" if source else "")

@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..strategies.engine import ReplayedStep
-from .graph_batch import UnsupportedBatch, signature, tensors_in
-from .graph_check import check_output, check_trainer
+from .graph_batch import UnsupportedBatch, signature
+from .graph_check import check_output, check_trainer, report
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_optimizer import CapturedOptimizer, check_optimizer
 from .graph_state import Guard, Snapshot
@@ -26,10 +26,6 @@ from .memory_ranks import RankGatherer
 MAX_RECAPTURES = 5
 _HASH_BITS = 2**52 - 1  # ranks exchange floats
 _ELSEWHERE = "On another rank the step cannot be captured; that rank says why."
-
-
-class GraphCaptureError(RuntimeError):
-    """A training step cannot be captured, and ``strict`` was asked for."""
 
 
 @dataclass
@@ -107,7 +103,8 @@ class StepRunner:
             self._optimizers.append(captured)
 
     def _refuse_optimizer(self, problems: list[str]) -> None:
-        self._warn("the optimizer's step cannot be captured", list(map(Problem, problems)), "It runs without a graph.")
+        found = list(map(Problem, problems))
+        report("the optimizer's step cannot be captured", found, "It runs without a graph.", self._strict)
 
     def remove(self) -> None:
         """The graphs go, and everything is as it was."""
@@ -217,19 +214,13 @@ class StepRunner:
 
     def _watch(self, shape: _Shape, batch: Any, rest: list) -> Any:
         """An eager step, observed."""
-        watch = Watch(self._trainer.strategy.root_device)
-        versions = [t._version for t in tensors_in(batch)]
+        watch = Watch(self._trainer.strategy.root_device, batch)
         rest = [WatchedIndex(value, watch) if type(value) is int else value for value in rest]
         snapshot = Snapshot(self._module)
         with watch.watching(self._module, forward=True):
             output = self._eager_step(batch, *rest)
-        for name in snapshot.changes():
-            watch.add(
-                f"The step assigns or extends `self.{name}`; replays would not. Write into a buffer: `self.{name}.copy_(...)`."
-            )
-        if versions != [t._version for t in tensors_in(batch)]:
-            watch.add("The step writes into its batch; a replay would write into a copy.")
-        check_output(output, watch)
+        watch.add_changes(snapshot.changes())
+        check_output(output, watch, self._module)
         shape.watches = [*shape.watches[-1:], watch]
         shape.watched += 1
         self._watching = shape
@@ -254,15 +245,9 @@ class StepRunner:
         return step
 
     def _refuse(self, problems: list[Problem]) -> None:
-        self._warn("the training step cannot be captured", problems, "The run goes on without graphs.")
+        report("the training step cannot be captured", problems, "The run goes on without graphs.", self._strict)
         self.drop()
         self._refused = True
-
-    def _warn(self, what: str, problems: list[Problem], consequence: str) -> None:
-        text = f"CUDAGraphStep: {what}:\n" + "\n".join(f"  - {p}" for p in problems)
-        if self._strict:
-            raise GraphCaptureError(text)
-        rank_zero_warn(f"{text}\n{consequence} `CUDAGraphStep(strict=True)` makes this an error.")
 
     # ---- backward ----------------------------------------------------------------------------
 

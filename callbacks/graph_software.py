@@ -98,7 +98,8 @@ def _below_autograd() -> Iterator[None]:
             yield
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Tells the storage of ``tensor`` from others."""
     return tensor.untyped_storage()._cdata
 
 
@@ -115,15 +116,15 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         _require_capturable(func, args)
         inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for tensor in written:
             self.keep(tensor)
         result = func(*args, **kwargs)
         outputs = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
-        shared = {_memory(t) for t in inputs}
-        made = [(k, t.detach()) for k, t in enumerate(outputs) if _memory(t) not in shared]
+        shared = {memory_of(t) for t in inputs}
+        made = [(k, t.detach()) for k, t in enumerate(outputs) if memory_of(t) not in shared]
         for _, tensor in made:
-            self._own[_memory(tensor)] = tensor.untyped_storage()
+            self._own[memory_of(tensor)] = tensor.untyped_storage()
         if (made or written) and func.overloadpacket not in _EMPTY:
             # Detached, so that the graph holds memory and no autograd history.
             fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
@@ -141,7 +142,7 @@ class _Recorder(TorchDispatchMode):
             return run()
 
     def keep(self, tensor: Tensor) -> None:
-        key = _memory(tensor)
+        key = memory_of(tensor)
         if key not in self._own and key not in self._before:
             storage = tensor.untyped_storage()
             self._before[key] = storage, storage.clone()
@@ -151,7 +152,8 @@ class _Recorder(TorchDispatchMode):
             storage.copy_(before)  # of storages: versions of tensors stay as they are
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Tensors that an operation writes to."""
     if func.namespace == "c10d":  # collectives, whose schemas say nothing
         return [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
     found = []

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .graph_lines import describe_line, runs_engine, user_line
-from .graph_software import waits_for_device
+from .graph_batch import tensors_in
+from .graph_lines import ELSEWHERE, Place, describe_line, is_users, line_of_attribute, runs_engine, user_line
+from .graph_software import memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
-
-Place = tuple[str, int] | None  # file and line
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Problem:
     place: Place = None
 
     def __str__(self) -> str:
-        return f"{self.what}\n    {describe_line(self.place)}"
+        return f"{self.what}\n    {describe_line(self.place)}" if self.place else self.what
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,12 @@ _PYTHON_CALLS = {
     _code(LightningModule.loggers): f"`self.loggers` is used, and would be used only once. Use `self.log`. {_REMEDY_HOOK}",
     _code(LightningModule.print): f"`self.print` {_ONCE}. {_REMEDY_HOOK}",
     _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
-    _code(torch.random.set_rng_state): "Random state is set, as activation checkpointing does for dropout in what it computes "
-    "again; a graph cannot go back. Use `checkpoint(..., preserve_rng_state=False)` if nothing random is computed there.",
 }
+_RANDOM = torch.Tag.nondeterministic_seeded
+_DRAWN_AGAIN = (
+    "{} draws the random numbers of the forward again in the backward pass, as dropout does under activation checkpointing; a "
+    "graph cannot go back. Keep random operations out of what is checkpointed."
+)
 _METRICS = torchmetrics.metric.__file__
 _METRIC = f"A torchmetrics metric is used, and would be updated only once. {_REMEDY_HOOK}"
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
@@ -89,6 +91,10 @@ def _builtin_problem(function: Any) -> str | None:
 class Watch(TorchDispatchMode):
     """Of one eager micro-batch: its operations, and what a graph could not repeat.
 
+    Args:
+        device: where all is computed.
+        inputs: of the program, which it may not write to.
+
     Attributes:
         problems: found so far.
         operations: of the forward, in their order.
@@ -97,15 +103,16 @@ class Watch(TorchDispatchMode):
         generators: that random operations drew from, other than the default.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, inputs: Any) -> None:
         super().__init__()
         self._device = device
+        self._inputs = set(map(memory_of, tensors_in(inputs)))
         self.problems: list[Problem] = []
         self.operations: list[Operation] = []
         self.names: set[str] = set()
         self.generators: list[torch.Generator] = []
         self.tape = LogTape()
-        self._codes: set[CodeType] = set()
+        self._codes: dict[CodeType, bool] = {}  # whether it is the user's
 
     def add(self, what: str, place: Place = None) -> None:
         """Note a problem, once for each place."""
@@ -113,13 +120,23 @@ class Watch(TorchDispatchMode):
         if problem not in self.problems:
             self.problems.append(problem)
 
+    def add_changes(self, names: list[str]) -> None:
+        """Note attributes that the program changed."""
+        codes = [code for code, is_users in self._codes.items() if is_users]
+        for name in names:
+            self.add(
+                f"The step assigns or extends `self.{name}`; replays would not. Write into a buffer: `self.{name}.copy_(...)`.",
+                line_of_attribute(name.rpartition(".")[2], codes),
+            )
+
     @contextmanager
-    def watching(self, module: LightningModule, forward: bool) -> Iterator[None]:
+    def watching(self, module: LightningModule | None, forward: bool) -> Iterator[None]:
         """Around a forward or a backward, whose operations follow from the forward and from what gradients there are."""
         profiler, self._forward = sys.getprofile(), forward
         collecting = gc.isenabled()
         gc.disable()  # callbacks of the garbage collector are no part of the step
-        with self.tape.listen(module, self._log_unwatched), self:
+        listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
+        with listening, self:
             sys.setprofile(self._on_call)
             try:
                 yield
@@ -145,7 +162,7 @@ class Watch(TorchDispatchMode):
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
-            self._codes.add(code)
+            self._codes.setdefault(code, is_users(frame))
             what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
             if what is not None:
                 self.add(what, user_line(frame.f_back))
@@ -158,7 +175,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if runs_engine():
             return func(*args, **kwargs)
-        place = user_line()
+        place = user_line() or ELSEWHERE
         leaves = tree_leaves((args, kwargs))
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         if waits_for_device(func, args):
@@ -167,7 +184,11 @@ class Watch(TorchDispatchMode):
                 "when the graph is captured. Keep it on the device (`torch.where` for `if` and for masks; log the tensor).",
                 place,
             )
+        if any(memory_of(t) in self._inputs for t in written_by(func, args, kwargs)):
+            self.add("The step writes into its inputs; a replay would write into copies of them.", place)
         self._check_devices(func, tensors, kwargs, place)
+        if not self._forward and _RANDOM in func.tags:
+            self.add(_DRAWN_AGAIN.format(func.overloadpacket), place)
         self.generators += [v for v in leaves if isinstance(v, torch.Generator) and v not in self.generators]
         if self._forward:
             self._note(func, leaves, tensors, place)

@@ -133,6 +133,7 @@ LAYERS = [
     (["callbacks/graph_device"], LIGHTNING),
     (["callbacks/graph_optimizer", "callbacks/graph_step", "callbacks/graph_watch"], LIGHTNING),
     (["callbacks/graph_check"], LIGHTNING),
+    (["callbacks/graph_module"], LIGHTNING),
     (["callbacks/graph_runner"], LIGHTNING),
     (["callbacks/*"], LIGHTNING),
     (["callbacks/__init__"], LIGHTNING),

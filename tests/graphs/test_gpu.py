@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graph_runner import GraphCaptureError
+from lightning_zero3.callbacks.graph_check import GraphCaptureError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graph_runner import GraphCaptureError
+from lightning_zero3.callbacks.graph_check import GraphCaptureError
 
 
 class Counting(CUDAGraphStep):
@@ -46,18 +46,16 @@ class WaitsOnRankOne(AllUsed):
 
 def compare(module, callbacks, **options):
     """An eager and a captured run of the same; how often the latter replayed and recaptured."""
-    make_strategy = options.pop("strategy")
     callback = Counting(software=True, strict=True, max_graphs=6)
     runs = []
     for extra in ([], [callback]):
-        made = {name: value() if callable(value) else value for name, value in options.items()}
-        runs.append(fit(module(), *(c() for c in callbacks), *extra, strategy=make_strategy(), **made))
+        runs.append(fit(module(), *(c() for c in callbacks), *extra, **options))
     assert_same_run(runs[1], runs[0])
     return callback.replays, callback.recaptures
 
 
 def ddp_both_ways(rank, world_size):
-    options = {"strategy": lambda: "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
+    options = {"strategy": "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
     results = {
         "accumulation": compare(AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1),
         "a change on one rank": compare(AllUsed, [Changes], **options),
@@ -88,7 +86,7 @@ ZERO3 = {
     "a change on one rank": {"max_epochs": 6, "callbacks": [Changes]},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16 on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
-    "16-mixed": {"plugins": half},
+    "16-mixed, activation checkpointing": {"plugins": half, "checkpointed": True},
     "a unit inside another": {"unit_policy": lambda model: [model.net, model.net[4], model.frozen, model.head, model.unused]},
 }
 OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
@@ -100,12 +98,11 @@ def zero3_both_ways(rank, world_size, folder):
         options = {"devices": world_size, "max_epochs": 4, "gradient_clip_val": 0.1, **case}
         mine = {"unit_policy": [nn.Linear], **{k: options.pop(k) for k in OF_THE_STRATEGY if k in options}}
         options["strategy"] = lambda mine=mine: Zero3Strategy(**mine)
-        arguments = {"scheduled": True, "batch_size": options.pop("batch_size", 4)}
+        arguments = {"scheduled": True, **{k: options.pop(k) for k in ("batch_size", "checkpointed") if k in options}}
         results[name] = compare(lambda a=arguments: Net(**a), options.pop("callbacks", []), **options)
     save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
     zero3 = {"devices": world_size, "strategy": lambda: Zero3Strategy(unit_policy=[nn.Linear])}
-    made = {**zero3, "strategy": zero3["strategy"]()}
-    fit(Net(), save, CUDAGraphStep(software=True, strict=True), **made, enable_checkpointing=True)
+    fit(Net(), save, CUDAGraphStep(software=True, strict=True), **zero3, enable_checkpointing=True)
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 SAMPLES, WIDTH, CLASSES = 44, 12, 5  # eleven batches of 4; ragged with batches of 8
@@ -19,8 +20,11 @@ SAMPLES, WIDTH, CLASSES = 44, 12, 5  # eleven batches of 4; ragged with batches 
 class Net(pl.LightningModule):
     """Dropout, running statistics, a frozen and an unused layer, and logging of all kinds."""
 
-    def __init__(self, batch_size: int = 4, scheduled: bool = False, optimizer: str = "adamw") -> None:
+    def __init__(
+        self, batch_size: int = 4, scheduled: bool = False, optimizer: str = "adamw", checkpointed: bool = False
+    ) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.batch_size, self.scheduled, self.optimizer = batch_size, scheduled, optimizer
         self.net = nn.Sequential(
             nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU()
@@ -29,6 +33,9 @@ class Net(pl.LightningModule):
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH] -> [batch, CLASSES]
+        if self.checkpointed:  # but for dropout, whose random numbers would be drawn again
+            hidden = checkpoint(self.net[:3], x, use_reentrant=False)
+            return checkpoint(lambda h: self.head(self.frozen(self.net[4:](h))), self.net[3](hidden), use_reentrant=False)
         return self.head(self.frozen(self.net(x)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -150,7 +157,8 @@ class Run:
 
 
 def fit(module: pl.LightningModule | None = None, *callbacks: Callback, ckpt_path: str | None = None, **options: Any) -> Run:
-    """Train on the CPU, always from the same seed."""
+    """Train on the CPU, always from the same seed; an option that is a function is called for its value."""
+    options = {name: value() if callable(value) else value for name, value in options.items()}
     torch.manual_seed(11)
     module = Net() if module is None else module
     torch.manual_seed(12)

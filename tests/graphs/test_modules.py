@@ -1,0 +1,114 @@
+"""Chosen modules as graphs, in steps that cannot be captured as a whole."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from helpers.recorded import Net, assert_same_run, fit
+from lightning_zero3 import Zero3Strategy
+from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_check import GraphCaptureError
+
+
+class Looks(Net):
+    """Waits for the loss, and runs one of its layers twice."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        twice = self.head(self.net(batch["x"]).relu()).square().mean()
+        return {**output, "loss": output["loss"] + twice * (0.1 if output["loss"].item() > 1 else 0.2)}
+
+
+class Manual(Net):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(output["loss"])
+        optimizer.step()
+        return output
+
+
+class Counting(CUDAGraphStep):
+    def on_train_end(self, trainer, pl_module):
+        self.replays = {name: captured.replays for name, captured in self._runner.captured.items()}
+        self.recaptures = sum(captured.recaptures for captured in self._runner.captured.values())
+        self.inputs = self.memory_bytes()["inputs"]
+        super().on_train_end(trainer, pl_module)
+        assert not any("forward" in vars(module) for module in pl_module.modules())
+
+
+class LessDropout(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 5:
+            pl_module.net[3].p = 0.05
+
+
+CASES = {
+    "looks": (Looks, "auto", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 3}),
+    "a change": (Net, "auto", {}),
+    "manual": (Manual, "auto", {"precision": "bf16-mixed"}),
+    "zero3": (Looks, "zero3", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_captured_modules_give_the_eager_run(case):
+    module, strategy, options = CASES[case]
+    change = [LessDropout()] if case == "a change" else []
+    runs = []
+    callback = Counting(modules=["net", "h*d"], software=True, strict=True)
+    for extra in ([], [callback]):
+        made = Zero3Strategy() if strategy == "zero3" else strategy
+        runs.append(fit(module(batch_size=8), *extra, *change, strategy=made, **options))
+    assert_same_run(runs[1], runs[0])
+    assert callback.replays.keys() == {"net", "head"} and min(callback.replays.values()) > 2
+    assert callback.recaptures == (case == "a change") and callback.inputs > 0
+
+
+class Peeks(nn.Module):
+    def forward(self, x):
+        return x if x.sum().item() > 1e9 else x * 2
+
+
+class HasPeeks(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = Peeks()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "message"),
+    [
+        (
+            HasPeeks,
+            {"modules": ["net"]},
+            GraphCaptureError,
+            r"(?s)Module 'net': .*needs a value.*test_modules\.py:\d+: `return x if",
+        ),
+        (Net, {"modules": ["encoder"]}, ValueError, r"modules=\['encoder'\]\) matches no module of Net"),
+    ],
+    ids=["host", "name"],
+)
+def test_a_module_that_cannot_be_captured_is_named(module, options, error, message):
+    with pytest.raises(error, match=message):
+        fit(module(), CUDAGraphStep(software=True, strict=True, **options))
+
+
+class Early(Net):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        if batch_idx == 5:  # by then the module is replayed
+            with torch.no_grad():
+                self.head.weight.mul_(1.0)
+        return output
+
+
+def test_weights_that_change_before_the_backward_are_an_error_as_ever():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fit(Early(), CUDAGraphStep(software=True, modules=["head"]))
