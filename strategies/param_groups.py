@@ -192,7 +192,7 @@ def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optim
     moved = {kind: _move_tensors(old, new, index, before, *kind) for kind in kinds}
     optimizer.state.clear()
     for flat in _flats(new, index):
-        places = sorted((start, entry.name) for entry, start, _ in new.gradients.owned_spans(flat))
+        places = sorted((entry.part.start, entry.name) for entry in new.gradients.owned(flat))
         # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
         marks = [_mark(known.get(name)) for _, name in places]
         flat.cut([places[k][0] for k in range(1, len(places)) if marks[k] != marks[k - 1]])
@@ -212,13 +212,13 @@ def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str
     """
     mine: dict[str, tuple[dict[str, Any], _Kinds]] = {}
     for flat in _flats(engine, index):
-        spans = engine.gradients.owned_spans(flat)
+        owned = engine.gradients.owned(flat)
         for segment in flat.segments:
             state = before.get(segment.parameter, {})
             kinds = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
             scalars = {k: v for k, v in state.items() if k not in kinds}
             if state:
-                names = [entry.name for entry, at, _ in spans if segment.start <= at < segment.stop]
+                names = [entry.name for entry in owned if segment.start <= entry.part.start < segment.stop]
                 mine |= dict.fromkeys(names, (scalars, tuple(kinds.items())))
     merged: dict[str, tuple[dict[str, Any], _Kinds]] = {}
     for theirs in engine.collectives.all_gather_object(mine):

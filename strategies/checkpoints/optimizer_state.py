@@ -82,11 +82,11 @@ def _agree_on_state(engine: Zero3Engine, flats: list[FlatGroup], optimizer: Opti
     """Name -> key -> scalar, or what kind of tensor; of every parameter that has state on any rank; collective."""
     mine: dict[str, dict[str, Any]] = {}
     for flat in flats:
-        spans = engine.gradients.owned_spans(flat)
+        owned = engine.gradients.owned(flat)
         for segment, state in _segments_with_state(flat, optimizer):
             kinds = {k: _Elementwise(v.dtype) if _elementwise(v) else v for k, v in state.items()}
-            for entry, start, _ in spans:
-                if segment.start <= start < segment.stop:
+            for entry in owned:
+                if segment.start <= entry.part.start < segment.stop:
                     mine[entry.name] = {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in kinds.items()}
     merged: dict[str, dict[str, Any]] = {}
     for theirs in engine.collectives.all_gather_object(mine):
@@ -228,14 +228,14 @@ def _some(names: list[str]) -> str:
 def _load_group(
     engine: Zero3Engine, flat: FlatGroup, optimizer: Optimizer, by_name: dict[str, dict[str, Any]], elementwise: set[str]
 ) -> list[tuple[SavedTensor, SlicedTensor]]:
-    mine = [place for place in places(engine).values() if place.group is flat]
-    mine.sort(key=lambda place: place.start)
+    mine = [place for place in places(engine).values() if place.entry.group is flat and place.entry.part is not None]
+    mine.sort(key=lambda place: place.entry.part.start)
     # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
-    marks = [(place.start, _signature(by_name.get(place.entry.name), elementwise)) for place in mine]
+    marks = [(place.entry.part.start, _signature(by_name.get(place.entry.name), elementwise)) for place in mine]
     flat.cut([start for (start, mark), (_, before) in zip(marks[1:], marks, strict=False) if mark != before])
     reads: list[tuple[SavedTensor, SlicedTensor]] = []
     for segment in flat.segments:
-        inside = [place for place in mine if segment.start <= place.start < segment.stop]
+        inside = [place for place in mine if segment.start <= place.entry.part.start < segment.stop]
         if inside and by_name.get(inside[0].entry.name):
             states = [by_name[place.entry.name] for place in inside]
             vectors = {key: [state[key] for state in states] for key in states[0] if key in elementwise}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,28 +179,23 @@ class SavedTensor(Described):
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank's part of a parameter lies."""
+    """Where a parameter lies."""
 
     unit: Unit
     entry: Entry
-    group: FlatGroup | None  # None: this rank has nothing of it
-    start: int  # of the part in the group's flat tensor
-    span: Span | None
 
     def slice_of(self, flats: Flats, dtype: torch.dtype, device: torch.device) -> SlicedTensor:
         """The parameter-shaped tensor whose part on this rank lies in the flat tensor of the group."""
-        flat = None if self.group is None else flats(self.group)
-        mine = None if flat is None else flat[self.start :]
-        return SlicedTensor(self, flats, dtype, device, self._parts(mine))
+        part = self.entry.part
+        flat = None if part is None else flats(self.entry.group)
+        parts = {} if flat is None else dict(_cut(part.of(flat), self.entry, part.span))
+        return SlicedTensor(self, flats, dtype, device, parts)
 
     def slice_within(self, segment: Tensor, begin: int) -> SlicedTensor:
         """The same in a flat tensor that holds the group's elements from ``begin`` on."""
-        return SlicedTensor(self, _no_flats, segment.dtype, segment.device, self._parts(segment[self.start - begin :]))
-
-    def _parts(self, flat: Tensor | None) -> dict[torch.Size, Tensor]:
-        if self.span is None or flat is None:
-            return {}
-        return dict(_cut(flat[: self.span.stop - self.span.start], self.entry, self.span))
+        part = replace(self.entry.part, start=self.entry.part.start - begin)
+        parts = dict(_cut(part.of(segment), self.entry, part.span))
+        return SlicedTensor(self, _no_flats, segment.dtype, segment.device, parts)
 
 
 def _no_flats(group: FlatGroup) -> Tensor | None:
@@ -221,12 +216,4 @@ def _view(flat: Tensor, box: Box) -> Tensor:
 
 def places(engine: Zero3Engine) -> dict[str, Place]:
     """Place of every parameter, by name."""
-    found = {}
-    for unit in engine.units:
-        for chunk in unit.chunks:
-            for index, entry in enumerate(chunk.entries):
-                span = chunk.layout.span(index, engine.collectives.rank)
-                group = None if span is None else chunk.group_of(span)
-                start = 0 if span is None else chunk.flat_start(span)
-                found[entry.name] = Place(unit, entry, group, start, span)
-    return found
+    return {entry.name: Place(unit, entry) for unit in engine.units for entry in unit.entries}

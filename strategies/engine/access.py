@@ -69,13 +69,10 @@ class Access:
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.resting.Home.write`."""
-        unit, entry = self._owner[id(parameter)]
+        _, entry = self._owner[id(parameter)]
         flat = entry.flatten(value.detach().broadcast_to(entry.size))
-        chunk, index = unit.place_of(entry)
-        span = chunk.layout.span(index, self._collectives.rank)
-        if span is not None:
-            group, start = chunk.group_of(span), chunk.flat_start(span)
-            group.data[start : start + span.stop - span.start].copy_(flat[span.start : span.stop])
+        if entry.part is not None:
+            entry.part.of(entry.group.data).copy_(entry.part.cut(flat))
         self._weights_changed()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -98,17 +95,14 @@ class Access:
             self._gradients = None
         else:
             self._gradients[1][entry.name].copy_(grad.detach().as_subclass(Tensor))  # the next one may be asked for
-        chunk, index = unit.place_of(entry)
-        span = chunk.layout.span(index, self._collectives.rank)
         self._books.mark_gradient(entry, grad is not None)
-        if span is None:
+        if entry.part is None:
             return
-        group, start = chunk.group_of(span), chunk.flat_start(span)
-        target = group.grad[start : start + span.stop - span.start]
+        target = entry.part.of(entry.group.grad)
         if grad is None:
             target.zero_()  # the next backward may add to it
         else:
-            target.copy_(entry.flatten(grad.detach().as_subclass(Tensor))[span.start : span.stop])
+            target.copy_(entry.part.cut(entry.flatten(grad.detach().as_subclass(Tensor))))
 
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters reach the optimizers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -63,45 +63,40 @@ def build_units(
     debug: bool = False,
 ) -> tuple[list[Unit], list[FlatGroup]]:
     """Lay every unit out; nothing is allocated yet."""
-    keys: dict[GroupKey, int] = {}
+    groups: dict[GroupKey, FlatGroup] = {}
     units = []
     for index, part in enumerate(parts):
-        buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[tuple[int, Entry]]] = {}
+        buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[Entry]] = {}
         for name, p in part.parameters.items():
             _check_parameter(name, p)
-            optimizer, group = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
-            key = GroupKey(optimizer, group, p.dtype)
-            entry = Entry(name, p, class_in_use(p), p.dtype, p.shape, _dense_stride(p), optimizer is not None)
+            optimizer, number = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
+            key = GroupKey(optimizer, number, p.dtype)
+            group = groups.setdefault(key, FlatGroup(key, len(groups)))
+            entry = Entry(name, p, class_in_use(p), p.dtype, p.shape, _dense_stride(p), group)
             slot = slot_dtype(name, p) if world_size > 1 else p.dtype
             wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
-            bucket = buckets.setdefault((entry.trained, slot, wire, p.dtype), [])
-            bucket.append((keys.setdefault(key, len(keys)), entry))
+            buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
         chunks = [_chunk(bucket, dtypes, world_size) for (_, *dtypes), bucket in buckets.items()]
         kind = WholeUnit if world_size == 1 else CheckedUnit if debug else Unit
         units.append(kind(index, part.name, chunks, part.root, part.nested))
-    groups = [FlatGroup(key) for key in keys]
-    _number(units, groups)
-    return units, groups
+    _number(units, groups.values())
+    return units, list(groups.values())
 
 
-def _chunk(bucket: list[tuple[int, Entry]], dtypes: list[torch.dtype], world_size: int) -> Chunk:
-    bucket.sort(key=lambda item: item[0])  # stable: groups become neighbours, names keep their order
-    entries = [entry for _, entry in bucket]
+def _chunk(entries: list[Entry], dtypes: list[torch.dtype], world_size: int) -> Chunk:
+    entries.sort(key=lambda entry: entry.group.index)  # stable: groups become neighbours, names keep their order
     itemsize = min(dtype.itemsize for dtype in dtypes)
-    layout = ChunkLayout.build([e.size.numel() for e in entries], [g for g, _ in bucket], world_size, itemsize)
+    layout = ChunkLayout.build([e.size.numel() for e in entries], [e.group.index for e in entries], world_size, itemsize)
     return Chunk(entries, layout, *dtypes)
 
 
-def _number(units: list[Unit], groups: list[FlatGroup]) -> None:
+def _number(units: list[Unit], groups: Iterable[FlatGroup]) -> None:
     """Number trained parameters group by group, so that the flags of a group are one range."""
     number = 0
-    for index, group in enumerate(groups):
+    for group in groups:
         group.first = number
-        for unit in units:
-            for chunk in unit.chunks:
-                for g, entry in zip(chunk.layout.groups, chunk.entries, strict=True):
-                    if g == index and entry.trained:
-                        entry.number, number = number, number + 1
+        for entry in (entry for unit in units for entry in unit.trained if entry.group is group):
+            entry.number, number = number, number + 1
         group.last = number
 
 
@@ -126,10 +121,9 @@ def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> No
     """
     mine = [
         f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, "
-        f"requires_grad {e.parameter.requires_grad}, group {g}, unit {u.name}"
+        f"requires_grad {e.parameter.requires_grad}, group {e.group.index}, unit {u.name}"
         for u in units
-        for c in u.chunks
-        for g, e in zip(c.layout.groups, c.entries, strict=True)
+        for e in u.entries
     ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(collectives.all_gather_object(digest))) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .resting import ResidencyError
-from .unit import Chunk, Phase, Unit
+from .unit import Chunk, Entry, Phase, Unit
 
 
 class CheckedUnit(Unit):
@@ -35,7 +35,7 @@ class CheckedUnit(Unit):
         super().unuse()
         if self.pins:
             return
-        lost = [e.name for chunk in self.chunks for k, e in enumerate(chunk.entries) if not self._holds(chunk, k)]
+        lost = [entry.name for chunk in self.chunks for entry in chunk.entries if not self._holds(chunk, entry)]
         if lost:
             raise ResidencyError(
                 f"Parameters of unit {self.name} ({', '.join(lost)}) were changed through a raw alias of their memory while "
@@ -44,14 +44,12 @@ class CheckedUnit(Unit):
             )
         self.release()  # at once, not when another unit wants the memory: a stale view finds NaN, not old numbers
 
-    def _holds(self, chunk: Chunk, index: int) -> bool:
-        """Whether the slot holds, of the parameter at ``index``, what this rank's shard holds."""
-        span = chunk.layout.span(index, self._collectives.rank)
-        if span is None:
+    def _holds(self, chunk: Chunk, entry: Entry) -> bool:
+        """Whether the slot holds of a parameter what this rank's shard holds."""
+        if entry.part is None:
             return True
-        start, numel = chunk.flat_start(span), span.stop - span.start
-        found = chunk.shard_of(chunk.slot, self._collectives.rank)[span.shard_start :][:numel]
-        held = chunk.group_of(span).data[start : start + numel].to(chunk.wire_dtype).to(chunk.dtype)
+        found = chunk.in_slot(entry.part, self._collectives.rank)
+        held = entry.part.of(entry.group.data).to(chunk.wire_dtype).to(chunk.dtype)
         return torch.equal(found.view(torch.uint8), held.view(torch.uint8))
 
     def release(self) -> None:

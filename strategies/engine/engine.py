@@ -129,7 +129,7 @@ class Zero3Engine:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers, reduce_once, reduce_dtype)
         self._saved = SavedTensors(self.units, self.arena, layout.offsets)
         used = bytearray(max((g.last for g in self.groups), default=0))
-        self.gradients = Gradients(self.units, self.groups, self.collectives.rank, used, self.reducer)
+        self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self._pass.assist(unit))
         self.access = Access(

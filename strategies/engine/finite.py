@@ -153,7 +153,7 @@ class FiniteCheck:
         found = []
         for group in self.engine.groups:
             values = flat(group)
-            for entry, start, span in self.engine.gradients.owned_spans(group) if values is not None else ():
-                if not torch.isfinite(values[start : start + span.stop - span.start]).all():
-                    found.append(entry.name)
+            if values is not None:
+                owned = self.engine.gradients.owned(group)
+                found += [entry.name for entry in owned if not torch.isfinite(entry.part.of(values)).all()]
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .layout import Span
 from .reduce import Reducer
 from .shards import FlatGroup
 from .unit import Entry, Unit
@@ -15,8 +14,8 @@ class Gradients:
 
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
-    def __init__(self, units: list[Unit], groups: list[FlatGroup], rank: int, used: bytearray, reducer: Reducer) -> None:
-        self._units, self._groups, self._rank, self._reducer = units, groups, rank, reducer
+    def __init__(self, units: list[Unit], groups: list[FlatGroup], used: bytearray, reducer: Reducer) -> None:
+        self._units, self._groups, self._reducer = units, groups, reducer
         self.used = used
         self._shown = bytearray(len(used))  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
@@ -52,16 +51,9 @@ class Gradients:
             if group.shows_gradients:
                 group.bind(self._unused_ranges(group, bytes(self._shown)))
 
-    def owned_spans(self, group: FlatGroup) -> list[tuple[Entry, int, Span]]:
-        """Parameters this rank owns a part of: entry, where its part starts in ``group``'s flat tensor, and which part."""
-        found = []
-        for unit in self._units:
-            for chunk in unit.chunks:
-                for index, entry in enumerate(chunk.entries):
-                    span = chunk.layout.span(index, self._rank)
-                    if span is not None and self._groups[chunk.layout.groups[index]] is group:
-                        found.append((entry, chunk.flat_start(span), span))
-        return found
+    def owned(self, group: FlatGroup) -> list[Entry]:
+        """Parameters of ``group`` that this rank owns a part of."""
+        return [e for unit in self._units for e in unit.entries if e.group is group and e.part is not None]
 
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
@@ -77,12 +69,11 @@ class Gradients:
 
     def has_gradient(self, entry: Entry) -> bool:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
-        group = self._group_of(entry)
-        return bool(self._shown[entry.number]) and group.shows_gradients
+        return bool(self._shown[entry.number]) and entry.group.shows_gradients
 
     def mark_gradient(self, entry: Entry, present: bool) -> None:
         """The user assigned a gradient to ``entry``, or cleared it."""
-        group = self._group_of(entry)
+        group = entry.group
         if not group.shows_gradients:
             if not present:
                 return
@@ -95,11 +86,7 @@ class Gradients:
         else:
             group.clear()
 
-    def _group_of(self, entry: Entry) -> FlatGroup:
-        return next(g for g in self._groups if g.first <= entry.number < g.last)
-
     def _unused_ranges(self, group: FlatGroup, used: bytes) -> list[tuple[int, int]]:
         """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
-        return [
-            (start, start + span.stop - span.start) for entry, start, span in self.owned_spans(group) if not used[entry.number]
-        ]
+        parts = [entry.part for entry in self.owned(group) if not used[entry.number]]
+        return [(part.start, part.start + part.span.stop - part.span.start) for part in parts]

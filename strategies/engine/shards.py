@@ -34,6 +34,8 @@ class FlatGroup:
     """This rank's shard of one optimizer group."""
 
     key: GroupKey
+    index: int  # among all groups
+    trained: bool  # an optimizer has it
     data: Tensor  # [numel], the master values
     grad: Tensor | None  # [numel], same dtype; None if no optimizer has the group
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
@@ -42,8 +44,9 @@ class FlatGroup:
     first: int  # its trained parameters have the numbers [first, last)
     last: int
 
-    def __init__(self, key: GroupKey) -> None:
-        self.key = key
+    def __init__(self, key: GroupKey, index: int) -> None:
+        self.key, self.index = key, index
+        self.trained = key.optimizer is not None
         self.numel = 0
         self.window = 0
         self.segments = []
@@ -61,10 +64,9 @@ class FlatGroup:
         tail = 16 // self.key.dtype.itemsize
         self.numel += tail
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
-        trained = self.key.optimizer is not None
-        self.grad = torch.zeros_like(self.data) if trained else None
-        self.idle = [self.grad[-tail:]] if trained else []
-        self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=trained))]
+        self.grad = torch.zeros_like(self.data) if self.trained else None
+        self.idle = [self.grad[-tail:]] if self.trained else []
+        self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=self.trained))]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

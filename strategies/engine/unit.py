@@ -35,6 +35,22 @@ Phase.READY.moves = (Phase.IN_USE, Phase.RESTING)
 Phase.IN_USE.moves = (Phase.READY,)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What this rank owns of one parameter."""
+
+    span: Span
+    start: int  # in the flat tensor of the parameter's group
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements in a tensor that is laid out like that flat tensor."""
+        return flat[self.start : self.start + self.span.stop - self.span.start]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Its elements in the whole parameter, flat in its memory order."""
+        return whole[self.span.start : self.span.stop]
+
+
 @dataclass(eq=False)
 class Entry:
     """One parameter of a unit."""
@@ -45,12 +61,14 @@ class Entry:
     dtype: torch.dtype  # the user's
     size: torch.Size  # [...], the user's
     stride: tuple[int, ...]  # of the dense memory order it is stored in
-    trained: bool  # an optimizer has it
+    group: FlatGroup
+    part: Part | None = None  # None: this rank owns nothing of it
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
 
     def __post_init__(self) -> None:
         self.cls_while_used = class_while_used(self.cls)
+        self.trained = self.group.trained
 
     def view(self, chunk: Tensor, offset: int) -> Tensor:
         """The parameter inside a flat ``chunk`` [numel]."""
@@ -99,11 +117,15 @@ class Chunk:
         return self.layout.numel * self.dtype.itemsize
 
     def own(self, groups: list[FlatGroup], rank: int) -> None:
-        """Reserve this rank's pieces in the groups' flat tensors."""
+        """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
         self.owned = []
         for piece in self.layout.pieces(rank):
             group = groups[piece.group]
             self.owned.append((group, piece, group.reserve(piece.stop - piece.start)))
+        for index, entry in enumerate(self.entries):
+            span = self.layout.span(index, rank)
+            if span is not None:
+                entry.part = Part(span, self.place_of(span.shard_start)[1])
 
     def shard_of(self, buffer: Tensor, rank: int) -> Tensor:
         """This rank's part [shard] of a chunk-sized buffer [world_size * shard]."""
@@ -126,18 +148,14 @@ class Chunk:
             if target is not None:
                 target[start : start + piece.stop - piece.start].copy_(shard[piece.start : piece.stop])
 
-    def flat_start(self, span: Span) -> int:
-        """Where the elements of ``span`` start in their group's flat tensor."""
-        _, piece, start = self.piece_at(span.shard_start)
-        return start + span.shard_start - piece.start
+    def place_of(self, position: int) -> tuple[FlatGroup, int]:
+        """The group that has element ``position`` of the shard, and where in its flat tensor."""
+        group, piece, start = next(o for o in self.owned if o[1].start <= position < o[1].stop)
+        return group, start + position - piece.start
 
-    def group_of(self, span: Span) -> FlatGroup:
-        """The group whose flat tensor holds the elements of ``span``."""
-        return self.piece_at(span.shard_start)[0]
-
-    def piece_at(self, position: int) -> tuple[FlatGroup, Piece, int]:
-        """What of ``owned`` holds element ``position`` of the shard."""
-        return next(o for o in self.owned if o[1].start <= position < o[1].stop)
+    def in_slot(self, part: Part, rank: int) -> Tensor:
+        """A part of a parameter as it is in the slot."""
+        return self.shard_of(self.slot, rank)[part.span.shard_start :][: part.span.stop - part.span.start]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters inside a chunk-sized buffer."""
@@ -192,10 +210,6 @@ class Unit:
         raise RuntimeError(
             f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
         )
-
-    def place_of(self, entry: Entry) -> tuple[Chunk, int]:
-        """The chunk that holds ``entry``, and its position there."""
-        return next((chunk, chunk.entries.index(entry)) for chunk in self.chunks if entry in chunk.entries)
 
     def gather(self) -> bool:
         """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there."""
@@ -304,19 +318,16 @@ class Unit:
     def _store(self, written: list[Entry]) -> None:
         """Parameters were changed in place during use (all ranks run the same code): the shards get the new values."""
         for chunk in self.chunks:
-            for index, entry in enumerate(chunk.entries):
-                span = chunk.layout.span(index, self._collectives.rank)
-                if entry not in written or span is None:
+            for entry in chunk.entries:
+                if entry not in written or entry.part is None:
                     continue
                 if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
                         f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.wire_dtype}. That would "
                         f"round its {chunk.master_dtype} value. Change it in `with strategy.gathered(module, modify=True):`."
                     )
-                start = chunk.flat_start(span)
-                part = chunk.shard_of(chunk.slot, self._collectives.rank)[span.shard_start :][: span.stop - span.start]
                 with torch.no_grad():
-                    chunk.group_of(span).data[start : start + part.numel()].copy_(part)
+                    entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))
 
     def rest(self) -> None:
         """From now on every operation on the parameters is answered by :class:`RestingParameter`."""

@@ -25,14 +25,11 @@ class WholeUnit(Unit):
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
         """See :meth:`Unit.connect`."""
         self._collectives, self._lane = collectives, lane
-        self._views: list[tuple[Entry, Tensor]] = []
+        self._views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
+        for entry, view in self._views:
+            entry.parameter.data = view
         for chunk in self.chunks:
-            for index, entry in enumerate(chunk.entries):
-                offset = chunk.layout.offsets[index]
-                group, piece, start = chunk.piece_at(offset)
-                self._views.append((entry, entry.view(group.data, start + offset - piece.start)))
-                entry.parameter.data = self._views[-1][1]
-            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=entry.parameter.device)
+            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.device)
 
     def gather(self) -> bool:
         """Always there."""
@@ -67,30 +64,22 @@ class WholeReducer(Reducer):
 
     def __init__(self, units: list[Unit]) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self._targets: dict[tuple[int, int], tuple[Tensor, FlatGroup]] = {}
-        self._windows: dict[tuple[int, int], int] = {}
-        self._entries: list[tuple[Entry, Tensor]] = []
+        trained = [(entry, _view(entry, entry.group.grad)) for unit in units for entry in unit.trained]
+        self._views = sorted(trained, key=lambda pair: pair[0].number)
+        self._written = [0] * len(trained)  # by number: the window in which the gradient was last written
         self._shown: list[tuple[Entry, Tensor]] = []
         for chunk in (c for u in units for c in u.chunks if c.trained):
             for low, high in chunk.layout.gaps():
-                group, piece, start = chunk.piece_at(low)
-                group.idle.append(group.grad[start + low - piece.start : start + high - piece.start])
-        for unit in units:
-            for k, entry in enumerate(unit.trained):
-                chunk = next(c for c in unit.chunks if entry in c.entries)
-                offset = chunk.layout.offsets[chunk.entries.index(entry)]
-                group, piece, start = chunk.piece_at(offset)
-                view = entry.view(group.grad, start + offset - piece.start)
-                self._targets[unit.index, k] = (view, group)
-                self._entries.append((entry, view))
+                group, start = chunk.place_of(low)
+                group.idle.append(group.grad[start : start + high - low])
 
     def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
         """See :meth:`Reducer.collector`."""
-        key, number = (unit.index, index), unit.trained[index].number
-        view, group = self._targets[key]
-        used, windows = now.used, self._windows
+        entry, view = self._views[unit.trained[index].number]
+        number, group = entry.number, entry.group
+        used, written = now.used, self._written
         get_group, get_now = weakref.ref(group), weakref.ref(now)
-        del group, now, self
+        del entry, group, now, self
 
         def collect(parameter: Tensor) -> None:
             group, now = get_group(), get_now()
@@ -103,18 +92,18 @@ class WholeReducer(Reducer):
             if grad.is_sparse:
                 grad = grad.to_dense()
             if grad is view:  # shown since the last backward; autograd added to it
-                _require_current(parameter, windows.get(key, 0) == group.window)
-            elif windows.get(key, 0) == group.window:
+                _require_current(parameter, written[number] == group.window)
+            elif written[number] == group.window:
                 view.add_(grad.detach())
             else:
                 view.copy_(grad.detach())
-                windows[key] = group.window
+                written[number] = group.window
 
         return collect
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
-        self._shown = [(entry, view) for entry, view in self._entries if shown[entry.number]]
+        self._shown = [(entry, view) for entry, view in self._views if shown[entry.number]]
         for entry, view in self._shown:
             entry.parameter.grad = view
 
@@ -142,10 +131,15 @@ class WholeReducer(Reducer):
 
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""
-        for key, (view, group) in self._targets.items():
-            if self._windows.get(key, 0) != group.window:
+        for entry, view in self._views:
+            if self._written[entry.number] != entry.group.window:
                 view.zero_()
-                self._windows[key] = group.window
+                self._written[entry.number] = entry.group.window
+
+
+def _view(entry: Entry, flat: Tensor) -> Tensor:
+    """The parameter in a flat tensor of its group. One without elements lies nowhere."""
+    return entry.view(flat, 0 if entry.part is None else entry.part.start)
 
 
 def _require_current(parameter: Tensor, current: bool) -> None:
