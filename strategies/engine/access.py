@@ -34,9 +34,8 @@ class Access:
         retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
-        self._books, self._settle_gradients = gradients, settle_gradients
+        self._gradients, self._settle_gradients = gradients, settle_gradients
         self.retire = retire
-        self._gradients: tuple[Unit, dict[str, Tensor]] | None = None
         self._owner: dict[int, tuple[Unit, Entry]] = {}
         self.in_step = False
         for unit in units:
@@ -70,49 +69,20 @@ class Access:
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.resting.Home.write`."""
         _, entry = self._owner[id(parameter)]
-        flat = entry.flatten(value.detach().broadcast_to(entry.size))
-        if entry.part is not None:
-            entry.part.of(entry.group.data).copy_(entry.part.cut(flat))
+        entry.store(value.detach().broadcast_to(entry.size), entry.group.data)
         self._weights_changed()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.resting.Home.gradient`."""
         self._settle_gradients()
-        unit, entry = self._owner[id(parameter)]
-        if not entry.trained or not self._books.has_gradient(entry):
-            return None
-        if self._gradients is None or self._gradients[0] is not unit:  # usually asked for one after another
-            self._gradients = unit, unit.full(lambda group: group.grad)
-        return FullGradient.of(parameter, self._gradients[1][entry.name].clone())
+        grad = self._gradients.full(*self._owner[id(parameter)])
+        return None if grad is None else FullGradient.of(parameter, grad)
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.resting.Home.set_gradient`."""
-        unit, entry = self._owner[id(parameter)]
-        if not entry.trained:
-            return  # no optimizer would read it
         self._settle_gradients()
-        if grad is None or self._gradients is None or self._gradients[0] is not unit:
-            self._gradients = None
-        else:
-            self._gradients[1][entry.name].copy_(grad.detach().as_subclass(Tensor))  # the next one may be asked for
-        self._books.mark_gradient(entry, grad is not None)
-        if entry.part is None:
-            return
-        target = entry.part.of(entry.group.grad)
-        if grad is None:
-            target.zero_()  # the next backward may add to it
-        else:
-            target.copy_(entry.part.cut(entry.flatten(grad.detach().as_subclass(Tensor))))
-
-    def adopt_gradients(self) -> None:
-        """Gradients that the user assigned to parameters reach the optimizers."""
-        for entry, grad in self._books.changed():  # on one rank, where parameters are ordinary
-            self.set_gradient(entry.parameter, grad)
-        self._books.bind_assigned()
-
-    def forget_gradients(self) -> None:
-        """The flat gradients changed."""
-        self._gradients = None
+        _, entry = self._owner[id(parameter)]
+        self._gradients.assign(entry, grad)
 
     def describe(self, parameter: nn.Parameter) -> str:
         """See :meth:`~.resting.Home.describe`."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from torch.autograd import Variable
 
-from .access import Access
 from .agreement import Agreement
 from .buffers import Buffers
 from .collectives import LocalCollectives
@@ -31,8 +30,7 @@ class Backward:
         agreement: what ranks tell each other at the end.
         buffers: made equal at the end.
         joint: ranks that assist are told of the end.
-        access: gradients that the user has set reach the reducer; what it remembers of them is over at the end.
-        saved: so is what was gathered for autograd.
+        saved: what was gathered for autograd is over at the end.
 
     Attributes:
         schedule: the visits that the forward has led to.
@@ -50,11 +48,10 @@ class Backward:
         agreement: Agreement,
         buffers: Buffers,
         joint: JointSteps,
-        access: Access,
         saved: SavedTensors,
     ) -> None:
         self._units, self._collectives, self._reducer, self._gradients = units, collectives, reducer, gradients
-        self._agreement, self._buffers, self._joint, self._access, self._saved = agreement, buffers, joint, access, saved
+        self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
         self.schedule = BackwardSchedule()
         self.active, self.muted, self.used = False, frozenset[int](), gradients.used
         self._current: Unit | None = None  # the unit whose backward runs
@@ -86,7 +83,7 @@ class Backward:
             Variable._execution_engine.queue_callback(self.end)
 
     def _adopt(self) -> None:
-        self._access.adopt_gradients()
+        self._gradients.adopt()
         self._reducer.hide()
 
     def enter(self, unit: Unit) -> None:
@@ -173,7 +170,6 @@ class Backward:
         self._reducer.held = self._reducer.holding
         if not self._reducer.held:
             self._reducer.zero_untouched()
-        self._access.forget_gradients()
         self._gradients.show(used)
         self._saved.forget()
 

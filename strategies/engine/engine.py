@@ -132,9 +132,6 @@ class Zero3Engine:
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self._pass.assist(unit))
-        self.access = Access(
-            self.units, self.collectives, self.weights_changed, self.gradients, lambda: self._pass.settle(), self.close
-        )
         self._pass = Backward(
             self.units,
             self.collectives,
@@ -143,9 +140,9 @@ class Zero3Engine:
             agreement,
             self.buffers,
             self.joint,
-            self.access,
             self._saved,
         )
+        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self._pass.settle, self.close)
 
     def _attach(self, optimizers: Sequence[Optimizer]) -> None:
         for i, optimizer in enumerate(optimizers):
@@ -245,7 +242,7 @@ class Zero3Engine:
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
         self._pass.settle()
-        self.access.adopt_gradients()
+        self.gradients.adopt()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -282,7 +279,7 @@ class Zero3Engine:
     def weights_changed(self) -> None:
         """The shards were written: nothing gathered before is true any more."""
         self._saved.weights_changed()
-        self.access.forget_gradients()
+        self.gradients.forget()
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.whole:
                 unit.refresh()

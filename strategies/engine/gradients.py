@@ -19,6 +19,7 @@ class Gradients:
         self.used = used
         self._shown = bytearray(len(used))  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
+        self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
 
     def begin_windows(self) -> frozenset[int]:
         """A backward begins: groups whose gradients were cleared start afresh.
@@ -40,12 +41,33 @@ class Gradients:
         """Whether a backward has ended since some gradients were cleared."""
         return any(group.grad is not None and group.shows_gradients for group in self._groups)
 
-    def changed(self) -> list[tuple[Entry, Tensor | None]]:
-        """See :meth:`~.reduce.Reducer.changed`."""
-        return self._reducer.changed()
+    def full(self, unit: Unit, entry: Entry) -> Tensor | None:
+        """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
+        if not entry.trained or not self.has_gradient(entry):
+            return None
+        if entry.name not in self._full:
+            self._full = unit.full(lambda group: group.grad)
+        return self._full[entry.name].clone()
 
-    def bind_assigned(self) -> None:
+    def assign(self, entry: Entry, grad: Tensor | None) -> None:
+        """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
+        if not entry.trained:
+            return  # no optimizer would read it
+        self._mark(entry, grad is not None)
+        if grad is None:
+            self._full = {}
+            if entry.part is not None:
+                entry.part.of(entry.group.grad).zero_()  # the next backward may add to it
+        else:
+            grad = grad.detach().as_subclass(Tensor)
+            if entry.name in self._full:
+                self._full[entry.name].copy_(grad)
+            entry.store(grad, entry.group.grad)
+
+    def adopt(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
+        for entry, grad in self._reducer.changed():  # on one rank, where parameters are ordinary
+            self.assign(entry, grad)
         assigned, self._assigned = self._assigned, []
         for group in dict.fromkeys(assigned):
             if group.shows_gradients:
@@ -57,7 +79,7 @@ class Gradients:
 
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
-        self._shown = bytearray(used)
+        self._shown, self._full = bytearray(used), {}
         self._reducer.show(used)
         for group in self._groups:
             if group.grad is not None:
@@ -71,8 +93,11 @@ class Gradients:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
         return bool(self._shown[entry.number]) and entry.group.shows_gradients
 
-    def mark_gradient(self, entry: Entry, present: bool) -> None:
-        """The user assigned a gradient to ``entry``, or cleared it."""
+    def forget(self) -> None:
+        """The flat gradients may change: gather them anew."""
+        self._full = {}
+
+    def _mark(self, entry: Entry, present: bool) -> None:
         group = entry.group
         if not group.shows_gradients:
             if not present:

@@ -46,10 +46,6 @@ class Part:
         """Its elements in a tensor that is laid out like that flat tensor."""
         return flat[self.start : self.start + self.span.stop - self.span.start]
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """Its elements in the whole parameter, flat in its memory order."""
-        return whole[self.span.start : self.span.stop]
-
 
 @dataclass(eq=False)
 class Entry:
@@ -74,11 +70,13 @@ class Entry:
         """The parameter inside a flat ``chunk`` [numel]."""
         return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
 
-    def flatten(self, value: Tensor) -> Tensor:
-        """``value`` (of the parameter's shape) as a flat tensor in the parameter's memory order."""
-        flat = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)
-        self.view(flat, 0).copy_(value.reshape(self.size))
-        return flat
+    def store(self, value: Tensor, flat: Tensor) -> None:
+        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of the group."""
+        value = value.reshape(self.size)
+        if self.part is not None:
+            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)  # as the parameter's memory
+            self.view(ordered, 0).copy_(value)
+            self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
 
 
 class Exchange(enum.IntEnum):
