@@ -13,24 +13,27 @@ SMALL_NUMEL = 1 << 18  # below 1 MiB of fp32 an exchange costs its latency, not 
 UnitPolicy = Sequence[type[nn.Module] | str] | Callable[[nn.Module], Sequence[nn.Module | Sequence[nn.Module]]]
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitModules:
     """The modules of one unit.
 
     Attributes:
-        name: for errors and logs: the members' names joined by "+", or "(root)".
         members: modules whose forward needs the unit; none contains another.
         names: their names in the model.
         root: owns what no other unit owns, and is in use during the whole step.
         nested: contains modules of other units, so it stays in use while those run.
     """
 
-    name: str
     members: list[nn.Module]
     names: list[str]
     root: bool = False
     nested: bool = False
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For errors and logs."""
+        return "+".join(self.names) or "(root)"
 
 
 def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitModules]:
@@ -47,7 +50,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
         ValueError: the model has no parameters; a class matches no module; a function leaves a parameter without a
             unit, or returns a module that is not in the model.
     """
-    if next(iter(model.parameters()), None) is None:
+    if next(model.parameters(), None) is None:
         raise ValueError(
             f"{type(model).__name__} has no parameters: there is nothing to shard. Create its layers in `__init__` or "
             "`configure_model`, or train it with another strategy."
@@ -59,10 +62,10 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             )
     names = {module: name for name, module in model.named_modules()}
     if policy is not None and callable(policy):
-        units = [_unit(_as_list(found), names) for found in policy(model)]
+        units = [_unit(found, names) for found in policy(model)]
     else:
         blocks = _blocks_of_classes(model, policy) if policy else set(_repeated_blocks(model))
-        units = [_unit([module], names) for module in _candidates(model, blocks)]
+        units = [_unit(module, names) for module in _candidates(model, blocks)]
     units = _join_tied(units)
     if policy is None:
         units = _join_small(units)
@@ -70,26 +73,18 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
     return [unit for unit in units if unit.parameters]
 
 
-def _as_list(found: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
     # A ModuleList or Sequential is one module here, although it can be iterated.
-    return [found] if isinstance(found, nn.Module) else list(found)
-
-
-def _unit(members: list[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
+    members = [found] if isinstance(found, nn.Module) else list(found)
     for module in members:
         if module not in names:
             raise ValueError(f"The unit policy returned a {type(module).__name__} that is not part of the model.")
-    member_names = [names[m] for m in members]
-    return UnitModules("+".join(member_names) or "(root)", members, member_names)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(iter(module.parameters()), None) is not None
+    return UnitModules(members, [names[m] for m in members])
 
 
 def _can_own(module: nn.Module) -> bool:
     # A module around a scripted one takes its parameters; torch refuses forward hooks on scripted ones.
-    return _has_parameters(module) and not isinstance(module, torch.jit.ScriptModule)
+    return next(module.parameters(), None) is not None and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -128,36 +123,31 @@ def _candidates(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module
         if not _can_own(child):
             continue
         if child in blocks:
-            yield child
-            yield from _inner_blocks(child, blocks)
+            yield from (module for module in child.modules() if module in blocks)
         elif any(True for _ in child.children()):
             yield from _candidates(child, blocks)
         else:
             yield child
 
 
-def _inner_blocks(block: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    yield from (m for m in block.modules() if m is not block and m in blocks)
-
-
 def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
     """Units that share a parameter become one: a parameter has one home, gathered for whoever uses it."""
+    ids = {unit: {id(p) for m in unit.members for p in m.parameters()} for unit in units}
     result: list[UnitModules] = []
     for unit in units:
-        mine = {id(p) for m in unit.members for p in m.parameters()}
-        merged = unit
-        for other in list(result):
-            theirs = {id(p) for m in other.members for p in m.parameters()}
-            inside = any(m in set(o.modules()) for o in other.members for m in merged.members)
-            if mine & theirs and not inside:
-                merged = _merge(other, merged)
-                result[result.index(other)] = merged
-                mine |= theirs
-                for double in [u for u in result if u is merged][1:]:
-                    result.remove(double)
-        if not any(u is merged for u in result):
-            result.append(merged)
+        tied = [other for other in result if not ids[other].isdisjoint(ids[unit]) and not _is_inside(unit, other)]
+        place = result.index(tied[0]) if tied else len(result)
+        for other in reversed(tied):
+            result.remove(other)
+            joined = _merge(other, unit)
+            ids[joined] = ids[other] | ids[unit]
+            unit = joined
+        result.insert(place, unit)
     return result
+
+
+def _is_inside(inner: UnitModules, outer: UnitModules) -> bool:
+    return any(module in around.modules() for around in outer.members for module in inner.members)
 
 
 def _join_small(units: list[UnitModules]) -> list[UnitModules]:
@@ -175,7 +165,7 @@ def _numel(unit: UnitModules) -> int:
 
 
 def _merge(a: UnitModules, b: UnitModules) -> UnitModules:
-    return UnitModules(f"{a.name}+{b.name}", a.members + b.members, a.names + b.names)
+    return UnitModules(a.members + b.members, a.names + b.names)
 
 
 def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: bool) -> None:
@@ -187,7 +177,7 @@ def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: boo
                 if (taken := home.get(id(p))) is not None and taken is not unit:
                     taken.nested = True
                 home[id(p)] = unit
-    root = UnitModules("(root)", [model], [""], root=True, nested=True)
+    root = UnitModules([model], [""], root=True, nested=True)
     for name, p in model.named_parameters():
         unit = home.get(id(p), root)
         if unit is root and explicit:
