@@ -275,9 +275,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def _check_values(self, engine: Zero3Engine) -> None:
         if self._finite is not None:
             self._finite.close()
-        assert self.lightning_module is not None
         # A loss scaler skips steps whose gradients overflow.
-        self._finite = FiniteCheck(engine, self.lightning_module, gradients=self.precision_plugin.precision != "16-mixed")
+        self._finite = FiniteCheck(engine, gradients=self.precision_plugin.precision != "16-mixed")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

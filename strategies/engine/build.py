@@ -78,7 +78,7 @@ def build_units(
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
         chunks = [_chunk(bucket, dtypes, world_size) for (_, *dtypes), bucket in buckets.items()]
         kind = WholeUnit if world_size == 1 else CheckedUnit if debug else Unit
-        units.append(kind(index, part.name, chunks, part.root, part.nested))
+        units.append(kind(index, part, chunks))
     _number(units, groups.values())
     return units, list(groups.values())
 

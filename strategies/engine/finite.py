@@ -68,17 +68,18 @@ class FiniteCheck:
 
     Args:
         engine: of the model.
-        model: the module that the engine shards.
         gradients: whether gradients must be finite; not with a loss scaler, which skips steps where they are not.
     """
 
-    def __init__(self, engine: Zero3Engine, model: nn.Module, gradients: bool = True) -> None:
+    def __init__(self, engine: Zero3Engine, gradients: bool = True) -> None:
         self.engine, self._gradients, self._door = engine, gradients, engine.collectives
         self._looks: dict[torch.dtype, _Looks] = {}
         self._turns: dict[tuple[int, str], int] = {}
-        modules = dict(model.named_modules())
-        named = [(unit.name, modules.get(name, model)) for unit in engine.units for name in unit.name.split("+")]
-        self._handles = [m.register_forward_hook(torch.compiler.disable(self._after(unit))) for unit, m in named]
+        self._handles = [
+            module.register_forward_hook(torch.compiler.disable(self._after(unit.name)))
+            for unit in engine.units
+            for module in unit.members
+        ]
         if gradients:
             engine.reducer.inspect = lambda unit, gradients: self._look(2, unit.name, gradients)
 
@@ -142,10 +143,11 @@ class FiniteCheck:
         )[first.stage]
         on = ", ".join(map(str, ranks))
         text = f"In step {step} the first value that is not finite, {first.value}, is in {where}, on rank {on}."
+        own = [entry.name for unit in self.engine.units if unit.name == first.unit for entry in unit.entries]
         for what, names in (("Weights", 1), ("Gradients", 2)):
             found = list(dict.fromkeys(name for item in everyone for name in item[names]))
             if found:
-                inside = [n for n in found if first.unit and any(n.startswith(m + ".") for m in first.unit.split("+"))]
+                inside = [name for name in found if name in own]
                 text += f" {what} that are not finite: {', '.join((inside or found)[:3])}{' ...' if len(found) > 3 else ''}."
         return f"{text} This step has changed no weight."
 

@@ -33,15 +33,15 @@ class Listener(Protocol):
         """Post-accumulate-grad hook of trained parameter ``index`` of ``unit``."""
 
 
-def install(unit: Unit, members: list[nn.Module], listener: Listener) -> list[RemovableHandle]:
-    """Report the forwards of ``members`` and the gradients of the unit's parameters to ``listener``."""
+def install(unit: Unit, listener: Listener) -> list[RemovableHandle]:
+    """Report the forwards of the unit's members and the gradients of its parameters to ``listener``."""
     handles = []
-    for module in members:
+    for module in unit.members:
         # First in, last out: the user's own hooks find ordinary parameters.
         handles.append(module.register_forward_pre_hook(_pre(unit, listener), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_post(unit, listener), always_call=True))
-    handles += _watch_autocast(unit, members)
+    handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, listener.collector(unit, index)))
     for entry in unit.entries:
@@ -73,13 +73,13 @@ def _post(unit: Unit, listener: Listener) -> Callable[..., Any]:
     return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
 
 
-def _watch_autocast(unit: Unit, members: list[nn.Module]) -> list[RemovableHandle]:
+def _watch_autocast(unit: Unit) -> list[RemovableHandle]:
     """Give modules whose weights are gathered for autocast, in its dtype, the full precision where autocast is off."""
     if unit.whole:
         return []
     lower = {id(e.parameter): e for chunk in unit.chunks if chunk.dtype != chunk.master_dtype for e in chunk.entries}
     handles = []
-    for module in dict.fromkeys(m for member in members for m in member.modules()):
+    for module in dict.fromkeys(m for member in unit.members for m in member.modules()):
         entries = [lower[id(p)] for p in module._parameters.values() if id(p) in lower]
         if entries:
             handles.append(module.register_forward_pre_hook(_full_precision(unit, entries)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .collectives import LocalCollectives, Pending
 from .layout import ChunkLayout, Piece, Span
+from .partition import UnitModules
 from .resting import ResidencyError, RestingParameter
 from .shards import FlatGroup
 from .streams import Lane
@@ -170,9 +171,10 @@ class Unit:
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
-    def __init__(self, index: int, name: str, chunks: list[Chunk], root: bool, nested: bool) -> None:
-        self.index, self.name, self.chunks = index, name, chunks
-        self.root, self.nested = root, nested
+    def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
+        self.index, self.chunks = index, chunks
+        self.name, self.members = modules.name, modules.members
+        self.root, self.nested = modules.root, modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
