@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .checkpoints.optimizer_state import take_over_state
 from .engine import Zero3Engine
-from .engine.shards import FlatGroup
+from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
 from .long_vector import LongVector
 from .optimizers import Stepping, stepping
@@ -128,14 +128,8 @@ class ParamGroups:
         """Put the flat tensors back, if the groups still have the members that the engine has sharded."""
         names = {id(entry.parameter): entry.name for unit in engine.units for entry in unit.entries}
         found = [[[names.get(id(p)) for p in group["params"]] for group in o.param_groups] for o in self._optimizers]
-        if found != engine.optimizer_names:
-            return
-        for index, optimizer in enumerate(self._optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                flats = [flat for flat in _flats(engine, index) if flat.key.group == g]
-                for flat in flats:
-                    flat.attach(optimizer, group)
-                group["params"][:] = [p for flat in flats for p in flat.parameters]
+        if found == engine.optimizer_names:
+            attach(engine.groups, self._optimizers)
 
     def _regroup(self, engine: Zero3Engine) -> Zero3Engine:
         # For a while there are two sets of shards and of optimizer state.

@@ -32,7 +32,7 @@ from .partition import UnitPolicy, find_units
 from .reduce import Reducer
 from .resting import home_of, unsettle
 from .saved import SavedTensors
-from .shards import FlatGroup
+from .shards import FlatGroup, attach
 from .streams import make_lane
 from .structure import Structure, check_optimizer
 from .unit import Phase, Unit
@@ -106,8 +106,10 @@ class Zero3Engine:
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
         self.enter_backward = self._pass.enter
-        self._handles = [h for u, p in zip(self.units, parts, strict=True) for h in install(u, p.members, self)]
-        self._attach(optimizers)
+        attach(self.groups, optimizers)
+        self._handles = [handle for unit in self.units for handle in install(unit, self)]
+        self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
+        self._handles += [o.register_step_post_hook(lambda *_: self.weights_changed()) for o in optimizers]
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
@@ -143,16 +145,6 @@ class Zero3Engine:
             self._saved,
         )
         self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self._pass.settle, self.close)
-
-    def _attach(self, optimizers: Sequence[Optimizer]) -> None:
-        for i, optimizer in enumerate(optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                flats = [f for f in self.groups if (f.key.optimizer, f.key.group) == (i, g)]
-                for flat in flats:
-                    flat.attach(optimizer, group)
-                group["params"][:] = [p for flat in flats for p in flat.parameters]
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.weights_changed()))
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""

@@ -29,9 +29,7 @@ class Gradients:
         """
         trained = [group for group in self._groups if group.grad is not None]
         for group in trained:
-            window = group.window
-            group.begin_window()
-            if group.window != window:
+            if group.begin_window():
                 self.used[group.first : group.last] = bytes(group.last - group.first)
                 if self._reducer.held:
                     self._reducer.drop(group.first, group.last)

@@ -104,10 +104,6 @@ def is_sharded(parameter: Tensor) -> bool:
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """What autograd just accumulated in ``parameter.grad``, which is cleared."""
-    if type(parameter) is not RestingParameter:
-        grad = parameter.grad
-        parameter.grad = None
-        return grad
     with torch._C.DisableTorchFunctionSubclass():
         grad = parameter.grad
         parameter.grad = None
@@ -171,7 +167,7 @@ class RestingParameter(nn.Parameter):
         if name == "grad.__set__":
             return _home(args[0]).set_gradient(args[0], args[1])
         if name == "__repr__":
-            return f"RestingParameter({_home(args[0]).describe(args[0])}, shape={tuple(args[0].shape)})"
+            return f"RestingParameter({describe(args[0])}, shape={tuple(args[0].shape)})"
         if func is torch.equal and (args[0] is args[1] or args[0].shape != args[1].shape):
             return args[0] is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
@@ -186,10 +182,10 @@ class RestingParameter(nn.Parameter):
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
-        written = _first(target if name in _RAW or _writes(name) else kwargs.get("out"), RestingParameter)
-        if written is not None:
+        written = _all(target if name in _RAW or _writes(name) else kwargs.get("out"), RestingParameter)
+        if written:
             raise ResidencyError(
-                f"`{name}` would touch the memory of parameter {_home(written).describe(written)} while it is sharded "
+                f"`{name}` would touch the memory of parameter {describe(written[0])} while it is sharded "
                 "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
                 "its full value."
             )
@@ -197,7 +193,7 @@ class RestingParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
-            f"Parameter {_home(self).describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
+            f"Parameter {describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
             "module. Copy the module before training starts, or inside `with strategy.gathered(module):`."
         )
 
@@ -273,15 +269,6 @@ def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_") and not name.endswith("__")
-
-
-def _first(value: Any, cls: type[Tensor]) -> Any:
-    """The first instance of ``cls`` in a tensor or (nested) list of tensors."""
-    if isinstance(value, cls):
-        return value
-    if isinstance(value, tuple | list):
-        return next((found for item in value if (found := _first(item, cls)) is not None), None)
-    return None
 
 
 def _all(value: Any, cls: type[Tensor]) -> list[Any]:

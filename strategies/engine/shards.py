@@ -13,6 +13,7 @@ step count, as with ``grad is None`` on one device. The flat tensor is then cut 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +51,7 @@ class FlatGroup:
         self.numel = 0
         self.window = 0
         self.segments = []
-        self._owner: tuple[Optimizer, dict[str, Any]] | None = None
+        self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
 
     def reserve(self, numel: int) -> int:
         """Take the next ``numel`` elements; return their start."""
@@ -73,10 +74,6 @@ class FlatGroup:
         """What belongs in the optimizer's param group, in order."""
         return [segment.parameter for segment in self.segments]
 
-    def attach(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Remember whose state is to be cut along with the segments."""
-        self._owner = (optimizer, group)
-
     @property
     def muted(self) -> bool:
         """Whether the optimizer's parameters are switched off (``toggle_optimizer`` does that)."""
@@ -87,12 +84,14 @@ class FlatGroup:
         """Whether a backward has ended since the gradients were cleared; the same on all ranks."""
         return self.segments[-1].parameter.grad is not None  # the tail is never unused
 
-    def begin_window(self) -> None:
+    def begin_window(self) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
-        if not self.shows_gradients:
-            self.window += 1
-            for part in self.idle:
-                part.zero_()
+        if self.shows_gradients:
+            return False
+        self.window += 1
+        for part in self.idle:
+            part.zero_()
+        return True
 
     def clear(self) -> None:
         """Take all gradients away from the optimizer."""
@@ -120,8 +119,8 @@ class FlatGroup:
         if len(result) == len(self.segments):
             return
         self.segments = result
-        if self._owner is not None:
-            self._replace_in_group(self._owner[1])
+        if self.owner is not None:
+            self._replace_in_group(self.owner[1])
 
     def _replace_in_group(self, group: dict[str, Any]) -> None:
         # A group may hold the flat tensors of several dtypes: keep the others.
@@ -134,7 +133,7 @@ class FlatGroup:
             Segment(a, b, nn.Parameter(self.data[a:b], requires_grad=segment.parameter.requires_grad))
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
-        states = self._owner[0].state if self._owner is not None else {}
+        states = self.owner[0].state if self.owner is not None else {}
         state = states.pop(segment.parameter, None)
         for part in parts:
             low, high = part.start - segment.start, part.stop - segment.start
@@ -143,6 +142,16 @@ class FlatGroup:
             if state is not None:
                 states[part.parameter] = {k: _part(v, segment, low, high) for k, v in state.items()}
         return parts
+
+
+def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None:
+    """Put flat tensors in the place of parameters in the optimizers' param groups."""
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            flats = [flat for flat in groups if (flat.key.optimizer, flat.key.group) == (i, g)]
+            for flat in flats:
+                flat.owner = (optimizer, group)
+            group["params"][:] = [p for flat in flats for p in flat.parameters]
 
 
 @dataclass
