@@ -187,15 +187,6 @@ class Backward:
 
     # ------------------------------------------------------------------------------------------------ between passes
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """See :meth:`~.engine.Zero3Engine.accumulate`."""
-        self._reducer.holding = self._reducer.once
-        try:
-            yield
-        finally:
-            self._reducer.holding = False
-
     def settle(self) -> None:
         """Reduce gradients that are held; collective if there are any.
 

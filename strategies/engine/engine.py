@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -223,13 +223,18 @@ class Zero3Engine:
         self._pass.complete()
         self.reducer.finish()
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         """With ``reduce_once``, gradients of backward passes inside stay on this rank, and add up there.
 
         The next backward outside reduces them along with its own, and so does whatever looks at gradients before: an
         optimizer's step, clipping, reading ``parameter.grad``.
         """
-        return self._pass.accumulate()
+        self.reducer.holding = self.reducer.once
+        try:
+            yield
+        finally:
+            self.reducer.holding = False
 
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
