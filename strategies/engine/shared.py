@@ -168,14 +168,28 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
+        mine = self._parts_for_me(buffer)
+        if mine is None:
+            return super().reduce_scatter(buffer, label)
+        self.progress[1] += 1
+        return _Sum(mine, self, label, self._board.post(label))
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        mine = self._parts_for_me(sent)
+        if mine is None:
+            return super().all_to_all(sent, arriving, label)
+        self.progress[1] += 1
+        return _Swap(arriving, mine, self, label, self._board.post(label))
+
+    def _parts_for_me(self, buffer: Tensor) -> list[Tensor] | None:
+        """This rank's part [part] of each rank's buffer [world_size * part], if they lie in memory of :meth:`allocate`."""
         for address, nbytes, blocks in self._blocks:
             offset = buffer.data_ptr() - address
             if 0 <= offset < nbytes:
-                self.progress[1] += 1
-                parts = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
-                mine = [part.view(self.world_size, -1)[self.rank] for part in parts]
-                return _Sum(mine, self, label, self._board.post(label))
-        return super().reduce_scatter(buffer, label)
+                everyone = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
+                return [theirs.view(self.world_size, -1)[self.rank] for theirs in everyone]
+        return None
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
@@ -217,6 +231,14 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self._board.wait_until_read(number)  # hazard: overwriting gradients that other ranks still add up
         return result
 
+    def collect(self, mine: list[Tensor], arriving: Tensor, label: int, number: int) -> None:
+        """Copy what each rank has for this one [world][part]."""
+        for r, target in enumerate(arriving.view(self.world_size, -1)):
+            self.require_same_label(label, r, self._board.posted(r, number)[0])
+            target.copy_(mine[r])
+        self._board.finish(number)
+        self._board.wait_until_read(number)  # hazard: overwriting what other ranks still copy
+
     def _exchange_label(self, label: int) -> Any:
         return _Label(self, label, self._board.post(label))
 
@@ -255,6 +277,17 @@ class _Sum(Pending):
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
         return self._door.total(self._mine, self._label, self._number)
+
+
+class _Swap(Pending):
+    def __init__(self, arriving: Tensor, mine: list[Tensor], door: SharedMemoryCollectives, label: int, number: int) -> None:
+        super().__init__(arriving)
+        self._mine, self._door, self._label, self._number = mine, door, label, number
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        self._door.collect(self._mine, self._result, self._label, self._number)
+        return self._result
 
 
 class _Label:

@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import GroupCollectives, PairwiseCollectives, Zero3Engine, make_collectives
+from lightning_zero3.strategies.engine import (
+    GroupCollectives,
+    PairwiseCollectives,
+    SharedMemoryCollectives,
+    Zero3Engine,
+    make_collectives,
+)
 from lightning_zero3.strategies.engine.hybrid import make_hybrid_collectives
 from lightning_zero3.strategies.engine.wire import narrow, widen
 
@@ -38,10 +44,15 @@ def sums(rank, world_size, shard):
     import time
 
     found = []
-    for door in (PairwiseCollectives(dist.group.WORLD), GroupCollectives(dist.group.WORLD)):
+    for kind in (SharedMemoryCollectives.open, PairwiseCollectives, GroupCollectives):
+        door = kind(dist.group.WORLD)
+        values = summands(rank, world_size, shard)
+        buffer = door.allocate(2 * values.nbytes, torch.device("cpu"))[values.nbytes :].view(torch.float32)
+        if kind is SharedMemoryCollectives.open:
+            door._group = None  # nothing is sent as a message
         for _ in range(4):
             time.sleep(random.random() / 50)  # ranks come in any order
-            found.append(door.reduce_scatter_in(BF16, summands(rank, world_size, shard)).wait().clone())
+            found.append(door.reduce_scatter_in(BF16, buffer.copy_(values)).wait().clone())
     return found
 
 
