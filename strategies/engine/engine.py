@@ -258,7 +258,8 @@ class Zero3Engine:
         check_optimizer(optimizer)
         self._adopt_values()
         self._pass.require_whole()
-        self.adopt_gradients()
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
+            self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
 
     def _adopt_values(self) -> None:
         for unit in self.units:
