@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     Callback,
     ModelCheckpoint,
     ModelPruning,
@@ -43,23 +44,37 @@ class _Finetuning(BaseFinetuning):
             super().on_train_epoch_start(trainer, pl_module)
 
 
-class _WeightAveraging(WeightAveraging):
-    """Averages shards. The average exists from the strategy's set-up on; a checkpoint that came earlier waits for it."""
+class _Averaging(Callback):
+    """Averages shards. The average exists from the strategy's set-up on; a checkpoint that came earlier waits for it.
 
-    _loaded: dict[str, Any] | None = None
+    Subclasses make the average (``_new_average``), load it (``_take``), and average whole models to be tried (``_average_of``).
+    """
+
+    _loaded: Any = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._average_model = None
 
-    def start_average(self, model: ShardedModel, trainer: pl.Trainer) -> None:
+    def start_average(self, model: ShardedModel) -> None:
         require_elementwise_average(type(self).__name__, self._average_of)
-        device = self._device or model.engine.device
-        self._average_model = ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
+        self._average_model = self._new_average(model)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            self.on_load_checkpoint(trainer, trainer.lightning_module, loaded)
+            self._take(loaded)
+
+    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        self._average_model.follow(old, new)
+
+
+class _WeightAveraging(_Averaging, WeightAveraging):
+    def _new_average(self, model: ShardedModel) -> ShardedAverage:
+        device = self._device or model.engine.device
+        return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
+
+    def _take(self, loaded: tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]) -> None:
+        self.on_load_checkpoint(*loaded)
 
     def _average_of(self, models: list[nn.Module]) -> Iterator[Tensor]:
         average = AveragedModel(models[0], **self._kwargs)
@@ -67,13 +82,10 @@ class _WeightAveraging(WeightAveraging):
             average.update_parameters(model)
         return average.module.parameters()
 
-    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
-        self._average_model.module.follow(old, new)
-
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._average_model is None and trainer.state.fn == TrainerFn.FITTING:
-            self._loaded = checkpoint
+            self._loaded = trainer, pl_module, checkpoint
         else:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
@@ -86,22 +98,14 @@ class _WeightAveraging(WeightAveraging):
         self._average_model.module.store(buffers=True)
 
 
-class _StochasticWeightAveraging(StochasticWeightAveraging):
-    """The same for the older callback, whose average is a plain copy of the module."""
+class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
+    """The older callback, whose average is a plain copy of the module."""
 
-    _loaded: dict[str, Any] | None = None
+    def _new_average(self, model: ShardedModel) -> Shards:
+        return deepcopy(Shards(model))
 
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._average_model = None
-
-    def start_average(self, model: ShardedModel, trainer: pl.Trainer) -> None:
-        require_elementwise_average(type(self).__name__, self._average_of)
-        self._average_model = deepcopy(Shards(model))
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            self._average_model.load_state_dict(loaded)
+    def _take(self, loaded: dict[str, Any]) -> None:
+        self._average_model.load_state_dict(loaded)
 
     def _average_of(self, models: list[nn.Module]) -> Iterator[Tensor]:
         average = deepcopy(models[0])
@@ -109,9 +113,6 @@ class _StochasticWeightAveraging(StochasticWeightAveraging):
         for model in models:
             StochasticWeightAveraging.update_parameters(average, model, n_averaged, self._avg_fn)
         return average.parameters()
-
-    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
-        self._average_model.follow(old, new)
 
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
@@ -149,6 +150,15 @@ _ADAPTED: dict[type[Callback], type] = {
 }
 
 
+_REFUSED: dict[type[Callback], str] = {
+    ModelPruning: "replaces parameters during training, and Zero3Strategy shards them for good. Use `torch.nn.utils.prune` "
+    "before `trainer.fit`: masks that are made then stay.",
+    BatchSizeFinder: "tries sizes until a process is out of memory, which the other ranks would wait for: Lightning allows it "
+    "with no distributed strategy. Try each size in a short run of its own (`Trainer(max_steps=3)`), with `CUDAMemoryTracker` "
+    "to see what it takes.",
+}
+
+
 def adapt(callbacks: Sequence[Callback]) -> None:
     """Switch the classes of those callbacks that need it.
 
@@ -156,11 +166,9 @@ def adapt(callbacks: Sequence[Callback]) -> None:
         ValueError: a callback that cannot work.
     """
     for callback in callbacks:
-        if isinstance(callback, ModelPruning):
-            raise ValueError(
-                f"{type(callback).__name__} replaces parameters during training, and Zero3Strategy shards them for good. "
-                "Use `torch.nn.utils.prune` before `trainer.fit`: masks that are made then stay."
-            )
+        for base, reason in _REFUSED.items():
+            if isinstance(callback, base):
+                raise ValueError(f"{type(callback).__name__} {reason}")
         cls: Any = type(callback)
         for base, adapted in _ADAPTED.items():
             if isinstance(callback, base) and not isinstance(callback, adapted):
@@ -168,15 +176,15 @@ def adapt(callbacks: Sequence[Callback]) -> None:
                 callback.__class__ = type(cls.__name__, (adapted, cls), names)
 
 
-def start_averages(model: ShardedModel, trainer: pl.Trainer) -> None:
+def start_averages(model: ShardedModel, callbacks: Sequence[Callback]) -> None:
     """The model has been sharded for training: callbacks that average weights begin."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, _WeightAveraging | _StochasticWeightAveraging):
-            callback.start_average(model, trainer)
+    for callback in callbacks:
+        if isinstance(callback, _Averaging):
+            callback.start_average(model)
 
 
 def follow(callbacks: Sequence[Callback], old: Zero3Engine, new: Zero3Engine) -> None:
     """The model has been sharded anew; collective."""
     for callback in callbacks:
-        if isinstance(callback, _WeightAveraging | _StochasticWeightAveraging):
+        if isinstance(callback, _Averaging):
             callback.follow(old, new)

@@ -109,6 +109,10 @@ class ShardedAverage(AveragedModel):
         """Take the weights of the module into the average."""
         super().update_parameters(self.module.current())
 
+    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        """See :meth:`Shards.follow`."""
+        self.module.follow(old, new)
+
 
 def require_elementwise_average(name: str, average: Callable[[list[nn.Module]], Iterable[Tensor]]) -> None:
     """Refuse an averaging function that would be wrong on flat tensors, by trying it on whole vectors and on their parts.

@@ -167,7 +167,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._shard()
         self._load_weights()
         if fitting:
-            start_averages(self, trainer)
+            start_averages(self, trainer.callbacks)
         self._data.seed_ranks(trainer)
         self.setup_precision_plugin()
 

@@ -300,7 +300,7 @@ class LearningRateFound(LikeDdp):
 
 
 class BatchSizeFound(LikeDdp):
-    refused = "The Batch size finder is not supported with distributed strategies"  # Lightning's own, for ddp too
+    refused = "BatchSizeFinder tries sizes until.*Lightning allows it with no distributed strategy. Try each size"
 
     def callbacks(self):
         return [BatchSizeFinder()]
