@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "BEHAVIOURS.md"
 ENGINES = ("zero3", "ddp", "fsdp2")
 TITLES = {
     "access": "Reading, writing and copying parameters",
@@ -38,15 +39,24 @@ model's `forward`, as Lightning does it for DDP.
 
 def main() -> None:
     from behaviours import load_cases
-    from behaviours.harness import CASES, run_case
+    from behaviours.harness import CASES, run_cases
 
     load_cases()
-    cells = {}
-    for name, case in CASES.items():
-        cells[name] = {engine: run_case(engine, name, max(2, min(case.worlds))) for engine in ENGINES}
-        print(name, *(outcome.kind for outcome in cells[name].values()), flush=True)
-    (ROOT / "docs").mkdir(exist_ok=True)
-    (ROOT / "docs" / "BEHAVIOURS.md").write_text(render(CASES, cells))
+    before = read_table()
+    cells = {name: {} for name in CASES}
+    for engine in ENGINES:
+        # Those that were right the last time run together, which takes a fifth of the time; each that is not then runs alone.
+        right = [name for name, case in CASES.items() if before.get(case.__doc__, {}).get(engine) == "right"]
+        for name, outcome in run_cases(engine, list(CASES), 2, right).items():
+            cells[name][engine] = outcome
+            print(engine, name, outcome.kind, flush=True)
+    TABLE.write_text(render(CASES, cells))
+
+
+def read_table() -> dict[str, dict[str, str]]:
+    """The kind of every cell, by behaviour and engine, as the document has it."""
+    rows = [line.split("|")[1:-1] for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    return {row[0].strip(): dict(zip(ENGINES, map(str.strip, row[1:]), strict=True)) for row in rows if len(row) == 4}
 
 
 def render(cases, cells) -> str:
