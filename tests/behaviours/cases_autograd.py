@@ -41,14 +41,9 @@ class BackwardCreateGraph(Case):
 
     pitfalls = (46,)
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward(create_graph=True)
-            run.log(loss)
-            run.optimizer.step()
+    def backward(self, run, loss):
+        with run.backward():
+            loss.backward(create_graph=True)
 
 
 @case
@@ -87,14 +82,9 @@ class BackwardOfSomeInputs(Case):
 
     pitfalls = (43,)
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward(inputs=[run.model.blocks[0].up.weight, run.model.head.bias])
-            run.log(loss)
-            run.optimizer.step()
+    def backward(self, run, loss):
+        with run.backward():
+            loss.backward(inputs=[run.model.blocks[0].up.weight, run.model.head.bias])
 
 
 @case
@@ -429,35 +419,23 @@ class GradClippedByUser(Case):
 
     pitfalls = (18,)
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward()
-            run.log(loss, nn.utils.clip_grad_norm_(run.model.parameters(), 0.01))
-            run.optimizer.step()
+    def between(self, run):
+        run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.01))
 
 
 @case
 class GradScaledByUser(Case):
     """`p.grad.mul_()` and other changes in place between backward and step"""
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward()
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(0.1)
-                    p.grad.data.add_(0.01)
-                    p.grad += 0.01
-                    p.grad[0] = 0
-            nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
-            torch._foreach_mul_([p.grad for p in run.model.parameters() if p.grad is not None], 0.5)
-            run.optimizer.step()
+    def between(self, run):
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.1)
+                p.grad.data.add_(0.01)
+                p.grad += 0.01
+                p.grad[0] = 0
+        nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
+        torch._foreach_mul_([p.grad for p in run.model.parameters() if p.grad is not None], 0.5)
 
 
 @case
@@ -466,29 +444,18 @@ class GradViewChanged(Case):
 
     refused = "would change a view of a copy of a sharded gradient.*parameter.grad = "
 
-    def train(self, run):
-        run.optimizer.zero_grad()
-        loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
-        with run.backward():
-            loss.backward()
+    def between(self, run):
         for p in run.model.parameters():
             p.grad.view(-1).mul_(0.1)
-        run.optimizer.step()
 
 
 @case
 class GradAssigned(Case):
     """`p.grad = ...` between backward and step"""
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward()
-            for p in run.model.parameters():
-                p.grad = torch.ones_like(p)
-            run.optimizer.step()
+    def between(self, run):
+        for p in run.model.parameters():
+            p.grad = torch.ones_like(p)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------
@@ -659,15 +626,10 @@ class CheckpointTwoBackwards(Checkpointed):
 
     pitfalls = (9, 14)
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            for retain in (True, False):
-                with run.backward():
-                    loss.backward(retain_graph=retain)
-            run.log(loss)
-            run.optimizer.step()
+    def backward(self, run, loss):
+        for retain in (True, False):
+            with run.backward():
+                loss.backward(retain_graph=retain)
 
 
 # ---- compiled --------------------------------------------------------------------------------

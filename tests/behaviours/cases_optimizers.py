@@ -113,24 +113,33 @@ class OptimizerOfGlobalNorms(Case):
         return [GloballyNormalizedSgd(model.parameters(), lr=0.01)]
 
 
-class ByClosure(Case):
-    pitfalls = (22,)
+@case
+class Closure(Case):
+    """`optimizer.step(closure)`"""
 
     def train(self, run):
         for step in range(STEPS):
 
             def closure(step=step):
-                run.optimizer.zero_grad()
-                loss = run.step(lambda model: self.loss(model, self.batch(step, 0)))
-                with run.backward():
-                    loss.backward()
+                self.clear(run)
+                loss = run.step(lambda model: self.loss(model, self.batch(step, run.rank)))
+                self.backward(run, loss)
                 return loss
 
             run.log(run.optimizer.step(closure))
 
 
+class ClosureOnSameData(Closure):
+    """An optimizer that looks at the loss: the reference's has that of its rank."""
+
+    pitfalls = (22,)
+
+    def batch(self, step, rank):
+        return super().batch(step, 0)
+
+
 @case
-class OptimizerLbfgs(ByClosure):
+class OptimizerLbfgs(ClosureOnSameData):
     """`torch.optim.LBFGS` with a closure that runs the model again"""
 
     worlds = (1, 2, 3)
@@ -140,7 +149,7 @@ class OptimizerLbfgs(ByClosure):
 
 
 @case
-class OptimizerLbfgsLineSearch(ByClosure):
+class OptimizerLbfgsLineSearch(ClosureOnSameData):
     """`torch.optim.LBFGS` with a line search and a short history"""
 
     def optimizers(self, model):
@@ -148,28 +157,11 @@ class OptimizerLbfgsLineSearch(ByClosure):
 
 
 @case
-class OptimizerAdafactorClosure(ByClosure):
+class OptimizerAdafactorClosure(ClosureOnSameData):
     """`torch.optim.Adafactor` with a closure"""
 
     def optimizers(self, model):
         return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
-
-
-@case
-class Closure(Case):
-    """`optimizer.step(closure)`"""
-
-    def train(self, run):
-        for step in range(STEPS):
-
-            def closure(step=step):
-                run.optimizer.zero_grad()
-                loss = run.step(lambda model: self.loss(model, self.batch(step, run.rank)))
-                with run.backward():
-                    loss.backward()
-                return loss
-
-            run.log(run.optimizer.step(closure))
 
 
 class GroupsByShape(Case):
@@ -480,41 +472,24 @@ class GradientsKeptWhileGroupsChange(TwoOptimizers):
 class ZeroGradKeepsTensors(Case):
     """`zero_grad(set_to_none=False)`"""
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad(set_to_none=False)
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward()
-            run.log(loss)
-            run.optimizer.step()
+    def clear(self, run):
+        run.optimizer.zero_grad(set_to_none=False)
 
 
 @case
 class ModelZeroGrad(Case):
     """`model.zero_grad()` instead of the optimizer's"""
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.model.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward()
-            run.log(loss)
-            run.optimizer.step()
+    def clear(self, run):
+        run.model.zero_grad()
 
 
 @case
 class GradientsNeverCleared(Case):
     """Steps without `zero_grad`"""
 
-    def train(self, run):
-        for step in range(STEPS):
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward()
-            run.log(loss)
-            run.optimizer.step()
+    def clear(self, run):
+        """Not at all."""
 
 
 @case

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -438,16 +439,11 @@ class RetainGraph(Case):
 
     pitfalls = (14,)
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            with run.backward():
-                loss.backward(retain_graph=True)
-            with run.backward():
-                (loss * 2).backward()
-            run.log(loss)
-            run.optimizer.step()
+    def backward(self, run, loss):
+        with run.backward():
+            loss.backward(retain_graph=True)
+        with run.backward():
+            (loss * 2).backward()
 
 
 @case
@@ -513,33 +509,17 @@ class PlainBackward(Case):
     pitfalls = (14, 26)
 
     def backward(self, run, loss, **options):
-        if run.is_reference or not run.sharded:
-            with run.backward():
-                loss.backward(**options)
-        else:
+        with nullcontext() if run.sharded and not run.is_reference else run.backward():
             loss.backward(**options)
-
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            self.backward(run, loss)
-            run.log(loss)
-            run.optimizer.step()
 
 
 @case
 class PlainBackwardTwice(PlainBackward):
     """`loss.backward()` called twice without the strategy"""
 
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            self.backward(run, loss, retain_graph=True)
-            self.backward(run, loss * 2)
-            run.log(loss)
-            run.optimizer.step()
+    def backward(self, run, loss):
+        super().backward(run, loss, retain_graph=True)
+        super().backward(run, loss * 2)
 
 
 @case

@@ -102,6 +102,18 @@ class Case:
     def prepare(self, model: nn.Module) -> None:
         """Something that users do before training is set up."""
 
+    def clear(self, run: Run) -> None:
+        """Before a step: gradients of the last one are over."""
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+
+    def backward(self, run: Run, loss: Any) -> None:
+        with run.backward():
+            loss.backward()
+
+    def between(self, run: Run) -> None:
+        """Something that users do between backward and the optimizer's step."""
+
     def train(self, run: Run) -> None:
         for step in range(STEPS):
             run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
@@ -146,12 +158,11 @@ class Run:
 
     def train_step(self, loss: Callable[[nn.Module], Any]) -> Any:
         """One batch as most people train on it."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        self.case.clear(self)
         value = self.step(loss)
-        with self.backward():
-            value.backward()
+        self.case.backward(self, value)
         self.log(value)
+        self.case.between(self)
         for optimizer in self.optimizers:
             optimizer.step()
         return value
