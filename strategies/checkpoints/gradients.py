@@ -36,7 +36,7 @@ def load_gradients(engine: Zero3Engine, saved: Mapping[str, Tensor]) -> list[tup
                 reads.append((value, target))
             else:
                 target.fill(value)
-    engine.gradients.bind_assigned()
+    engine.gradients.adopt()
     return reads
 
 

@@ -51,7 +51,7 @@ class Gradients:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
         if not entry.trained:
             return  # no optimizer would read it
-        self._mark(entry, grad is not None)
+        self.mark_gradient(entry, grad is not None)
         if grad is None:
             self._full = {}
             if entry.part is not None:
@@ -95,7 +95,8 @@ class Gradients:
         """The flat gradients may change: gather them anew."""
         self._full = {}
 
-    def _mark(self, entry: Entry, present: bool) -> None:
+    def mark_gradient(self, entry: Entry, present: bool) -> None:
+        """The flat gradient holds one of ``entry`` from here on, or none."""
         group = entry.group
         if not group.shows_gradients:
             if not present:
