@@ -13,7 +13,7 @@ NAN = float("nan")
 
 KEYS: Mapping[str, str] = {
     "memory/peak_gib": "GiB: largest in use by tensors since the last logging step",
-    **{f"memory/peak_{phase}_gib": f"GiB: the same, within {phase}" for phase in PHASES},
+    **{f"memory/peak_{phase}_gib": f"GiB: the same, within {phase}, in steps that were read closely" for phase in PHASES},
     "memory/allocated_gib": "GiB: in use by tensors at the end of the step (without CUDA: resident)",
     "memory/reserved_gib": "GiB: held by the allocator (without CUDA: resident)",
     "memory/inactive_gib": "GiB: reserved, unused and split (without CUDA: free chunks of the heap)",

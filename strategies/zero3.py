@@ -28,6 +28,7 @@ from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .data import DataHooks, DataOptions
 from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives, make_hybrid_collectives
 from .evaluation import EvaluationStrategy
+from .ledger import by_category, by_unit
 from .param_groups import ParamGroups
 from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
 from .processes import StartMethod
@@ -337,20 +338,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.
 
         Args:
-            per_unit: add "units", the slot bytes of each unit by its name.
+            per_unit: add "units": shards of parameters, gradients and optimizer state by the name of their unit.
         """
         assert self.engine is not None and self.lightning_module is not None
-        ledger = self.engine.memory_ledger()
-        units = ledger.pop("units")
-        states = [v for o in self.optimizers for state in o.state.values() for v in state.values()]
-        result = {
-            "parameters": ledger["parameters"],
-            "gradients": ledger["gradients"],
-            "optimizer_state": sum(v.nbytes for v in states if isinstance(v, Tensor)),
-            "slots": ledger["slots"] + ledger["reduce_buffer"],
-            "buffers": sum(b.nbytes for b in self.lightning_module.buffers()),
-        }
-        return {**result, "units": units} if per_unit else result
+        ledger: dict[str, Any] = by_category(self.engine, self.optimizers, self.lightning_module)
+        return {**ledger, "units": by_unit(self.engine, self.optimizers)} if per_unit else ledger
 
     # ------------------------------------------------------------------------------------------------ registry
 

@@ -81,7 +81,7 @@ LAYERS = [
     (["strategies/checkpoints/full", "strategies/checkpoints/writer"], TORCH),
     (["strategies/checkpoints/background", "strategies/checkpoints/sharded"], TORCH),
     (["strategies/checkpoints/model_state", "strategies/checkpoints/optimizer_state"], TORCH),
-    (["strategies/long_vector", "strategies/owned"], TORCH),
+    (["strategies/long_vector", "strategies/owned", "strategies/ledger"], TORCH),
     (["strategies/param_groups"], TORCH),
     (["strategies/checkpoints/weights"], {*TORCH, "safetensors"}),
     (["strategies/checkpoints/consolidate", "strategies/checkpoints/inspect"], TORCH),

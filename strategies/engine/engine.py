@@ -162,18 +162,12 @@ class Zero3Engine:
                 entry.parameter.data = full[entry.name].to("cpu", copy=True)
         self.close()
 
-    def memory_ledger(self) -> dict[str, Any]:
-        """Bytes that the engine keeps on this rank between steps, by what they are for.
-
-        Returns:
-            "parameters", "gradients" (shards), "slots" (the arena), "reduce_buffer" (and what the door holds), "units".
-        """
+    def memory_ledger(self) -> dict[str, int]:
+        """Bytes that the engine keeps on this rank between steps: of shards, and of slots with all buffers of exchanges."""
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
             "gradients": sum(g.grad.nbytes for g in self.groups if g.grad is not None),
-            "slots": self.arena.nbytes,
-            "reduce_buffer": self.reducer.buffer.nbytes + self.collectives.nbytes,
-            "units": {unit.name: unit.nbytes for unit in self.units},
+            "slots": self.arena.nbytes + self.reducer.buffer.nbytes + self.collectives.nbytes,
         }
 
     # ------------------------------------------------------------------------------------------------ a step

@@ -178,7 +178,7 @@ def test_an_exception_does_not_lose_gradients_in_silence():
 
 def memory(rank, world_size):
     run = Sharded()
-    return run.engine.memory_ledger()["reduce_buffer"] - run.engine.collectives.nbytes
+    return run.engine.reducer.buffer.nbytes
 
 
 def test_it_costs_a_full_size_fp32_gradient():
