@@ -210,8 +210,7 @@ def stream_rows(
     if held is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
         yield StreamRow(_full_row(held[0], shape), held[1])
         begin, held = held[1], None
-    wraps = shape.tail in ("wrap", "level")
-    wrapped = (head() if head is not None else first) if wraps else []
+    wrapped = (head() if head is not None else first) if shape.tail in ("wrap", "level") else []
     yield from _last_rows((held[0] if held else []) + buffer, shape, wrapped, begin, end)
 
 

@@ -1,6 +1,7 @@
 """Inside the Trainer, on several ranks: kill and resume."""
 
 import itertools
+import warnings
 from functools import partial
 
 import pytest
@@ -127,8 +128,11 @@ def resume_all(rank, world, folder):
     for save, workers in itertools.product(WORLDS, WORKERS):
         for step in range(1, rows_of(SMALL, save) + 1):
             ckpt = f"{folder}/{save}-{workers}/step={step}.ckpt"
-            module, trainer = fit(f"{folder}/again", small_loaders(workers), ckpt=ckpt, every=0)
-            rest[save, workers, step] = module.seen["train"], trainer.current_epoch, trainer.num_training_batches
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                module, trainer = fit(f"{folder}/again", small_loaders(workers), ckpt=ckpt, every=0)
+            derived = [str(w.message) for w in told if "the random states in the checkpoint are those of" in str(w.message)]
+            rest[save, workers, step] = module.seen["train"], trainer.current_epoch, trainer.num_training_batches, derived
     return rest
 
 
@@ -150,6 +154,9 @@ def test_kill_at_every_batch_and_resume_on_every_world(tmp_path):
         for key in results[0]:
             save, workers, step = key
             done = min(step * save * 2, SMALL)
+            told = [len(result[key][3]) for result in results]
+            assert told == [int(save != load)] + [0] * (load - 1), "rank 0 says that dropout goes on from derived seeds"
+            assert save == load or f"of {save} ranks, this run has {load}" in results[0][key][3][0]
             ranks = [result[key][0] for result in results]
             rest = flat(ranks, 0)
             # Exactly the rest, each sample once and in order; then the wrap-around that fills the last step.
@@ -157,7 +164,7 @@ def test_kill_at_every_batch_and_resume_on_every_world(tmp_path):
             assert len(rest) < SMALL - done + load * 2 and (done < SMALL or not rest), (key, load)
             assert flat(ranks, 1)[:SMALL] == order_of(1, SMALL), (key, load)
             for result in results:
-                seen, epoch, total = result[key]
+                seen, epoch, total, _ = result[key]
                 assert epoch == 2 and total == rows_of(SMALL, load), "the progress bar's total is that of a whole epoch"
                 indices = [index for e, index, _ in seen if e == 0]
                 assert indices == list(range(rows_of(SMALL, load) - len(indices), rows_of(SMALL, load))), (key, load)
