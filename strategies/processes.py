@@ -21,7 +21,6 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
-from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import override
 
 from .cluster import choose, identify
@@ -45,20 +44,20 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class ProcessStrategy(ParallelStrategy):
-    """One process for each device, as ``ddp`` has them; knows nothing of models."""
+    """One process for each device, as ``ddp`` has them; knows nothing of models. Defaults are the subclass's."""
 
     def __init__(
         self,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        start_method: StartMethod = "popen",
-        start_timeout: timedelta = timedelta(minutes=10),
-        cpu_affinity: bool = True,
+        accelerator: pl.accelerators.Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        start_method: StartMethod,
+        start_timeout: timedelta,
+        cpu_affinity: bool,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._cluster_environment = cluster_environment  # one that the user passes is never replaced
