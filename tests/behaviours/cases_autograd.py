@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from .cases_outputs import Blocks
-from .harness import DIM, STEPS, Block, Case, Chain, case
+from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
 
 # ---- other derivatives -----------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class SparseGradients(Case):
         return [torch.optim.SGD(model.parameters(), lr=0.1)]
 
     def batch(self, step, rank):
-        return torch.randint(0, 16, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
+        return torch.randint(0, 16, (4,), generator=seeded(100 * step + rank))
 
 
 @case
@@ -277,7 +277,7 @@ class Autocast(Case):
     pitfalls = (40,)
 
     def loss(self, model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return (model(batch) + model(batch)).float().square().mean()
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from .harness import DIM, STEPS, Block, Case, Chain, case
+from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
 
 
 class Up(Case):
@@ -322,7 +322,7 @@ class Convolutions(Case):
         return model.to(memory_format=torch.channels_last)
 
     def batch(self, step, rank):
-        generator = torch.Generator().manual_seed(step * 10 + rank)
+        generator = seeded(step * 10 + rank)
         return torch.randn(2, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
 
 
@@ -349,7 +349,7 @@ class EmbeddingBag(Case):
         return model
 
     def batch(self, step, rank):
-        return torch.randint(0, 16, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank))
+        return torch.randint(0, 16, (4, 3), generator=seeded(100 * step + rank))
 
 
 class Experts(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .harness import DIM, STEPS, Block, Case, Chain, case
+from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
 
 
 class Blocks(Case):
@@ -552,7 +552,7 @@ class OtherOrderEveryStep(Case):
 
             def loss(model, step=step):
                 x = model.stem(self.batch(step, run.rank))
-                for i in torch.randperm(4, generator=torch.Generator().manual_seed(step)).tolist():
+                for i in torch.randperm(4, generator=seeded(step)).tolist():
                     x = model.blocks[i](x)
                 return model.head(x).square().mean()
 

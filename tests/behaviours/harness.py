@@ -33,6 +33,11 @@ BATCH = 20
 CASES: dict[str, Case] = {}
 
 
+def seeded(seed: int) -> torch.Generator:
+    """For numbers on the device that the cases run on."""
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+
+
 # ---- models ----------------------------------------------------------------------------------
 
 
@@ -93,7 +98,7 @@ class Case:
         return [m for m in found if any(True for _ in m.parameters())]
 
     def batch(self, step: int, rank: int) -> Any:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = seeded(1000 * step + rank)
         return torch.randn(4, DIM, generator=generator)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -234,11 +239,11 @@ class Zero3Run(Run):
 
         partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own
         self.optimizers = self.case.optimizers(self.model)
-        cpu = torch.device("cpu")
-        collectives = make_collectives(dist.group.WORLD, cpu)
+        device = torch.get_default_device()
+        collectives = make_collectives(dist.group.WORLD, device)
 
         def shard() -> Zero3Engine:
-            return Zero3Engine(self.model, self.optimizers, device=cpu, collectives=collectives)
+            return Zero3Engine(self.model, self.optimizers, device=device, collectives=collectives)
 
         self.param_groups = ParamGroups(self.optimizers, shard)
         self.engine = shard()
@@ -377,11 +382,13 @@ def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str,
     return trained.result()
 
 
-def compare_on_rank(rank: int, world_size: int, engine: str, names: list[str]) -> dict[str, list[str]]:
+def compare_on_rank(rank: int, world_size: int, engine: str, names: list[str], device: str) -> dict[str, list[str]]:
     """Run cases twice on this rank; what differs, in words."""
     from . import load_cases
 
     load_cases()
+    if device != "cpu":
+        torch.set_default_device(device)  # from here on every function of torch is looked at: not without need
     warnings.simplefilter("ignore")
     found = {}
     for name in names:
@@ -409,27 +416,29 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def run_case(engine: str, name: str, world_size: int = 2) -> Outcome:
+def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu") -> Outcome:
     """Run a case under an engine on `world_size` ranks."""
     case = CASES[name]
     try:
-        ranks = run_ranks(compare_on_rank, world_size, engine, [name], timeout=case.timeout)
+        ranks = run_ranks(compare_on_rank, world_size, engine, [name], device, timeout=case.timeout)
     except AssertionError as failure:
         return _failed(engine, case, world_size, str(failure))
     return _compared([found[name] for found in ranks])
 
 
-def run_cases(engine: str, names: list[str], world_size: int, together: Collection[str]) -> dict[str, Outcome]:
+def run_cases(
+    engine: str, names: list[str], world_size: int, together: Collection[str], device: str = "cpu"
+) -> dict[str, Outcome]:
     """Run many cases, those that should be right ``together`` in one process."""
     expected_right = [n for n in names if n in together]
-    outcomes = {n: run_case(engine, n, world_size) for n in names if n not in together}
+    outcomes = {n: run_case(engine, n, world_size, device) for n in names if n not in together}
     for start in range(0, len(expected_right), BATCH):
         batch = expected_right[start : start + BATCH]
         try:
-            ranks = run_ranks(compare_on_rank, world_size, engine, batch, timeout=60 + 5 * len(batch))
+            ranks = run_ranks(compare_on_rank, world_size, engine, batch, device, timeout=60 + 5 * len(batch))
             outcomes |= {n: _compared([found[n] for found in ranks]) for n in batch}
         except AssertionError as failure:
-            singly = {n: run_case(engine, n, world_size) for n in batch}
+            singly = {n: run_case(engine, n, world_size, device) for n in batch}
             alone = engine != "zero3" or any(o.kind != "right" for o in singly.values())
             assert alone, f"{batch} are right one by one, but not together: {failure}"
             outcomes |= singly

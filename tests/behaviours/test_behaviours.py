@@ -10,6 +10,7 @@ from behaviours import load_cases
 from behaviours.harness import CASES, STEPS, Run, execute, run_case, run_cases
 from behaviours.make_table import read_table
 from helpers.ranks import run_ranks
+from helpers.tracking import needs_cuda
 
 load_cases()
 CELLS = [
@@ -58,6 +59,18 @@ def test_right_or_refused(cell, outcomes):
     outcome = outcomes[cell]
     expected = "refused" if CASES[name].refusal(world_size) else "right"
     assert outcome.kind == expected, outcome.detail
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_a_gpu(world_size):
+    """The same on CUDA: the streams and events of one rank, and of two that share the device, with gloo between them."""
+    names = [name for name, case in CASES.items() if world_size in case.worlds]
+    refused = [name for name in names if CASES[name].refusal(world_size)]
+    outcomes = run_cases("zero3", names, world_size, set(names) - set(refused), "cuda")
+    unexpected = {n: o.detail for n, o in outcomes.items() if o.kind != ("refused" if n in refused else "right")}
+    assert not unexpected, "\n".join(f"{name}: {detail}" for name, detail in unexpected.items())
 
 
 # ---- the matrix itself -----------------------------------------------------------------------
