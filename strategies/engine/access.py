@@ -80,9 +80,10 @@ class Access:
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.resting.Home.set_gradient`."""
-        self._settle_gradients()
         _, entry = self._owner[id(parameter)]
-        self._gradients.assign(entry, grad)
+        if entry.trained:  # no optimizer would read another one's
+            self._settle_gradients()
+            self._gradients.assign(entry, grad)
 
     def describe(self, parameter: nn.Parameter) -> str:
         """See :meth:`~.resting.Home.describe`."""

@@ -49,8 +49,6 @@ class Gradients:
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
-        if not entry.trained:
-            return  # no optimizer would read it
         self.mark_gradient(entry, grad is not None)
         if grad is None:
             self._full = {}
