@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, MutableSequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,27 +50,21 @@ class DivergenceError(RuntimeError):
 
 
 class Meeting(enum.IntEnum):
-    """Labels of exchanges that concern no unit."""
+    """Labels of exchanges that concern no unit, and what a rank is about to do there."""
 
-    AGREEMENT = -1
-    SUM = -2
-    VALUES = -3
-    OBJECTS = -4
-    BARRIER = -5
+    description: str
 
-    @property
-    def description(self) -> str:
-        """What a rank is about to do there."""
-        return _MEETINGS[self]
+    AGREEMENT = -1, "end its backward pass (or its part in an evaluation step)"
+    SUM = -2, "reduce a value over the ranks (a logged value, a norm, an early stop)"
+    VALUES = -3, "broadcast or all-gather values"
+    OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
+    BARRIER = -5, "wait for the others at a barrier"
 
-
-_MEETINGS = {
-    Meeting.AGREEMENT: "end its backward pass (or its part in an evaluation step)",
-    Meeting.SUM: "reduce a value over the ranks (a logged value, a norm, an early stop)",
-    Meeting.VALUES: "broadcast or all-gather values",
-    Meeting.OBJECTS: "broadcast or collect Python objects (a path, a plan)",
-    Meeting.BARRIER: "wait for the others at a barrier",
-}
+    def __new__(cls, label: int, description: str) -> Meeting:
+        """A member that is its label."""
+        member = int.__new__(cls, label)
+        member._value_, member.description = label, description
+        return member
 
 
 class LocalCollectives:
@@ -276,7 +269,7 @@ class PairwiseCollectives(GroupCollectives):
         shards = buffer.view(self.world_size, -1)
         staging = self._stage(shards.shape[1], buffer.dtype)
         works += [self._group.send([shards[r]], r, tag) for r in self._others]
-        return _OrderedSum(shards, self.rank, staging, works, partial(self._receive, tag), self._landed)
+        return _OrderedSum(shards, self.rank, staging, works, lambda t, r: self._group.recv([t], r, tag), self._landed)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_to_all`."""
@@ -337,9 +330,6 @@ class PairwiseCollectives(GroupCollectives):
         if numel not in self._held_ballots:
             self._held_ballots[numel] = [torch.empty(numel, dtype=torch.int64) for _ in range(self.world_size)]
         return self._held_ballots[numel]
-
-    def _receive(self, tag: int, tensor: Tensor, source: int) -> dist.Work:
-        return self._group.recv([tensor], source, tag)
 
     def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory [1 or 2, numel] for arriving shards, which no other sum in flight uses."""
