@@ -223,7 +223,8 @@ class AllocatorConfig(Callback):
 
     def _check_graphs(self, trainer: Trainer) -> None:
         """CUDA graphs and expandable segments need NCCL not to register its buffers."""
-        graphs = any("cudagraph" in type(callback).__name__.lower() for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        classes = [cls for callback in trainer.callbacks for cls in type(callback).__mro__]  # type: ignore[attr-defined]
+        graphs = any("cudagraph" in cls.__name__.lower() for cls in classes)
         for remark in find_remarks(self.options, graphs):
             rank_zero_warn(f"AllocatorConfig: {remark}")
         if not (graphs and self.options.get("expandable_segments") and trainer.world_size > 1):

@@ -64,9 +64,8 @@ def check_device(trainer: Trainer) -> list[Problem]:
     for option, why in _OPTIONS_OF_ZERO3.items():
         if getattr(strategy, f"_{option}", False):
             found.append(f"`Zero3Strategy({option}=True)` {why}")
-    if strategy.root_device.type == "cuda":
-        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-        found += check_allocator(settings, trainer.world_size, os.environ)
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    found += check_allocator(settings, trainer.world_size, os.environ)
     return [Problem(what) for what in found]
 
 

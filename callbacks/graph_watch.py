@@ -204,6 +204,9 @@ class Watch(TorchDispatchMode):
 
     def _check_devices(self, func: Any, tensors: list[Tensor], kwargs: dict, place: Place) -> None:
         """Nothing may come from, or go to, another device than that of the graph."""
+        if func.overloadpacket is torch.ops.aten.lift_fresh and tensors[0].device.type != "cpu":
+            self.add("Python numbers are copied to the device, which ends a capture. Make the tensor once, as a buffer.", place)
+            return
         target = kwargs.get("device")
         others = [t for t in tensors if t.device.type != self._device.type]
         if others and (len(others) < len(tensors) or (target is not None and torch.device(target).type == self._device.type)):

@@ -3,21 +3,37 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from torch import nn
 
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3.callbacks import CUDAGraphStep
 
 
-class At(Callback):
-    """Does something to the module at one batch."""
+class Does(Callback):
+    """Changes something at some steps."""
 
-    def __init__(self, change, step=9):
-        self.change, self.step = change, step
+    def __init__(self, changes, first=5, every=6):
+        self.changes = {first + every * k: change for k, change in enumerate(changes)}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            self.change(pl_module)
+        change = self.changes.pop(trainer.global_step, None)
+        if change is not None:
+            change(pl_module)
+
+
+class HasRate(Net):
+    lr = 0.01
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
 class Watching(CUDAGraphStep):
@@ -51,6 +67,22 @@ def other_activation(module):
     module.net[2] = nn.SiLU()
 
 
+def another_layer(module):
+    module.net.append(nn.Tanh())
+
+
+def checkpointing(module):
+    module.checkpointed = True
+
+
+def other_dtype(module):
+    module.head.weight.data = module.head.weight.data.double().float()
+
+
+def precision_of_products(module):
+    torch.set_float32_matmul_precision("high")
+
+
 def hook(module):
     module.head.register_forward_hook(lambda m, args, output: output * 0.5)
 
@@ -59,15 +91,26 @@ def replaced_buffer(module):
     module.net[1].running_mean = module.net[1].running_mean + 1
 
 
-CHANGES = [unfreeze, freeze, less_dropout, no_training_mode, other_memory, other_activation, hook, replaced_buffer]
+@pytest.fixture(autouse=True)
+def highest_precision():
+    yield
+    torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_of_the_module_leads_to_a_new_capture(change):
-    callback = Watching(software=True, strict=True)
-    mine = fit(Net(optimizer="sgd"), callback, At(change), limit_val_batches=0)
-    assert (callback.recaptures, callback.captured) == (1, 1) and callback.replays > 10
-    assert_same_run(mine, fit(Net(optimizer="sgd"), At(change), limit_val_batches=0))
+CHANGES = [
+    [unfreeze, less_dropout, other_activation, hook, freeze],
+    [checkpointing, other_memory, no_training_mode, replaced_buffer, another_layer],
+    [precision_of_products, other_dtype],
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes[0].__name__)
+def test_a_change_of_the_module_leads_to_a_new_capture(changes):
+    callback, options = Watching(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 4}
+    mine = fit(Net(optimizer="sgd"), callback, Does(changes), **options)
+    assert (callback.recaptures, callback.captured) == (len(changes), 1) and callback.replays > 10
+    torch.set_float32_matmul_precision("highest")
+    assert_same_run(mine, fit(Net(optimizer="sgd"), Does(changes), **options))
 
 
 def in_place(module):
@@ -90,12 +133,43 @@ def own_counter(module):
     module.seen = getattr(module, "seen", 0) + 1
 
 
-@pytest.mark.parametrize("change", [in_place, other_rate, other_accumulation, cleared, own_counter], ids=lambda f: f.__name__)
-def test_a_change_that_graphs_follow_needs_no_new_capture(change):
-    callback = Watching(software=True, strict=True)
-    mine = fit(Net(), callback, At(change), limit_val_batches=0)
+def optimizer_state(module):
+    module.trainer.optimizers[0].load_state_dict(module.trainer.optimizers[0].state_dict())
+
+
+def test_changes_that_graphs_follow_need_no_new_capture():
+    changes = [in_place, other_rate, optimizer_state, cleared, own_counter, other_accumulation]
+    callback, options = Watching(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 3}
+    mine = fit(Net(), callback, Does(changes, every=3), **options)
     assert callback.recaptures == 0
-    assert_same_run(mine, fit(Net(), At(change), limit_val_batches=0))
+    assert_same_run(mine, fit(Net(), Does(changes, every=3), **options))
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+LIGHTNINGS = {
+    "schedules": lambda: [Thaw(), GradientAccumulationScheduler({1: 2}), EMAWeightAveraging(decay=0.9)],
+    "averages": lambda: [
+        StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
+        LearningRateFinder(num_training_steps=8),
+    ],
+    "pruning": lambda: [ModelPruning("l1_unstructured", [], amount=0.5, use_lottery_ticket_hypothesis=False)],
+}
+
+
+@pytest.mark.parametrize("case", LIGHTNINGS)
+def test_beside_lightnings_own_callbacks(case, tmp_path):
+    callback, options = Watching(software=True), {"limit_val_batches": 0, "max_epochs": 3, "default_root_dir": tmp_path}
+    mine, reference = (fit(HasRate(), *LIGHTNINGS[case](), *extra, **options) for extra in ([callback], []))
+    assert callback.replays > 5 or case == "pruning"  # which computes its weights anew in hooks
+    assert_same_run(mine, reference)
 
 
 class Annealed(Net):

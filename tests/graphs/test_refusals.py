@@ -4,6 +4,7 @@ import random
 import re
 import time
 import warnings
+from contextlib import nullcontext, suppress
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from helpers.recorded import assert_same
-from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
 from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator
+from lightning_zero3.callbacks.graph_watch import Watch
 
 
 class Small(pl.LightningModule):
@@ -56,6 +58,21 @@ def item(self, batch, batch_idx, loss):
 
 def mask(self, batch, batch_idx, loss):
     return self.layer(batch)[batch > 0].sum()
+
+
+def nonzero(self, batch, batch_idx, loss):
+    return self.layer(batch).sum(1).nonzero().sum() * 0 + loss
+
+
+def other_shapes(self, batch, batch_idx, loss):
+    self.trainer.history = torch.ones(2 + len(getattr(self.trainer, "history", [])))
+    return loss + self.trainer.history.sum()
+
+
+def log_options(self, batch, batch_idx, loss):
+    self.trainer.turn = not getattr(self.trainer, "turn", False)
+    self.log("loss", loss, batch_size=1 + self.trainer.turn)
+    return loss
 
 
 def step_number(self, batch, batch_idx, loss):
@@ -171,6 +188,9 @@ def checkpointed(self, batch, batch_idx, loss):
 CASES = {
     item: r"_local_scalar_dense needs a value, or a size that depends on values, on the host.*if loss\.item\(\) > 1e9",
     mask: r"aten\.index needs a value, or a size.*return self\.layer\(batch\)\[batch > 0\]\.sum\(\)",
+    nonzero: r"aten\.nonzero needs a value, or a size that depends on values.*\.nonzero\(\)\.sum\(\)",
+    other_shapes: r"A Python number that changes goes into aten\.ones",
+    log_options: r"The options of `self\.log\('loss', \.\.\.\)` change.*loss, batch_size=1 \+ self\.trainer\.turn\)",
     step_number: r"`global_step` is read, and changes .*`self\.weight\.fill_\(.*return loss \* \(1 \+ self\.global_step\)",
     epoch_number: r"`trainer\.current_epoch` is read, and changes",
     index: r"A Python number that changes goes into aten\.add: 1, then 2.*return loss \+ batch_idx",
@@ -292,6 +312,57 @@ def test_options_are_checked(options, message):
 def test_settings_of_the_allocator_that_do_not_go_with_graphs(settings, world_size, environ, expected):
     found = check_allocator(settings, world_size, environ)
     assert len(found) == len(expected) and all(word in text for word, text in zip(expected, found, strict=True))
+
+
+class OutOfTheHost:
+    """Lines that mix devices, on one that needs no GPU."""
+
+    def scalar(self, x):
+        return x * torch.tensor(2.0)
+
+    def moved(self, x):
+        return torch.ones(2).to("meta") + x
+
+    def fetched(self, x):
+        return x.cpu()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("scalar", r"(?s)aten\.mul reads a tensor on cpu, and the graph would keep its value.*x \* torch\.tensor"),
+        ("moved", r"(?s)aten\._to_copy reads a tensor on cpu.*torch\.ones\(2\)\.to"),
+        ("fetched", r"(?s)aten\._to_copy copies a tensor to cpu, which waits for the device.*x\.cpu\(\)"),
+    ],
+)
+def test_tensors_of_the_host_are_named_with_their_line(line, message):
+    x = torch.ones(2, device="meta")
+    watch = Watch(x.device, x)
+    with watch.watching(None, forward=True), suppress(NotImplementedError):  # there is no data on "meta"
+        getattr(OutOfTheHost(), line)(x)
+    assert re.search(message, "\n".join(map(str, watch.problems))), watch.problems
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"garbage_collection_threshold": 0.8, "per_process_memory_fraction": 0.9},
+            "garbage_collection_threshold frees memory",
+        ),
+        ({"max_split_size_mb": 64}, "max_split_size_mb frees memory"),
+        ({"expandable_segments": True}, None),
+    ],
+)
+def test_beside_the_allocators_own_callback(options, message, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    config = AllocatorConfig(**options)
+    try:
+        with pytest.raises(GraphCaptureError, match=message) if message else nullcontext():
+            train(Small(fine), config, CUDAGraphStep(software=True, strict=True))
+    finally:
+        config.restore_now()
 
 
 def test_without_cuda_nothing_is_captured():
