@@ -51,14 +51,10 @@ class Access:
                 f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
                 "`training_step` (or another step), or inside `with strategy.gathered(module):` on all ranks."
             )
-        value = self.full_value(parameter)
+        value = self.full_values([parameter])[0].clone()
         if torch.is_grad_enabled() and entry.parameter.requires_grad:
             return _Read.apply(parameter, value)
         return value
-
-    def full_value(self, parameter: nn.Parameter) -> Tensor:
-        """See :meth:`~.resting.Home.full_value`."""
-        return self.full_values([parameter])[0].clone()
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See :meth:`~.resting.Home.full_values`."""

@@ -35,12 +35,19 @@ class Listener(Protocol):
 
 def install(unit: Unit, listener: Listener) -> list[RemovableHandle]:
     """Report the forwards of the unit's members and the gradients of its parameters to ``listener``."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        listener.enter_forward(unit)
+
+    def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
+        return listener.leave_forward(unit, outputs)
+
     handles = []
     for module in unit.members:
         # First in, last out: the user's own hooks find ordinary parameters.
-        handles.append(module.register_forward_pre_hook(_pre(unit, listener), prepend=True))
+        handles.append(module.register_forward_pre_hook(_uncompiled(enter), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
-        handles.append(module.register_forward_hook(_post(unit, listener), always_call=True))
+        handles.append(module.register_forward_hook(_uncompiled(leave), always_call=True))
     handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, listener.collector(unit, index)))
@@ -59,17 +66,7 @@ def _on_grad(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Removab
     return handle
 
 
-def _pre(unit: Unit, listener: Listener) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        listener.enter_forward(unit)
-
-    return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
-
-
-def _post(unit: Unit, listener: Listener) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return listener.leave_forward(unit, outputs)
-
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
 
 

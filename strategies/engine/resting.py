@@ -33,9 +33,6 @@ class Home(Protocol):
     def describe(self, parameter: nn.Parameter) -> str:
         """Name of the parameter and its unit."""
 
-    def full_value(self, parameter: nn.Parameter) -> Tensor:
-        """The whole value, detached; collective, allowed at any time."""
-
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The whole values, detached, of parameters that share this home; collective, each unit is gathered once."""
 

@@ -36,7 +36,7 @@ class SavedTensors:
     """Pack and unpack hooks for ``torch.autograd.graph.saved_tensors_hooks``."""
 
     def __init__(self, units: list[Unit], arena: Tensor, offsets: Sequence[int]) -> None:
-        self._arena, self._offsets = arena, offsets
+        self._offsets = offsets
         self._start = arena.data_ptr()
         self._ranges = [(u, self._start + o, self._start + o + u.nbytes) for u, o in zip(units, offsets, strict=True)]
         self._stop = self._start + arena.numel()
