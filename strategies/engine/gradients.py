@@ -65,6 +65,7 @@ class Gradients:
         for entry, grad in self._reducer.changed():  # on one rank, where parameters are ordinary
             self.assign(entry, grad)
         assigned, self._assigned = self._assigned, []
+        self._full = {}  # whoever asked for this may go on to change the flat gradients
         for group in dict.fromkeys(assigned):
             if group.shows_gradients:
                 group.bind(self._unused_ranges(group, bytes(self._shown)))

@@ -338,7 +338,14 @@ class ClippedByValue(Module):
 
 
 class ClippedByNorm(Module):
+    """Gradients are looked at before and after."""
+
     options = {"gradient_clip_val": 0.01}
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.seen.append(self.net.head.weight.grad.norm().item())
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.seen.append(self.net.head.weight.grad.norm().item())
 
 
 class Manual(Module):

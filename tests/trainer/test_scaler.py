@@ -1,4 +1,4 @@
-"""16-mixed: an infinity in one rank's shard of the gradients makes all ranks skip the step, and the scheduler with it."""
+"""16-mixed: an infinity in one rank's shard makes all ranks skip the step and the scheduler; gradients are read as they are."""
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ class Model(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(8, 8)
-        self.rates, self.scales, self.weights = [], [], []
+        self.rates, self.scales, self.weights, self.unscaled = [], [], [], []
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch).float().square().mean()
@@ -29,10 +29,14 @@ class Model(pl.LightningModule):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
     def on_after_backward(self):
+        self.scaled = self.net.weight.grad.clone()
         grads = [p.grad for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
         self.infinite = any(bool(torch.isinf(g).any()) for g in grads)
         if self.infinite:
             self.found_at = len(self.rates) - 1
+
+    def on_before_optimizer_step(self, optimizer):
+        self.unscaled.append((self.scaled.norm() / self.net.weight.grad.norm()).item())
 
     def on_train_batch_end(self, *args):
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
@@ -52,13 +56,14 @@ def fit(rank, world_size):
     module = Model()
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
     trainer(zero3(unit_policy=None), world_size, plugins=[plugin]).fit(module)
-    return module.rates, module.scales, module.weights, getattr(module, "found_at", None)
+    return module.rates, module.scales, module.weights, module.unscaled, getattr(module, "found_at", None)
 
 
 def test_all_ranks_skip_a_step_that_overflows_on_one():
     everyone = run_ranks(fit, 2, timeout=60)
     assert [found_at for *_, found_at in everyone] == [OVERFLOWS, None], "only one rank can see the infinity"
-    for rates, scales, weights, _ in everyone:
+    for rates, scales, weights, unscaled, _ in everyone:
+        assert [unscaled[step] for step in (0, 2, 3)] == [SCALE, SCALE / 2, SCALE / 2]
         assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
         assert rates == [0.1, 0.05, 0.05, 0.025]  # the skipped step left it as it was
         assert torch.equal(weights[OVERFLOWS], weights[OVERFLOWS - 1])
