@@ -1,7 +1,7 @@
 """What the benchmark runs on every rank: one entry (a strategy, or a bare loop) on one case, measured from inside.
 
-An entry is `L:<strategy>` (through Lightning's Trainer) or `B:<wrapper>` (a loop of six lines). All train the same GPT on the
-same batches with the same fused AdamW.
+An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switches an option on) or `B:<wrapper>` (a loop of six
+lines). All train the same GPT on the same batches with the same fused AdamW.
 """
 
 import gc
@@ -161,8 +161,10 @@ def strategy_of(name):
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
-    if name == "zero3":
-        import lightning_zero3  # noqa: F401
+    if name.startswith("zero3"):
+        from lightning_zero3 import Zero3Strategy
+
+        return Zero3Strategy(**dict.fromkeys(name.split("+")[1:], True))
     return {"single": "auto", "deepspeed3": "deepspeed_stage_3"}.get(name, name)
 
 
