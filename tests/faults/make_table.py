@@ -81,8 +81,8 @@ started again from its last checkpoint.
 *Seconds* are from the fault to the end of the last process, *orphans* the processes that are left then (a frozen one aside,
 which waits to be woken), *codes* the exit codes of all ranks in order, *loss* the largest difference of any rank's loss in any
 step of the resumed run from the run without a fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody
-compares them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by rounding.
-The machine has two cores and was busy.
+compares them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by
+rounding. The machine has two cores and was busy.
 """
 
 
