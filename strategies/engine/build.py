@@ -141,9 +141,12 @@ def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> No
 def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
     """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks initialised; collective.
 
+    An engine that had the parameters before retires.
+
     Returns:
         Names of parameters whose value on this rank differed from rank 0's.
     """
+    earlier = {id(home): home for p in model.parameters() if (home := home_of(p)) is not None}
     owners = {}
     for module in model.modules():
         for p in module._parameters.values():
@@ -169,6 +172,8 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
                 unsettle(entry.parameter)
                 entry.parameter.__class__ = entry.cls
                 entry.parameter.data = torch.empty(0, dtype=entry.dtype, device=entry.parameter.device)
+    for home in earlier.values():
+        home.retire()
     return differing
 
 

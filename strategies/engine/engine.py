@@ -30,7 +30,7 @@ from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
-from .resting import home_of, unsettle
+from .resting import unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup, attach
 from .streams import make_lane
@@ -96,10 +96,7 @@ class Zero3Engine:
                 chunk.own(self.groups, collectives.rank)
         for group in self.groups:
             group.allocate(device)
-        earlier = {id(found): found for p in model.parameters() if (found := home_of(p)) is not None}
         self.differing = fill_shards(self.units, model, collectives, device)
-        for found in earlier.values():
-            found.retire()
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
         self._connect(reduce_buffers, reduce_once, reduce_dtype)
