@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..strategies.engine import HostClock, make_clock
+from .fsdp_communication import FSDPCommunication
 from .memory_ranks import RankGatherer, spread, to_metrics
 
 Part = Literal["data", "forward", "backward", "optimizer", "other"]
@@ -33,8 +34,9 @@ class StepTimer(Callback):
     `/mean` and `/max_rank`, from one packed all-gather.
 
     `time/communication_ms` is logged where the strategy can tell: one that has
-    `communication_seconds() -> float` (total so far), as zero3 does, and DDP, which times its own
-    gradient reduction at the iterations that it samples. Elsewhere the key is absent.
+    `communication_seconds() -> float` (total so far), as zero3 does; FSDP2, whose collectives are
+    timed here; and DDP, which times its own gradient reduction at the iterations that it samples.
+    Elsewhere the key is absent.
 
     Args:
         every_n_steps: optimizer steps between logging; None takes the Trainer's `log_every_n_steps`.
@@ -54,6 +56,7 @@ class StepTimer(Callback):
         self._steps = 0  # that were read
         self._last_step = self._last_logged = 0
         self._communicated: float | None = None  # seconds, at the last logging step
+        self._fsdp: FSDPCommunication | None = None
 
     def make_clock(self, device: torch.device) -> HostClock:
         """Override to feed times of your own."""
@@ -65,7 +68,8 @@ class StepTimer(Callback):
         self.clock = self.make_clock(trainer.strategy.root_device)
         self.gatherer = RankGatherer()
         self._last_step = self._last_logged = trainer.global_step
-        self._communicated = _communicated_seconds(trainer)
+        self._fsdp = FSDPCommunication(pl_module, trainer.strategy.root_device)
+        self._communicated = self._communicated_seconds(trainer)
         self._begin("data")
 
     def _begin(self, part: Part, ends_step: bool = False) -> None:
@@ -127,7 +131,7 @@ class StepTimer(Callback):
         assert self.gatherer is not None
         self._read()
         ms = 1000 / self._steps if self._steps else float("nan")
-        now, before = _communicated_seconds(trainer), self._communicated
+        now, before = self._communicated_seconds(trainer), self._communicated
         figures = [sum(self._totals.values()) * ms, *(self._totals[part] * ms for part in PARTS)]
         figures.append(_ddp_communication_ms(trainer) if now is None or before is None else (now - before) * ms)
         metrics = to_metrics(spread(list(KEYS), self.gatherer.gather(figures)), self.gatherer.world_size, list(KEYS))
@@ -137,10 +141,18 @@ class StepTimer(Callback):
         self._communicated = now if self._steps else before  # of no step: it counts at the next logging step
         self._steps = 0
 
+    def _communicated_seconds(self, trainer: Trainer) -> float | None:
+        if self._fsdp:
+            return self._fsdp.seconds()
+        tell = getattr(trainer.strategy, "communication_seconds", None)
+        return float(tell()) if tell is not None else None
+
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.gatherer is not None:
             self.gatherer.close()
+        if self._fsdp is not None:
+            self._fsdp.close()
         self._clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,11 +162,6 @@ class StepTimer(Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.every_n_steps = state["every_n_steps"]
         self._clear()
-
-
-def _communicated_seconds(trainer: Trainer) -> float | None:
-    tell = getattr(trainer.strategy, "communication_seconds", None)
-    return float(tell()) if tell is not None else None
 
 
 def _ddp_communication_ms(trainer: Trainer) -> float:

@@ -117,6 +117,7 @@ LAYERS = [
         [
             "callbacks/memory_charts",
             "callbacks/memory_leak",
+            "callbacks/fsdp_communication",
             "callbacks/memory_ledger",
             "callbacks/memory_ranks",
             "callbacks/memory_source",

@@ -24,9 +24,10 @@ from .partition import UnitPolicy, find_units
 from .replay import ReplayedStep
 from .resting import ResidencyError, is_sharded
 from .shared import SharedMemoryCollectives
-from .timing import CollectiveTimer, HostClock, make_clock
+from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
 
 __all__ = [
+    "CallTimer",
     "CollectiveTimer",
     "DivergenceError",
     "FiniteCheck",

@@ -63,25 +63,23 @@ def make_clock(device: torch.device) -> HostClock:
     return EventClock() if device.type == "cuda" else HostClock()
 
 
-class CollectiveTimer:
-    """Adds up the time of the collectives that go through a door.
+class CallTimer:
+    """Adds up the time of calls that start collectives.
 
     On CUDA that is the time between events before and after each collective in its own stream, waiting for other ranks
     included, whether or not anything is computed beside it; what a CUDA graph replays is not seen. On the CPU it is what the
     host spends on starting collectives and waiting for them; what passes while it computes does not count.
     """
 
-    def __init__(self, door: LocalCollectives, device: torch.device) -> None:
-        self.door = door
+    def __init__(self, device: torch.device) -> None:
         self._clock = make_clock(device)
         self._on_host = type(self._clock) is HostClock
         self._spans: deque[tuple[Any, Any]] = deque()  # that the device may not have passed yet
         self._total_s = 0.0
-        # The units hold the door itself, so it is the door that changes.
-        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", *(["agree"] if self._on_host else [])):
-            setattr(door, name, self._timed(getattr(door, name)))
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, timed."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             begun = self._clock.mark()
             result = method(*args, **kwargs)
@@ -90,7 +88,7 @@ class CollectiveTimer:
                 if len(self._spans) > 1000:  # nobody asks
                     self.seconds()
             if self._on_host and isinstance(result, Pending):
-                result.wait = self._timed(result.wait)  # type: ignore[method-assign]
+                result.wait = self.timed(result.wait)  # type: ignore[method-assign]
             return result
 
         return timed
@@ -102,3 +100,14 @@ class CollectiveTimer:
             self._total_s += self._clock.between(begun, ended)
             self._clock.recycle(begun, ended)
         return self._total_s
+
+
+class CollectiveTimer(CallTimer):
+    """The time of the collectives that go through a door."""
+
+    def __init__(self, door: LocalCollectives, device: torch.device) -> None:
+        super().__init__(device)
+        self.door = door
+        # The units hold the door itself, so it is the door that changes.
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", *(["agree"] if self._on_host else [])):
+            setattr(door, name, self.timed(getattr(door, name)))

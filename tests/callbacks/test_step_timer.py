@@ -6,12 +6,15 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.data import DataLoader
 
 import lightning_zero3  # noqa: F401  (registers the strategy)
 from helpers.ranks import run_ranks
 from lightning_zero3.callbacks import StepTimer
+from lightning_zero3.callbacks.fsdp_communication import _starters
 from lightning_zero3.callbacks.step_timer import KEYS
 from lightning_zero3.strategies.engine import CollectiveTimer, HostClock, LocalCollectives, PairwiseCollectives
 
@@ -63,7 +66,7 @@ class SlowData(torch.utils.data.Dataset):
         return torch.ones(4)
 
 
-def fit(timer, tmp_path, **options):
+def fit(timer, tmp_path, model=None, **options):
     logger = Collecting()
     trainer = Trainer(
         accelerator=options.pop("accelerator", "cpu"),
@@ -77,7 +80,7 @@ def fit(timer, tmp_path, **options):
         default_root_dir=tmp_path,
         **options,
     )
-    trainer.fit(Slow(), DataLoader(SlowData(), batch_size=1))
+    trainer.fit(model or Slow(), DataLoader(SlowData(), batch_size=1))
     return [(step, row) for step, row in logger.rows if "time/step_ms" in row]
 
 
@@ -167,6 +170,36 @@ def test_zero3_tells_its_communication(tmp_path):
         # One unit: a gather and a reduction each step.
         assert 8 <= row["time/communication_ms"] < row["time/step_ms"]
         assert row["time/communication_ms/min"] >= 8
+
+
+class Sharded(Slow):
+    def configure_model(self):
+        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+
+def fsdp2_case(rank, world_size, folder):
+    """FSDP2 with collectives of its own that take 5 ms and 3 ms longer."""
+    kinds = {}
+    for kind, pause in ((DefaultAllGather, 0.005), (DefaultReduceScatter, 0.003)):
+
+        def call(self, *args, inner=kind.__call__, pause=pause, **options):
+            kinds[type(self).__base__] = True
+            time.sleep(pause)
+            return inner(self, *args, **options)
+
+        kind.__call__ = call
+    strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    rows = fit(StepTimer(), folder, strategy=strategy, devices=world_size, model=(model := Sharded()))
+    assert {type(starter) for starter in _starters(model)} == {DefaultAllGather, DefaultReduceScatter}  # as they were
+    return rows, {kind.__name__ for kind in kinds}
+
+
+def test_collectives_of_fsdp2_are_timed(tmp_path):
+    (rows, kinds), _ = run_ranks(fsdp2_case, 2, tmp_path)
+    assert kinds == {"DefaultAllGather", "DefaultReduceScatter"}
+    for _, row in rows:
+        # One layer: a gather, which its backward still has or repeats, and a reduction.
+        assert 5 + 3 <= row["time/communication_ms"] < row["time/step_ms"]
 
 
 def test_wrong_argument():
