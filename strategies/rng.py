@@ -114,22 +114,12 @@ def gather_states() -> list[State]:
     return states
 
 
-def restore_rank(states: Sequence[State], rank: int, world_size: int, seed: int, step: int) -> str | None:
-    """Restore this rank's state, or derive one when the world size changed.
-
-    Returns:
-        None if the state was restored, else a sentence that says what was done instead.
-    """
-    if len(states) == world_size:
+def restore_rank(states: Sequence[State], rank: int, seed: int, step: int) -> None:
+    """Restore this rank's state, or derive one if there were fewer ranks."""
+    if rank < len(states):
         restore(states[rank])
-        return None
-    seed_all(derive_seed(seed, rank, step, world_size))
-    return (
-        f"the random states in the checkpoint are those of {len(states)} ranks, this run has {world_size}:"
-        f" dropout and main-process augmentation continue from seeds derived from (seed={seed}, rank,"
-        f" step={step}), reproducibly but not as the original run would have. The order of samples and"
-        " per-sample randomness are not affected."
-    )
+    else:
+        seed_all(derive_seed(seed, rank, step))
 
 
 def synchronize(names: Sequence[str]) -> None:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
 # Our precision plugins save what Lightning's do, under the name that other strategies look for.
 _SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
 _GRADIENTS = "zero3_gradients"
+_LOCAL_ONLY = (
+    "sharded checkpoints are folders of a file system that all ranks see, and take no storage options. Choose one, or "
+    "single files: `Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))`."
+)
 
 
 class CheckpointStrategy(ProcessStrategy):
@@ -71,6 +75,17 @@ class CheckpointStrategy(ProcessStrategy):
                 "`CheckpointOptions(background=True)` saves while training goes on."
             )
         super().setup_environment()
+
+    def require_local_folders(self, trainer: pl.Trainer) -> None:
+        """To be called before training: callbacks know their folders by now.
+
+        Raises:
+            ValueError: sharded checkpoints are to go where only single files can.
+        """
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if self._checkpoints.kind == "sharded" and folder is not None and _is_remote(folder):
+                raise ValueError(f"{type(callback).__name__}(dirpath={os.fspath(folder)!r}): {_LOCAL_ONLY}")
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -139,9 +154,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if storage_options is not None or _is_remote(path):
-            raise ValueError(
-                f"Sharded checkpoints are written to local folders, not to {path}: `CheckpointOptions(kind='full')`."
-            )
+            raise ValueError(f"Saving {path}: {_LOCAL_ONLY}")
         from .writer import prepare, save
 
         self.finish_saving()

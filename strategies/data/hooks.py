@@ -45,6 +45,7 @@ class DataHooks:
         self.options = options or DataOptions()
         self.active = None
         self._rng: dict[str, Any] | None = None
+        self._waiting_rng: list[rng.State] = []  # of ranks that this run has not: they wait for one that has
         self._synchronized_epoch: int | None = None
 
     # ---- before training -------------------------------------------------------------------
@@ -186,7 +187,8 @@ class DataHooks:
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Add every rank's random states. A collective: all ranks save."""
-        checkpoint[CHECKPOINT_KEY] = {"version": 1, "states": rng.gather_states()}
+        states = rng.gather_states()
+        checkpoint[CHECKPOINT_KEY] = {"version": 1, "ranks": len(states), "states": [*states, *self._waiting_rng]}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states until training starts."""
@@ -194,13 +196,20 @@ class DataHooks:
 
     def _restore_rng(self, trainer: Any) -> None:
         saved, self._rng = self._rng, None
+        rank, world_size = self._ranks(trainer)
+        self._waiting_rng = [] if saved is None else saved["states"][world_size:]
         if saved is None:
             return
-        rank, world_size = self._ranks(trainer)
         seed = torch.initial_seed() & 0x7FFFFFFF
-        told = rng.restore_rank(saved["states"], rank, world_size, seed, trainer.global_step)
-        if told is not None and rank == 0:
-            warnings.warn(told, stacklevel=2)
+        rng.restore_rank(saved["states"], rank, seed, trainer.global_step)
+        if world_size != saved["ranks"] and rank == 0:
+            warnings.warn(
+                f"the random states in the checkpoint are those of {saved['ranks']} ranks, this run has {world_size}: dropout"
+                " and main-process augmentation continue reproducibly, ranks that are new from seeds derived from"
+                f" (seed={seed}, rank, step={trainer.global_step}), but not as the original run would have. The order of"
+                " samples and per-sample randomness are not affected.",
+                stacklevel=2,
+            )
 
 
 # ---- the Trainer's loops, by attribute --------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints.runs import Whole, flip, full_weights, train
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from helpers.models import Recipe
@@ -208,3 +209,23 @@ def test_loading_runs_no_code(tmp_path):
 def test_what_would_be_ignored_is_refused(options):
     with pytest.raises(ValueError, match=r"kind='full'|choose 'sharded' or 'full'"):
         trainer(zero3(checkpoint=CheckpointOptions(**options), checkpoint_io=AsyncCheckpointIO())).fit(Whole(RECIPE))
+
+
+def save_elsewhere(rank, world_size):
+    """To a file system of fsspec's, which lives in this process."""
+    module = Whole(RECIPE)
+    saver = ModelCheckpoint("memory://runs", save_last=True)
+    with pytest.raises(ValueError, match=r"ModelCheckpoint\(dirpath='memory://runs'\): .*CheckpointOptions\(kind='full'\)"):
+        trainer(zero3(), callbacks=[saver], enable_checkpointing=True).fit(module)
+    assert not module.losses, "training began"
+    strategy = zero3(checkpoint=CheckpointOptions(kind="full"))
+    runner = trainer(strategy, callbacks=[saver], enable_checkpointing=True)
+    runner.fit(module)
+    assert saver.last_model_path == "memory://runs/last.ckpt"
+    result = train(world_size, Whole(RECIPE), 2, read="memory://runs/last.ckpt")
+    whole = train(world_size, Whole(RECIPE), 2)
+    assert result.losses == whole.losses[len(module.losses) :]
+
+
+def test_object_stores_take_single_files_only():
+    run_ranks(save_elsewhere, 1, timeout=60)

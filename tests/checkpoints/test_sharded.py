@@ -1,9 +1,12 @@
 """Sharded checkpoints: any number of ranks to any other, to the bit, and what torch's own tools make of them."""
 
+from functools import cache
+
 import pytest
 import torch
 from checkpoints import elastic
 from checkpoints.runs import Whole, train
+from lightning.pytorch import Callback
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -24,9 +27,27 @@ def save(rank, world_size, folder):
     return whole, saved, elastic.save(world_size, folder)
 
 
+class SaveAgain(Callback):
+    """What was loaded, before the first step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, *_):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
 def resume(rank, world_size, folder):
-    runs = {name: train(world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
+    runs = {}
+    for name, recipe in RECIPES.items():
+        again = SaveAgain(f"{folder}/{name} on {world_size}.ckpt")
+        runs[name] = train(world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt", callbacks=[again])
     return runs, elastic.resume(world_size, folder)
+
+
+def load_again(rank, world_size, folder):
+    return {k: train(world_size, Whole(RECIPES["adamw"]), 2, read=f"{folder}/adamw on {k}.ckpt") for k in (1, 3, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +60,15 @@ def on_two_ranks(folder):
     return run_ranks(save, 2, str(folder), timeout=150)
 
 
+@pytest.fixture(scope="module")
+def on_ranks(folder, on_two_ranks):
+    """What each rank of a run that resumes on so many ranks returns."""
+    return cache(lambda world_size: run_ranks(resume, world_size, str(folder), timeout=150))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, folder, on_two_ranks):
-    ranks = run_ranks(resume, world_size, str(folder), timeout=150)
+def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, on_ranks, on_two_ranks):
+    ranks = on_ranks(world_size)
     compare_elastic([rank[1] for rank in ranks], [rank[2] for rank in on_two_ranks])
     resumed = [rank[0] for rank in ranks]
     for name in RECIPES:
@@ -59,6 +86,19 @@ def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, fol
                 assert torch.equal(again[name].start["random"], before[1][name].random)
         assert relative(losses, expected) <= 1e-6
         assert_tensors_close(first.weights, whole.weights, 5e-6)
+
+
+def test_on_another_number_of_ranks_and_back_nothing_has_changed(folder, on_ranks, on_two_ranks):
+    for world_size in (1, 3, 4):
+        on_ranks(world_size)
+    for again, before in zip(run_ranks(load_again, 2, str(folder), timeout=90), on_two_ranks, strict=True):
+        saved = before[1]["adamw"]
+        for result in again.values():
+            if saved.weights:  # on rank 0
+                assert_same_tensors(result.start["weights"], saved.weights)
+                compare_states(result.start["optimizers"], saved.optimizers)
+            assert torch.equal(result.start["random"], saved.random)
+            assert result.losses[0] == before[0]["adamw"].losses[len(saved.losses)]
 
 
 def compare_elastic(resumed, whole):
