@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from checkpoints.runs import Shuffled, Watch, full_weights, train
+from checkpoints.runs import Shuffled, Watch, full_weights, optimizer_states, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -110,7 +110,9 @@ class Changed(Shuffled):
 
 def change(rank, world_size, folder):
     saved = train(world_size, Changed(None), 1, write=f"{folder}/a.ckpt", strategy=zero3(unit_policy=None))
+    train(world_size, Changed("frozen now"), 1, write=f"{folder}/frozen.ckpt", strategy=zero3(unit_policy=None))
     runs = {
+        "trained now": dict(module=Changed(None), path=f"{folder}/frozen.ckpt"),
         "other groups": dict(module=Changed("other groups")),
         "frozen now": dict(module=Changed("frozen now")),
         "other units": dict(module=Changed(None), strategy=zero3(unit_policy=lambda m: [m.net[0], [m.net[3], m.net[5]]])),
@@ -120,12 +122,15 @@ def change(rank, world_size, folder):
     for name, options in runs.items():
         watch, module = Watch(), options.pop("module")
         strategy = options.pop("strategy", None) or zero3(unit_policy=None)
+        path = options.pop("path", f"{folder}/a.ckpt")
         runner = trainer(strategy, world_size, max_epochs=2, callbacks=[watch], **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            runner.fit(module, ckpt_path=f"{folder}/a.ckpt")
+            runner.fit(module, ckpt_path=path)
         results[name] = watch.weights, watch.optimizers, [str(w.message) for w in caught]
-    return saved.weights, saved.optimizers, results
+        if name == "trained now":
+            trained_now = *results.pop(name), full_weights(runner), optimizer_states(runner)
+    return saved.weights, saved.optimizers, results, trained_now
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +139,7 @@ def changes(tmp_path_factory):
 
 
 def test_state_follows_the_names_of_parameters(changes):
-    weights, (before,), results = changes
+    weights, (before,), results, _ = changes
     assert len(before["state"]) == 6
     for name, (loaded, (after,), _) in results.items():
         assert_same_tensors(loaded, {k: v.bfloat16() if name == "other precision" else v for k, v in weights.items()})
@@ -147,13 +152,24 @@ def test_state_follows_the_names_of_parameters(changes):
 
 
 def test_groups_take_the_options_of_those_that_their_parameters_came_from(changes):
-    _, _, results = changes
+    _, _, results, _ = changes
     for name, (_, (after,), _) in results.items():
         assert [group["lr"] for group in after["param_groups"]] == [0.01] * len(after["param_groups"]), name
 
 
 def test_what_is_not_used_is_said(changes):
-    _, _, results = changes
+    _, _, results, _ = changes
     [told] = [text for text in results["frozen now"][2] if "saved state" in text]
     assert "'net.0.bias', 'net.0.weight' is not used: optimizer 0 does not train them" in told
     assert not [text for name in ("other groups", "other units") for text in results[name][2] if "optimizer 0" in text.lower()]
+
+
+def test_what_is_trained_from_now_on_starts_without_state(changes):
+    loaded, (start,), told, weights, (end,) = changes[3]
+    assert start["state"].keys() == {"net.3.weight", "net.3.bias", "net.5.weight", "net.5.bias"}
+    assert end["state"].keys() == start["state"].keys() | {"net.0.weight", "net.0.bias"}
+    for name, state in end["state"].items():
+        steps = state["step"] - (start["state"][name]["step"] if name in start["state"] else 0)
+        assert steps == 12 and not torch.equal(weights[name], loaded[name])
+    [remark] = [text for text in told if "starts without state" in text]
+    assert remark.startswith("Optimizer 0 starts without state for 'net.0.bias', 'net.0.weight'")
