@@ -1,0 +1,102 @@
+"""What saving costs in memory: the growth of a process's own pages, as the kernel counts them, against the bounds."""
+
+import ctypes
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.parity import trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
+from lightning_zero3.strategies.checkpoints.consolidate import consolidate
+
+WIDTH, DEPTH, MIB = 512, 12, 2**20
+UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes: fp32 weight and bias of a layer
+MODEL = DEPTH * UNIT
+SLACK = 6 * MIB  # Python's objects, pickles, blocks of files that are read
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(4, WIDTH))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def anonymous():
+    """Bytes of pages that are no file's and that no other process shares."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def growth(into, name):
+    """Note by how much the process grows at most, looked at all the time."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else it would grow into memory that training gave back
+    before, peak, over = anonymous(), [0], threading.Event()
+
+    def look():
+        while not over.wait(0.0005):
+            peak[0] = max(peak[0], anonymous())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        peak[0] = max(peak[0], anonymous())
+        over.set()
+        thread.join()
+        into[name] = max(0, peak[0] - before)
+
+
+class Save(Callback):
+    def __init__(self, found, name, folder):
+        self.found, self.name, self.path = found, name, f"{folder}/{name}.ckpt"
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            with growth(self.found, self.name):
+                trainer.save_checkpoint(self.path)
+                trainer.strategy.finish_saving()
+
+
+def save(rank, world_size, folder):
+    found = {}
+    kinds = {"background": {"background": True}, "full": {"kind": "full"}, "sharded": {}}
+    for name, options in kinds.items():
+        strategy = zero3(unit_policy=["Linear"], checkpoint=CheckpointOptions(**options))
+        trainer(strategy, world_size, callbacks=[Save(found, name, folder)]).fit(Model())
+    ledger = strategy.memory_ledger()
+    return found, ledger["parameters"] + ledger["optimizer_state"]
+
+
+def read(rank, world_size, folder):
+    found = {}
+    with growth(found, "consolidate"):
+        consolidate(Path(folder, "sharded.ckpt"), Path(folder, "one.ckpt"))
+    return found
+
+
+def test_bounds(tmp_path):
+    for found, shards in run_ranks(save, 2, str(tmp_path), timeout=150):
+        assert 1.4 * MODEL < shards < 1.6 * MODEL
+        assert found["full"] <= 2 * UNIT + SLACK
+        assert found["sharded"] <= UNIT + SLACK
+        assert shards / 2 < found["background"] <= shards + SLACK, "more than one copy, or none"
+    [found] = run_ranks(read, 1, str(tmp_path), timeout=100)
+    assert found["consolidate"] <= 2 * UNIT + SLACK
