@@ -31,6 +31,13 @@ def seal(file: Path) -> None:
             entry += _ENTRY_BYTES + sum(_read(stream, entry + _ENTRY_LENGTHS, "<HHH"))
 
 
+def damage(file: Path) -> str | None:
+    """What is wrong with a file as far as its end, the index of a zip file, tells; None if it is whole."""
+    with open(file, "rb") as stream:
+        begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
+    return "incomplete: the end of the file is missing" if begins_as_zip and not zipfile.is_zipfile(file) else None
+
+
 def changed(file: Path, part: int, parts: int) -> str | None:
     """What checksums tell about every ``parts``-th record, from number ``part`` on; None if they are as they were written.
 

@@ -130,7 +130,7 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
 
 def _open(path: Path, weights_only: bool) -> dict[str, Any]:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    damage = changed(path, rank, world_size)
-    if damage:
-        raise CheckpointError(damage)
+    found = changed(path, rank, world_size)
+    if found is not None:
+        raise CheckpointError(found)
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .manifest import Manifest, changed, damage
+from .manifest import Manifest
 from .sharded import ShardedCheckpoint
-from .storage import last_complete
+from .storage import changed, damage, last_complete
 from .writer import INDEX
 
 DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
@@ -28,23 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print; returns 1 if the checkpoint is broken."""
     path: Path = arguments.path
-    if path.is_file():
-        print("\n".join(describe_file(path)))
-        return 0
-    if not (path / INDEX).exists() and damage(path) is None:
+    if path.is_dir() and not (path / INDEX).exists() and damage(path) is None:
         print("\n".join(describe_parent(path)))
         return 0
     found = damage(path) or changed(path, 0, 1)
     print(f"{path}: {found or 'complete'}")
     if found is None:
-        print("\n".join(describe_folder(path)))
+        print("\n".join(describe_folder(path) if path.is_dir() else describe_file(path)))
     return int(found is not None)
 
 
 def describe_file(path: Path) -> Iterator[str]:
-    """Lines about a full checkpoint; its tensors are mapped, not read."""
-    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    yield f"{path}: full checkpoint, {path.stat().st_size:,} bytes"
+    """Lines about a full checkpoint that is whole; its tensors are mapped, not read."""
+    checkpoint = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    yield f"single file, {path.stat().st_size:,} bytes"
     yield f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
     yield from _lines({key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint})
 
@@ -67,7 +65,7 @@ def describe_folder(path: Path) -> Iterator[str]:
 def describe_parent(folder: Path) -> Iterator[str]:
     """A line about each checkpoint in a folder."""
     for path in sorted(folder.glob("*.ckpt")):
-        yield f"{path.name}: {(damage(path) if path.is_dir() else None) or 'complete'}"
+        yield f"{path.name}: {damage(path) or 'complete'}"
     last = last_complete(folder)
     if last is None:
         raise CheckpointError(f"{folder} is no checkpoint and holds no complete one.")

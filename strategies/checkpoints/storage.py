@@ -21,8 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import archive, manifest
 from .errors import CheckpointError
-from .manifest import MANIFEST, Manifest, damage
+from .manifest import MANIFEST, Manifest
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
@@ -134,7 +135,7 @@ def choose(path: Path, newest: bool) -> Choice:
     remarks = [f"{path.parent / stage.name}: {damage(stage)}." for stage in unfinished(path.parent) if stage.is_dir()]
     if not path.exists():
         raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
-    found = _incomplete(path)
+    found = damage(path)
     if found is None:
         return Choice(path, remarks, other)
     if newest and last is not None:
@@ -148,24 +149,25 @@ def unfinished(folder: Path) -> list[Path]:
     return sorted((folder / _UNFINISHED).glob("*"))
 
 
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint as far as names and sizes tell; None if it is whole."""
+    return manifest.damage(path) if path.is_dir() else archive.damage(path)
+
+
+def changed(path: Path, part: int, parts: int) -> str | None:
+    """What checksums tell about every ``parts``-th piece of a checkpoint, from number ``part`` on; None if they are right."""
+    return (manifest if path.is_dir() else archive).changed(path, part, parts)
+
+
 def _is_whole(path: Path) -> bool:
     if path.is_dir():
         return (path / MANIFEST).exists() and damage(path) is None
     return path.exists() and zipfile.is_zipfile(path)
 
 
-def _incomplete(path: Path) -> str | None:
-    if path.is_dir():
-        return damage(path)
-    # The index of a zip file, which full checkpoints are, is its end. Files in torch's older format are pickles.
-    with open(path, "rb") as file:
-        is_zip = file.read(2) == b"PK"
-    return "incomplete: the end of the file is missing" if is_zip and not zipfile.is_zipfile(path) else None
-
-
 def _saved(path: Path) -> float:
-    manifest = Manifest.read(path) if path.is_dir() else None
-    return path.stat().st_mtime if manifest is None else manifest.saved
+    found = Manifest.read(path) if path.is_dir() else None
+    return path.stat().st_mtime if found is None else found.saved
 
 
 def _exchange(a: Path, b: Path) -> bool:

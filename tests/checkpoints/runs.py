@@ -121,7 +121,8 @@ class Shuffled(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def flip(file: Path):
+def flip(file: Path, position: int | None = None) -> None:
+    """Change a bit."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if position is None else position] ^= 1
     file.write_bytes(content)

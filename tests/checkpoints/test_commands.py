@@ -1,7 +1,7 @@
 """``python -m lightning_zero3``: what the commands print and do, against what torch reads."""
 
 import torch
-from checkpoints.runs import Whole, train
+from checkpoints.runs import Whole, flip, train
 
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, relative, trainer
@@ -16,12 +16,15 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
     torch.save({"epoch": 2, "global_step": 17, "state_dict": weights, "optimizer_states": [state]}, file)
     assert main(["inspect", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert f"{file}: full checkpoint, {file.stat().st_size:,} bytes" in printed and "epoch 2, step 17" in printed
-    assert [line.split() for line in printed.splitlines()[2:]] == [
+    assert printed.startswith(f"{file}: complete\nsingle file, {file.stat().st_size:,} bytes\nepoch 2, step 17\n")
+    assert [line.split() for line in printed.splitlines()[3:]] == [
         ["state_dict.net.weight", "(3,", "2)", "float32"],
         ["state_dict.net.count", "()", "int64"],
         ["optimizer_states.0.state.0.exp_avg", "(3,", "2)", "float32"],
     ]
+    flip(file, file.read_bytes().index(torch.ones(6).numpy().tobytes()))
+    assert main(["inspect", str(file)]) == 1
+    assert f"{file}: damaged: its record 'full/data/0' is not what was written" in capsys.readouterr().out
 
 
 def save_sharded(rank, world_size, folder):

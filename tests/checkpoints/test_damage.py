@@ -27,10 +27,7 @@ RECIPE = Recipe(optimizer="adamw", steps=2)
 def flip_tensor(file: Path):
     with zipfile.ZipFile(file) as archive:
         largest = max(archive.infolist(), key=lambda record: record.file_size * ("/data/" in record.filename))
-        place = file.read_bytes().index(archive.read(largest))
-    content = bytearray(file.read_bytes())
-    content[place + 9] ^= 1
-    file.write_bytes(content)
+        flip(file, file.read_bytes().index(archive.read(largest)))
 
 
 def truncate(file: Path):
