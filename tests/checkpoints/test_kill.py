@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from contextlib import suppress
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints.manifest import damage
 
 KILLS = int(os.environ.get("LIGHTNING_ZERO3_KILLS", 3))  # 20 take minutes
@@ -31,11 +33,11 @@ class Killer(Callback):
             threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def go_on(rank, world_size, folder, kill, step=None, delay=None):
+def go_on(rank, world_size, folder, kill, step=None, delay=None, background=False):
     module = Shuffled()
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
     runner = trainer(
-        zero3(unit_policy=None),
+        zero3(unit_policy=None, checkpoint=CheckpointOptions(background=background)),
         world_size,
         max_epochs=EPOCHS,
         enable_checkpointing=True,
@@ -54,10 +56,11 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(tmp_path):
         step, delay = done + chance.randint(1, 3), chance.uniform(0, 0.12)
         assert step < STEPS
         with suppress(AssertionError):  # the run was killed, unless the moment came after its end
-            run_ranks(go_on, 2, str(folder), [(0,), (1,), (0, 1)][number % 3], step, delay, timeout=60)
+            kill = [(0,), (1,), (0, 1)][number % 3]
+            run_ranks(go_on, 2, str(folder), kill, step, delay, number % 2 == 1, timeout=60)
         visible = [path for path in Path(folder).glob("*.ckpt") if path.is_dir()]
         assert not [found for path in visible if (found := damage(path))]
-        steps = [int(path.name.split("=")[1].split(".")[0]) for path in visible if "=" in path.name]
+        steps = [int(found[1]) for path in visible if (found := re.match(r"step=(\d+)", path.name))]
         assert not steps or max(steps) >= done, "a checkpoint was lost"
         done = max([done, *steps])
     results = run_ranks(go_on, 2, str(folder), (), timeout=100)
