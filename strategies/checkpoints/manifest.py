@@ -71,11 +71,6 @@ def measure(file: Path) -> File:
     return File(size, checksum)
 
 
-def shard_files(folder: Path, rank: int | str = "*") -> list[Path]:
-    """The files that ``rank`` wrote, or all ranks."""
-    return sorted(folder.glob(f"__{rank}_*.distcp"))
-
-
 def damage(folder: Path) -> str | None:
     """What is wrong with a directory as far as names and sizes of its files tell; None if it is whole."""
     try:
@@ -85,7 +80,7 @@ def damage(folder: Path) -> str | None:
     if manifest is None:
         return None
     if not manifest.files:
-        begun = len({file.name.split("_")[2] for file in shard_files(folder)})
+        begun = len({file.name.split("_")[2] for file in folder.glob("__*.distcp")})
         return f"incomplete: its save did not finish ({begun} of {manifest.world_size} shards were begun)"
     missing = [name for name in manifest.files if not (folder / name).is_file()]
     if missing:
@@ -95,7 +90,7 @@ def damage(folder: Path) -> str | None:
     for name, file in manifest.files.items():
         size = (folder / name).stat().st_size
         if size != file.bytes:
-            return f"damaged: {name} has {size:,} of {file.bytes:,} bytes"
+            return f"incomplete: {name} has {size:,} of {file.bytes:,} bytes"
     return None
 
 

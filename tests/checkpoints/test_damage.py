@@ -50,7 +50,7 @@ EXPECTED = {
     "The last complete one besides it is .*ckpt",
     "flipped index": "damaged: .metadata does not have the checksum",
     "flipped trainer state": "damaged: meta.pt does not have the checksum",
-    "truncated": "damaged: __0_0.distcp has ",
+    "truncated": "incomplete: __0_0.distcp has ",
     "missing": r"incomplete: 1 of 2 shards \(__1_0.distcp missing\).* The last complete one besides it is ",
     "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
