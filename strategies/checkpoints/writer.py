@@ -176,7 +176,7 @@ def _planner() -> DefaultSavePlanner:
 
 
 class _Copies(AsyncStager):
-    """Copies nothing but this rank's own parts. torch's stagers copy whole storages, and know tensors of their own only."""
+    """Copies this rank's parts and nothing else. torch's own stagers want tensors that have values, or copy whole storages."""
 
     _synchronize_after_execute = False
 

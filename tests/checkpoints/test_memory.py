@@ -15,10 +15,10 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 
-WIDTH, DEPTH, MIB = 512, 12, 2**20
+WIDTH, DEPTH, MIB = 640, 12, 2**20
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes: fp32 weight and bias of a layer
 MODEL = DEPTH * UNIT
-SLACK = 6 * MIB  # Python's objects, pickles, blocks of files that are read
+SLACK = 14 * MIB  # Python's objects, pickles, blocks of files that are read; with all of the model and Adam's state: 56 MiB
 
 
 class Model(LightningModule):
