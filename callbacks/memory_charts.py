@@ -12,7 +12,7 @@ BAR = 26
 
 # A name keeps its color through the page (CSS variables, so that both themes can choose).
 ORDER = (
-    *("parameters", "gradients", "optimizer_state", "slots", "buffers", "graph_pool", "process", "activations"),
+    *("parameters", "gradients", "optimizer_state", "slots", "buffers", "graph_inputs", "graph_pool", "process", "activations"),
     *("forward", "backward", "optimizer", "validation", "checkpoint", "other", "reserved", "peak"),
 )
 

@@ -12,17 +12,23 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 # `slots`: buffers for communication, such as gathered parameters or gradient buckets.
-CATEGORIES = ("parameters", "gradients", "optimizer_state", "slots", "buffers")
+OF_THE_STRATEGY = ("parameters", "gradients", "optimizer_state", "slots", "buffers")
+CATEGORIES = (*OF_THE_STRATEGY, "graph_inputs")  # batches at fixed addresses, which `CUDAGraphStep` replays
 
 
 def measure(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:
     """Bytes on this rank by category."""
+    tell = [callback.memory_bytes for callback in trainer.callbacks if hasattr(callback, "memory_bytes")]  # type: ignore[attr-defined]
+    return {**_measure_state(trainer, module, device_type), "graph_inputs": sum(told()["inputs"] for told in tell)}
+
+
+def _measure_state(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:
     told = getattr(trainer.strategy, "memory_ledger", None)
     if told is not None:
         ledger = told()
-        if missing := set(CATEGORIES) - set(ledger):
+        if missing := set(OF_THE_STRATEGY) - set(ledger):
             raise KeyError(f"{type(trainer.strategy).__name__}.memory_ledger() lacks {sorted(missing)}")
-        return {category: int(ledger[category]) for category in CATEGORIES}
+        return {category: int(ledger[category]) for category in OF_THE_STRATEGY}
     seen: set[int] = set()
     parameters = list(module.parameters())
     return {

@@ -17,6 +17,7 @@ _PALETTE = {
     "optimizer-state": ("#4f9d69", "#74c08d"),
     "slots": ("#8a63b8", "#b08fdc"),
     "buffers": ("#9c755f", "#c29a83"),
+    "graph-inputs": ("#5b8c8c", "#7fb3b3"),
     "graph-pool": ("#c2577f", "#e07fa4"),
     "process": ("#b3bac2", "#59636e"),
     "activations": ("#c9bb3d", "#ddd05f"),

@@ -34,8 +34,8 @@ class CUDAMemoryTracker(Callback):
     Logged every `every_n_steps` optimizer steps, to every logger, under the keys of
     `lightning_zero3.callbacks.memory_figures.KEYS`: peaks in total and by phase, allocated, reserved,
     inactive, one fragmentation figure, retries, pinned host memory, memory outside of torch, CUDA graph
-    pools, and the ledger: parameters, gradients, optimizer state, slots, buffers and activations (the
-    rest). Over several ranks a key is the highest rank's, and the main ones also have `/min`, `/mean`
+    pools, and the ledger: parameters, gradients, optimizer state, slots, buffers, static inputs of graphs
+    and activations (the rest). Over several ranks a key is the highest rank's, and the main ones also have `/min`, `/mean`
     and `/max_rank`; one packed all-gather carries them all.
 
     What is exact: the peak of the run and of the steps between two logging steps, always (with a

@@ -3,12 +3,15 @@
     python examples/cuda_graph.py                    # on a GPU; without one, a software graph on the CPU
     python examples/cuda_graph.py --strategy zero3
     python examples/cuda_graph.py --refused          # why a step cannot be captured, and where
+    python examples/cuda_graph.py --modules          # such a step, with its layers captured
+    python examples/cuda_graph.py --optimizer        # the optimizer's update in a second graph
 
 The same model is trained twice, eagerly and captured. Weights and everything that was logged must be equal, bit by bit.
 """
 
 import argparse
 import time
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -45,10 +48,14 @@ class Deep(LightningModule):
         return DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))  # the last batch is smaller
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.003)
+        # A graph keeps Python numbers: the learning rate is a tensor, and `capturable` and `fused` keep the rest in tensors.
+        rate = torch.tensor(0.003, device=self.device)
+        return torch.optim.AdamW(self.parameters(), lr=rate, fused=True, capturable=self.device.type == "cuda")
 
 
-def fit(captured: bool, strategy: str = "auto", epochs: int = 3, refused: bool = False) -> tuple[Deep, dict[str, Tensor]]:
+def fit(
+    callback: CUDAGraphStep | None, strategy: str = "auto", epochs: int = 3, refused: bool = False
+) -> tuple[Deep, dict[str, Tensor]]:
     """Train; returns the module and what was logged."""
     torch.manual_seed(7)
     module = Deep(refused)
@@ -59,7 +66,7 @@ def fit(captured: bool, strategy: str = "auto", epochs: int = 3, refused: bool =
         max_epochs=epochs,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        callbacks=[CUDAGraphStep(software=True)] if captured else [],
+        callbacks=[callback] if callback else [],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -68,13 +75,14 @@ def fit(captured: bool, strategy: str = "auto", epochs: int = 3, refused: bool =
     torch.manual_seed(8)  # of dropout
     start = time.perf_counter()
     trainer.fit(module)
-    print(f"{'captured' if captured else 'eager'}: {time.perf_counter() - start:.2f} s")
+    print(f"{'captured' if callback else 'eager'}: {time.perf_counter() - start:.2f} s")
     return module, dict(trainer.callback_metrics)
 
 
-def compare(strategy: str = "auto", epochs: int = 3) -> None:
+def compare(strategy: str = "auto", epochs: int = 3, refused: bool = False, **options: Any) -> None:
     """Assert that the captured run is the eager run."""
-    (eager, eager_logged), (captured, logged) = (fit(c, strategy, epochs) for c in (False, True))
+    callbacks = None, CUDAGraphStep(software=True, **options)
+    (eager, eager_logged), (captured, logged) = (fit(callback, strategy, epochs, refused) for callback in callbacks)
     for (name, mine), reference in zip(captured.state_dict().items(), eager.state_dict().values(), strict=True):
         assert torch.equal(mine, reference), f"{name} differs"
     assert logged.keys() == eager_logged.keys() and all(torch.equal(logged[k], eager_logged[k]) for k in logged)
@@ -86,8 +94,10 @@ if __name__ == "__main__":
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--refused", action="store_true")
+    parser.add_argument("--modules", action="store_true")
+    parser.add_argument("--optimizer", action="store_true")
     arguments = parser.parse_args()
-    if arguments.refused:
-        fit(True, arguments.strategy, arguments.epochs, refused=True)
+    if arguments.modules:
+        compare(arguments.strategy, arguments.epochs, refused=True, modules=["model"])
     else:
-        compare(arguments.strategy, arguments.epochs)
+        compare(arguments.strategy, arguments.epochs, arguments.refused, optimizer=arguments.optimizer)

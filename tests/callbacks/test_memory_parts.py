@@ -267,7 +267,14 @@ def test_what_was_alive_at_the_peak():
 
 
 def report_data(source="cuda"):
-    ledger = {"parameters": GIB, "gradients": GIB, "optimizer_state": 2 * GIB, "slots": GIB // 4, "buffers": 0}
+    ledger = {
+        "parameters": GIB,
+        "gradients": GIB,
+        "optimizer_state": 2 * GIB,
+        "slots": GIB // 4,
+        "buffers": 0,
+        "graph_inputs": 0,
+    }
     records = [
         StepRecord(
             step, 6 * GIB + step * MIB, {"forward": 5 * GIB, "backward": 6 * GIB + step * MIB}, 5 * GIB, 7 * GIB, GIB, ledger

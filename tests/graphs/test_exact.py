@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from helpers.recorded import Net, assert_same, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.memory_ledger import measure
 
 
 def half():
@@ -84,6 +86,17 @@ def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
     callback = Counting(software=True)
     assert_same_run(run(callback, max_epochs=4, ckpt_path=path), run(max_epochs=4, ckpt_path=path))
     assert callback.replays > 20
+
+
+class Ledger(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.found = measure(trainer, pl_module, "cpu")
+
+
+def test_the_memory_trackers_ledger_counts_static_inputs():
+    ledger = Ledger()
+    fit(Net(), ledger, CUDAGraphStep(software=True), max_epochs=1)
+    assert ledger.found["graph_inputs"] == 4 * 12 * 4 + 4 * 8  # a batch of 4 rows of 12 floats, and their labels
 
 
 def test_after_a_fit_everything_is_as_before():

@@ -15,12 +15,17 @@ def load():
     return module
 
 
-@pytest.mark.parametrize("strategy", ["auto", "zero3"])
-def test_the_captured_run_is_the_eager_run(strategy, capsys):
-    load().compare(strategy, epochs=1)
+@pytest.mark.parametrize(
+    "options",
+    [{"optimizer": True}, {"strategy": "zero3"}, {"refused": True, "modules": ["model"]}],
+    ids=["optimizer", "zero3", "modules"],
+)
+def test_the_captured_run_is_the_eager_run(options, capsys):
+    load().compare(epochs=1, **options)
     assert "the same weights and the same 3 logged values" in capsys.readouterr().out
 
 
 def test_the_refused_step_is_named():
+    example = load()
     with pytest.warns(UserWarning, match=r"(?s)cannot be captured.*cuda_graph\.py:\d+: `if self\.refused and loss\.item\(\)"):
-        load().fit(True, epochs=1, refused=True)
+        example.fit(example.CUDAGraphStep(software=True), epochs=1, refused=True)

@@ -18,7 +18,7 @@ CASES = {
     "ragged last batch": ({"batch_size": 8}, {"accumulate_grad_batches": 4, "max_epochs": 6}),
     "validation in the middle": ({}, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
     "scheduler": ({"scheduled": True}, {}),
-    "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+    "bf16-mixed, activation checkpointing": ({"checkpointed": True}, {"precision": "bf16-mixed"}),
     "16-mixed": ({}, {"precision": "16-mixed", "max_epochs": 4}),
 }
 
@@ -45,6 +45,35 @@ def test_a_captured_run_is_the_eager_run(case, strategy):
     mine = train(*CASES[case], callback, strategy=strategy)
     assert callback.replays >= 5 and callback.memory["pool"] > 0
     assert_same_run(mine, reference)
+
+
+def adamw(parameters):
+    rate = torch.tensor(0.01, device="cuda")
+    return torch.optim.AdamW(parameters, lr=rate, capturable=True)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+
+class Stepped(Net):
+    def configure_optimizers(self):
+        optimizer = adamw(self.parameters())
+        return [optimizer], [{"scheduler": cosine(optimizer), "interval": "step"}]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_the_optimizer_in_a_graph_of_its_own(strategy):
+    made = [Zero3Strategy() if strategy == "zero3" else strategy for _ in range(2)]
+    options = {"accelerator": "gpu", "gradient_clip_val": 0.1, "max_epochs": 4}
+    reference = fit(Stepped(), strategy=made[0], **options)
+    assert_same_run(fit(Stepped(), CUDAGraphStep(strict=True, optimizer=True), strategy=made[1], **options), reference)
+
+
+def test_single_modules():
+    options = {"accumulate_grad_batches": 2}
+    reference = train({}, options)
+    assert_same_run(train({}, options, CUDAGraphStep(strict=True, modules=["net", "head"])), reference)
 
 
 class Frees(Callback):

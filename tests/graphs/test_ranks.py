@@ -87,6 +87,11 @@ def half():
     return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3))]
 
 
+def nested(model):
+    return [model.net, model.net[4], model.frozen, model.head, model.unused]
+
+
+UNVALIDATED = {"limit_val_batches": 0}  # a validation gathers units, and makes buffers equal
 ZERO3 = {
     "accumulation, clipping, validation in the middle": {"accumulate_grad_batches": 4, "val_check_interval": 3},
     "ragged last batch": {"batch_size": 8, "accumulate_grad_batches": 2, "max_epochs": 9},
@@ -94,7 +99,7 @@ ZERO3 = {
     "bf16-mixed, expandable segments": {"precision": "bf16-mixed", "callbacks": [Expandable]},
     "bf16 on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
     "16-mixed, activation checkpointing": {"plugins": half, "checkpointed": True},
-    "a unit inside another": {"unit_policy": lambda model: [model.net, model.net[4], model.frozen, model.head, model.unused]},
+    "units inside others, accumulation, no validation": {"unit_policy": nested, "accumulate_grad_batches": 2, **UNVALIDATED},
 }
 OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
 
