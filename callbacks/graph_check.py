@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,15 @@ class GraphCaptureError(RuntimeError):
     """Something cannot be captured, and ``strict`` was asked for."""
 
 
-def report(what: str, problems: list[Problem], consequence: str, strict: bool) -> None:
+def report(what: str, problems: list[Problem], consequence: str, strict: bool, everywhere: bool = False) -> None:
     """Warn, or raise with ``strict``.
+
+    Args:
+        what: cannot be done.
+        problems: why.
+        consequence: what happens instead.
+        strict: raise.
+        everywhere: warn on ranks other than the first, too.
 
     Raises:
         GraphCaptureError: with ``strict``.
@@ -36,7 +44,8 @@ def report(what: str, problems: list[Problem], consequence: str, strict: bool) -
     text = f"CUDAGraphStep: {what}:\n" + "\n".join(f"  - {p}" for p in problems)
     if strict:
         raise GraphCaptureError(text)
-    rank_zero_warn(f"{text}\n{consequence} `CUDAGraphStep(strict=True)` makes this an error.")
+    warn = warnings.warn if everywhere else rank_zero_warn
+    warn(f"{text}\n{consequence} `CUDAGraphStep(strict=True)` makes this an error.", stacklevel=2)
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:

@@ -49,8 +49,8 @@ class _CapturedCall:
         self._replay: weakref.ref[_Token] | None = None
         self.count = 0  # of replays
 
-    def capture(self, forward: Callable[..., Any], inputs: Any, parameters: list[Tensor]) -> None:
-        """Record ``forward`` of ``inputs``, (args, kwargs), and its backward."""
+    def capture(self, forward: Callable[..., Any], inputs: Any, parameters: list[Tensor], watch: Watch) -> None:
+        """Record ``forward`` of ``inputs``, (args, kwargs), and its backward, which ``watch`` observes."""
         self._inputs = StaticInputs(inputs)
         args, kwargs = self._inputs.batch
         with self._forward.capture():
@@ -62,7 +62,7 @@ class _CapturedCall:
         self._starts = [t for t in [*tensors_in(self._inputs.batch), *parameters] if t.requires_grad]
         self._gradients: tuple[Tensor | None, ...] = ()
         if ends:
-            with self._backward.capture():
+            with self._backward.capture(), watch.watching(None, forward=False):
                 self._gradients = torch.autograd.grad(ends, self._starts, self._seeds, allow_unused=True)
         self._structure = apply_to_collection(output, Tensor, Tensor.detach)
         self._outputs = [t.detach() for t in self._outputs]
@@ -202,6 +202,8 @@ class CapturedModule:
             if problems:
                 return self._give_up(problems, inputs)
             shape.call = self._capture(shape.watches[-1], inputs)
+            if shape.call is None:
+                return self._give_up(shape.watches[-1].problems, inputs)
         if shape.call.is_busy:
             return self._eager(*args, **kwargs)  # it runs twice before a backward
         self.replays += 1
@@ -215,9 +217,17 @@ class CapturedModule:
         shape.watches, shape.watched = [*shape.watches[-1:], watch], shape.watched + 1
         return output
 
-    def _capture(self, watch: Watch, inputs: Any) -> _CapturedCall:
+    def _capture(self, watch: Watch, inputs: Any) -> _CapturedCall | None:
+        """None if the backward does what a graph cannot repeat; ``watch`` knows what."""
         call = _CapturedCall(self._graphs, watch.generators)
-        call.capture(self._eager, inputs, list(self._module.parameters()))
+        try:
+            call.capture(self._eager, inputs, list(self._module.parameters()), watch)
+        except RuntimeError:
+            if not watch.problems:
+                raise
+        if watch.problems:
+            call.reset()
+            return None
         self._guard = Guard(self._module, [], watch.names)
         return call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..strategies.engine import ReplayedStep
+from ..strategies.position import Activity
 from .graph_batch import UnsupportedBatch, signature
 from .graph_check import check_output, check_trainer, report
 from .graph_device import CudaGraphs, SoftwareGraphs
@@ -73,6 +75,7 @@ class StepRunner:
         self._current: CapturedStep | None = None
         self._watching: _Shape | None = None
         self._refused = self._replayed = False
+        self._silent = False  # the first rank does not know what is wrong
         self._stale: str | None = None  # why all graphs are out of date
         self._ranks = RankGatherer()
         self._epoch = trainer.current_epoch
@@ -177,7 +180,9 @@ class StepRunner:
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
             model.require_forward_param_sync = model.require_backward_grad_sync  # as its forward does
-        return shape.step.replay_forward(self._module)
+        watch = getattr(self._trainer.strategy, "watch", None)
+        with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
+            return shape.step.replay_forward(self._module)
 
     def _key(self, batch: Any) -> Hashable:
         model = self._trainer.strategy.model
@@ -194,6 +199,7 @@ class StepRunner:
         if self._ranks.world_size > 1:
             everyone = self._ranks.gather([hash(key) & _HASH_BITS, refused, stale])
             _, refused, stale = map(bool, everyone.sum(0).tolist())
+            self._silent = not everyone[0, 1]
             agreed: Hashable = tuple(everyone[:, 0].tolist())
         else:
             agreed = key
@@ -228,7 +234,9 @@ class StepRunner:
 
     def _may_capture(self, shape: _Shape) -> bool:
         problems = shape.watches[-1].problems + compare(*shape.watches)
-        if self._ranks.gather([bool(problems)]).any() and not problems:
+        everyone = self._ranks.gather([bool(problems)])
+        self._silent = not everyone[0, 0]
+        if everyone.any() and not problems:
             problems = [Problem(_ELSEWHERE)]
         if problems:
             self._refuse(problems)
@@ -245,7 +253,8 @@ class StepRunner:
         return step
 
     def _refuse(self, problems: list[Problem]) -> None:
-        report("the training step cannot be captured", problems, "The run goes on without graphs.", self._strict)
+        own = self._silent and problems[0].what != _ELSEWHERE
+        report("the training step cannot be captured", problems, "The run goes on without graphs.", self._strict, own)
         self.drop()
         self._refused = True
 

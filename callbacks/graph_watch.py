@@ -67,6 +67,7 @@ _PYTHON_CALLS = {
     _code(LightningModule.print): f"`self.print` {_ONCE}. {_REMEDY_HOOK}",
     _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
 }
+_SETS_RANDOM_STATE = tuple(map(_code, (torch.random.set_rng_state, torch.random.manual_seed)))
 _RANDOM = torch.Tag.nondeterministic_seeded
 _DRAWN_AGAIN = (
     "{} draws the random numbers of the forward again in the backward pass, as dropout does under activation checkpointing; a "
@@ -164,6 +165,8 @@ class Watch(TorchDispatchMode):
             code = frame.f_code
             self._codes.setdefault(code, is_users(frame))
             what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
+            if code in _SETS_RANDOM_STATE and self._forward:  # a checkpoint does in backward, see `_DRAWN_AGAIN`
+                what = f"`torch.{code.co_name}` {_ONCE}. {_REMEDY_HOOK}"
             if what is not None:
                 self.add(what, user_line(frame.f_back))
         elif event == "c_call":

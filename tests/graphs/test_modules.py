@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
@@ -76,6 +77,34 @@ class Peeks(nn.Module):
         return x if x.sum().item() > 1e9 else x * 2
 
 
+class DrawsAgain(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList([self.net]).append(nn.Identity())
+        self.net.forward = lambda x: checkpoint(self.net[0], x, use_reentrant=False)
+
+
+class Backwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (3 if grad.sum().item() > 1e9 else 2)
+
+
+class LooksBack(nn.Module):
+    def forward(self, x):
+        return Backwards.apply(x)
+
+
+class HasLooksBack(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = LooksBack()
+
+
 class HasPeeks(Net):
     def __init__(self):
         super().__init__()
@@ -91,13 +120,22 @@ class HasPeeks(Net):
             GraphCaptureError,
             r"(?s)Module 'net': .*needs a value.*test_modules\.py:\d+: `return x if",
         ),
+        (DrawsAgain, {"modules": ["net"]}, GraphCaptureError, r"Module 'net': aten\.\w+ draws the random numbers .* again"),
+        (HasLooksBack, {"modules": ["net"]}, GraphCaptureError, r"(?s)Module 'net': .*needs a value.*return grad \* \(3 if"),
         (Net, {"modules": ["encoder"]}, ValueError, r"modules=\['encoder'\]\) matches no module of Net"),
     ],
-    ids=["host", "name"],
+    ids=["host", "checkpoint", "backward", "name"],
 )
 def test_a_module_that_cannot_be_captured_is_named(module, options, error, message):
     with pytest.raises(error, match=message):
         fit(module(), CUDAGraphStep(software=True, strict=True, **options))
+
+
+def test_a_backward_that_cannot_be_captured_leaves_its_module_eager():
+    reference = fit(HasLooksBack())
+    with pytest.warns(UserWarning, match="a module cannot be captured"):
+        mine = fit(HasLooksBack(), CUDAGraphStep(software=True, modules=["net"]))
+    assert_same_run(mine, reference)
 
 
 class Early(Net):

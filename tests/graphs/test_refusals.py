@@ -152,6 +152,11 @@ def python_random(self, batch, batch_idx, loss):
     return loss
 
 
+def seeds(self, batch, batch_idx, loss):
+    torch.manual_seed(3)
+    return loss
+
+
 def assigns(self, batch, batch_idx, loss):
     self.last = loss.detach()
     return loss
@@ -206,6 +211,7 @@ CASES = {
     logger: r"`self\.logger` is used, and would be used only once",
     clock: r"The time is read, and changes.*time\.perf_counter\(\)",
     python_random: r"A random number of Python or numpy is read.*random\.random\(\)",
+    seeds: r"`torch\.manual_seed` is called, and would be called only once.*torch\.manual_seed\(3\)",
     assigns: r"assigns or extends `self\.last`.*self\.last = loss\.detach\(\)",
     appends: r"assigns or extends `self\.history`.*self\.history\.append",
     new_buffer: r"assigns or extends `self\.average`.*: `self\.average\.copy_\(\.\.\.\)`.*self\.average = 0",
