@@ -2,7 +2,7 @@
 
     python examples/checkpoints.py
 
-Every process writes its own part of a checkpoint. Another number of processes reads it, tools look into it without the model's
+Every process writes its own part of a checkpoint, while training goes on. Another number of processes reads it, tools look into it without the model's
 class, and one command makes it a single file.
 """
 
@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero3 import Zero3Strategy
+from lightning_zero3 import CheckpointOptions, Zero3Strategy
 from lightning_zero3.__main__ import main as zero3
 
 
@@ -44,7 +44,7 @@ def fit(folder: Path, devices: int, epochs: int) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=Zero3Strategy(start_method="spawn"),
+        strategy=Zero3Strategy(start_method="spawn", checkpoint=CheckpointOptions(background=True)),
         max_epochs=epochs,
         callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last="link", enable_version_counter=False)],
         logger=False,

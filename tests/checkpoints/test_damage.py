@@ -146,27 +146,31 @@ def test_files_without_checksums_are_loaded(tmp_path):
         assert torch.equal(full.load(file, weights_only=True)["a"], torch.ones(3))
 
 
+def content(path):
+    return {file.name: file.read_bytes() for file in (path.iterdir() if path.is_dir() else [path])}
+
+
 def fill_disk(rank, world_size, folder):
-    """Rank 1 may write no more than a kilobyte at the second save."""
-    module = Whole(RECIPE)
-    runner = trainer(zero3(), world_size)
-    runner.fit(module)
-    runner.save_checkpoint(f"{folder}/a.ckpt")
-    before = {file.name: file.read_bytes() for file in Path(folder, "a.ckpt").iterdir()}
+    """A rank that writes may write no more than a kilobyte at the second save."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointError, match="Saving .*a.ckpt failed on rank 1: .*"):
-        runner.save_checkpoint(f"{folder}/a.ckpt")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    after = {file.name: file.read_bytes() for file in Path(folder, "a.ckpt").iterdir()}
-    assert after == before
-    runner.save_checkpoint(f"{folder}/a.ckpt")  # there is room again
+    for kind, full_for in (("sharded", 1), ("full", 0)):
+        path = Path(folder, f"{kind}.ckpt")
+        runner = trainer(zero3(checkpoint=CheckpointOptions(kind=kind)), world_size)
+        runner.fit(Whole(RECIPE))
+        runner.save_checkpoint(path)
+        before = content(path)
+        if rank == full_for:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match=f"Saving .*{kind}.ckpt failed on rank {full_for}: .*"):
+            runner.save_checkpoint(path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert content(path) == before
+        runner.save_checkpoint(path)  # there is room again
     return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
-    assert run_ranks(fill_disk, 2, str(tmp_path), timeout=60) == [["a.ckpt"]] * 2
+    assert run_ranks(fill_disk, 2, str(tmp_path), timeout=60) == [["full.ckpt", "sharded.ckpt"]] * 2
 
 
 class Payload:
