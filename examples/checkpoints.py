@@ -2,8 +2,8 @@
 
     python examples/checkpoints.py
 
-Every process writes its own part of a checkpoint, while training goes on. Another number of processes reads it, tools look into it without the model's
-class, and one command makes it a single file.
+Every process writes its own part of a checkpoint, while training goes on. Another number of processes reads it, tools look into
+it without the model's class, and one command makes it a single file.
 """
 
 import sys
