@@ -4,7 +4,7 @@ An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switche
 lines). All train the same GPT on the same batches with the same fused AdamW.
 """
 
-import gc
+import ctypes
 import json
 import os
 import re
@@ -96,11 +96,14 @@ class Meter:
     def __init__(self, job):
         self.job, self.marks, self.losses, self.wire = job, [], [], 0
         self.first = 0.0  # seconds from the start of the processes to the end of the first step
+        self.mark_memory = lambda: (0, 0)
+        self.memory = (0, 0)  # bytes at the end of the last step, and the most within it
 
     def step(self):
         if self.job.device == "cuda":
             torch.cuda.synchronize()
-        self.marks.append((time.perf_counter(), time.process_time(), time.perf_counter_ns()))
+        self.marks.append((time.perf_counter(), time.process_time()))
+        self.memory = self.mark_memory()
         if len(self.marks) == 1:
             self.first = time.time() - self.job.started
         if len(self.marks) == WARMUP:
@@ -209,27 +212,20 @@ def bare(job, meter, rank):
 
 
 def heap(job, meter, rank):
-    """Bytes of torch's CPU memory, from its allocator's own events: live after a step, and the peak within it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        kept = run(job, meter, rank)
-        gc.collect()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    total = peak = live = 0
-    begin, end = meter.marks[-2][2], meter.marks[-1][2]
-    offset = time.time_ns() - time.perf_counter_ns()
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        at = event.start_ns() - offset
-        total += event.nbytes()
-        if begin <= at <= end:
-            peak, live = max(peak, total), total
-    shared = sum(int(high, 16) - int(low, 16) for low, high in mapped(rank))
+    """Bytes that the entry added to the process: live after a step, and the most within it; see heap.c, which is preloaded."""
+    counter = ctypes.CDLL(None)
+    counter.heap_in_use.restype = counter.heap_peak.restype = ctypes.c_long
+    base = counter.heap_in_use()
+    meter.mark_memory = lambda: (counter.heap_in_use(), counter.heap_peak())
+    kept = run(job, meter, rank)
+    shared = sum(int(high, 16) - int(low, 16) for low, high in mapped(rank)) - base
     del kept
+    live, peak = meter.memory
     return {"live": live + shared, "peak": peak + shared}
 
 
 def mapped(rank):
-    """Memory of this rank that zero3 shares with others is mapped, not allocated."""
+    """Memory of this rank that zero3 shares with others is mapped, not on the heap."""
     return re.findall(rf"([0-9a-f]+)-([0-9a-f]+) .*memfd:lightning_zero3 rank {rank} ", Path("/proc/self/maps").read_text())
 
 

@@ -38,13 +38,14 @@ REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}
 CASES = {"tiny": ["plain", "acc4", "frozen"], "small": ["plain"], "medium": ["plain"], "thin8": ["plain"], "thin48": ["plain"]}
 
 
-def launch(job, world_size, limit_s=600):
-    """Results of all ranks, or the text of the first error."""
+def launch(job, world_size, counter=None, limit_s=600):
+    """Results of all ranks, or the text of the first error; with the ``counter`` of the heap preloaded."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    shared |= {"LD_PRELOAD": str(counter)} if counter else {}
     shared |= {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"}  # Lightning takes the processes for torchrun's
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "entries.py"), json.dumps(asdict(job)), folder]
@@ -72,7 +73,14 @@ def launch(job, world_size, limit_s=600):
     return lines[0] if lines else f"exit codes {[rank.returncode for rank in ranks]}"
 
 
-def measure(kind, sizes, cases, rounds, steps, world_size):
+def build_counter(folder):
+    """heap.c as a library; None where there is no C compiler (the tables then say 0)."""
+    library = Path(folder) / "heap.so"
+    done = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "heap.c"], check=False)
+    return library if done.returncode == 0 else None
+
+
+def measure(kind, sizes, cases, rounds, steps, world_size, counter):
     """{size: {case: {entry: {...}}}} of all rounds."""
     results = {}
     chosen = [(size, case) for size in sizes for case in CASES[size] if not cases or case in cases]
@@ -86,11 +94,11 @@ def measure(kind, sizes, cases, rounds, steps, world_size):
                     if "error" in record:
                         continue
                     memory = number == rounds
-                    if memory and kind == "gpu":
+                    if memory and counter is None:
                         continue
                     device = "cuda" if kind == "gpu" else "cpu"
                     job = Job(entry, size, case, 2 if memory else steps, memory, time.time(), device)
-                    ranks = launch(job, world_size)
+                    ranks = launch(job, world_size, counter if memory else None)
                     if isinstance(ranks, str):
                         record["error"] = ranks
                     elif memory:
@@ -213,7 +221,9 @@ def main():
         ENTRIES[options.kind] = options.entries
     world_size = options.ranks or (2 if options.kind == "cpu" else 1)
     load = os.getloadavg()[0]
-    results = measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        counter = build_counter(folder) if options.kind == "cpu" else None
+        results = measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter)
     reference = REFERENCE[options.kind]
     summary = {s: {c: summarize(records, reference) for c, records in cases.items()} for s, cases in results.items()}
     about = {

@@ -124,11 +124,8 @@ class LocalCollectives:
         """
         return Pending(buffer)
 
-    def expect(self, shard_bytes: int) -> None:
-        """Gathers come whose parts of this rank, as many as are in slots at a time, have ``shard_bytes``; collective."""
-
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory [nbytes, uint8] that :meth:`reduce_scatter` is fastest from; collective."""
+        """Memory [nbytes, uint8] that :meth:`all_gather` and :meth:`reduce_scatter` are fastest in; collective."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:

@@ -116,12 +116,11 @@ class Zero3Engine:
         sizes = [0 if whole else u.nbytes for u in self.units]
         layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.
-        self.arena = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+        self.arena = self.collectives.allocate(layout.nbytes, self.device)
         gather, reduce = make_lane(self.device), make_lane(self.device)
         for unit, offset in zip(self.units, layout.offsets, strict=True):
             unit.rivals = [self.units[j] for j in layout.overlapping(unit.index)] if not whole else []
             unit.connect(self.collectives, gather, self.arena, offset)
-        self.collectives.expect(layout.nbytes // self.collectives.world_size)
         if whole:
             self.reducer: Reducer = WholeReducer(self.units)
         else:

@@ -78,11 +78,6 @@ class HybridCollectives(LocalCollectives):
         """See :class:`LocalCollectives`."""
         return self._shards.nbytes + self._everyone.nbytes
 
-    def expect(self, shard_bytes: int) -> None:
-        """See :meth:`LocalCollectives.expect`."""
-        self._shards.expect(shard_bytes)
-        self._everyone.expect(0)
-
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See :meth:`LocalCollectives.allocate`."""
         return self._shards.allocate(nbytes, device)

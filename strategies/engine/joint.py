@@ -70,6 +70,7 @@ class JointSteps:
         if exchange is Exchange.SLOT:
             unit.release()
             unit.gather()
+            unit.arrive()  # the rank that runs waits until this one has read
         elif exchange is Exchange.COPY:
             unit.copy_of_slot()
         elif exchange is Exchange.REDUCE:

@@ -1,8 +1,8 @@
 """The door between ranks of one machine: memory that all of them map, in place of messages.
 
-A rank puts what it has to give into a block of its own and posts the exchange on its board; the others copy, or add, straight
-from there. Results are bitwise those of :class:`~.collectives.PairwiseCollectives`. A block is written again only when every
-rank has said, exchange by exchange, that it has read it.
+Slots and the reduce buffer lie in such memory. A rank that has put its part there posts the exchange on its board; the others
+copy, or add, straight from there. Results are bitwise those of :class:`~.collectives.PairwiseCollectives`. Waiting for an
+exchange also waits until every other rank has read what this one gave: only then may the memory change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import platform
 import secrets
 import socket
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from torch import Tensor
 from .collectives import Meeting, PairwiseCollectives, Pending
 
 _RING = 512  # exchanges that can be told apart; far fewer are ever in flight
-_POSTED, _LABELS, _PLACES, _DONE = 0, 1, 1 + _RING, 1 + 2 * _RING  # words of a board
-_BOARD_BYTES = 8 * (1 + 3 * _RING)
+_POSTED, _LABELS, _DONE = 0, 1, 1 + _RING  # words of a board
+_BOARD_BYTES = 8 * (1 + 2 * _RING)
+_BALLOT_BYTES = 1 << 16  # for agreements
 _SPINS = 100  # looks without sleeping
 _LOOK_S = 0.1  # between two looks at whether the other process lives
-_ALIGNMENT = 64
-_SLACK = 1 << 16  # for agreements, and for what alignment takes
 
 
 class Board:
@@ -45,19 +43,22 @@ class Board:
         self._words, self._mine, self._rank, self._processes = words, words[rank], rank, processes
         self._timeout_s = timeout_s
 
-    def post(self, label: int, place: int = 0) -> int:
-        """Say that this rank has come to an exchange, and where in its block it gives; returns the exchange's number."""
+    def post(self, label: int) -> int:
+        """Say that this rank has come to an exchange; returns the exchange's number."""
         number = self._mine[_POSTED] + 1
         self._mine[_LABELS + number % _RING] = label
-        self._mine[_PLACES + number % _RING] = place
         self._mine[_POSTED] = number  # last: on x86 stores are seen in this order
         return number
 
-    def posted(self, rank: int, number: int) -> tuple[int, int]:
-        """Wait until ``rank`` has come to exchange ``number``; returns its label and place."""
-        self._wait(rank, _POSTED, number)
+    def is_posted(self, rank: int, number: int, label: int) -> bool:
+        """Whether ``rank`` has come to exchange ``number``, and it has that ``label``."""
         words = self._words[rank]
-        return words[_LABELS + number % _RING], words[_PLACES + number % _RING]
+        return words[_POSTED] >= number and words[_LABELS + number % _RING] == label
+
+    def posted(self, rank: int, number: int) -> int:
+        """Wait until ``rank`` has come to exchange ``number``; returns its label."""
+        self._wait(rank, _POSTED, number)
+        return self._words[rank][_LABELS + number % _RING]
 
     def finish(self, number: int) -> None:
         """Say that this rank has read all it needs of exchange ``number``."""
@@ -102,15 +103,13 @@ class Board:
 
 
 class SharedMemoryCollectives(PairwiseCollectives):
-    """Ranks of one machine on the CPU. What is too big for its memory, or not in it, goes by way of the base class."""
+    """Ranks of one machine on the CPU. What is not in memory of :meth:`allocate` goes by way of the base class."""
 
-    def __init__(self, group: dist.ProcessGroup, board: Board) -> None:
+    def __init__(self, group: dist.ProcessGroup, board: Board, ballots: list[Tensor]) -> None:
         super().__init__(group)
         self._board = board
-        self._outbox: list[Tensor] = []  # of each rank
-        self._next = 0  # byte of the outbox that is written next
-        self._exposed: deque[tuple[int, int, _Gather]] = deque()  # start, stop, by whom: oldest first
-        self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, of each rank
+        self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, the block of each rank
+        self._ballots_of = [block.view(torch.int64) for block in ballots]
 
     @staticmethod
     def open(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
@@ -121,22 +120,13 @@ class SharedMemoryCollectives(PairwiseCollectives):
         # Other processors may show stores to each other in another order.
         if any(there != here for there, _ in everyone) or here[1] not in ("x86_64", "AMD64") or not here[2]:
             return None
-        blocks = _share(group, _BOARD_BYTES)
-        if blocks is None:
+        boards, ballots = _share(group, _BOARD_BYTES), _share(group, _BALLOT_BYTES)
+        if boards is None or ballots is None:
             return None
-        words = [memoryview(block.numpy()).cast("q") for block in blocks]
+        words = [memoryview(block.numpy()).cast("q") for block in boards]
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        return SharedMemoryCollectives(group, Board(words, dist.get_rank(group), [pid for _, pid in everyone], timeout))
-
-    @property
-    def nbytes(self) -> int:
-        """See :meth:`LocalCollectives.nbytes`."""
-        return super().nbytes + sum(block.nbytes for block in self._outbox[:1])
-
-    def expect(self, shard_bytes: int) -> None:
-        """See :meth:`LocalCollectives.expect`."""
-        self._outbox = _share(self._group, shard_bytes + _SLACK) or []
-        self._next, self._exposed = 0, deque()
+        board = Board(words, dist.get_rank(group), [pid for _, pid in everyone], timeout)
+        return SharedMemoryCollectives(group, board, ballots)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See :meth:`LocalCollectives.allocate`."""
@@ -146,157 +136,136 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self._blocks.append((blocks[self.rank].data_ptr(), nbytes, blocks))
         return blocks[self.rank]
 
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
-        """See :meth:`LocalCollectives.all_gather`."""
-        if not self._fits(buffer):
-            return super().all_gather(buffer, label)
-        return self._give(buffer, label)
-
-    def _fits(self, buffer: Tensor) -> bool:
-        return bool(self._outbox) and buffer.nbytes <= self.world_size * self._outbox[self.rank].numel()
-
-    def _give(self, buffer: Tensor, label: int) -> _Gather:
-        self.progress[1] += 1
-        shards = buffer.view(torch.uint8).view(self.world_size, -1)
-        nbytes = shards.shape[1]
-        start = self._reserve(nbytes)
-        self._outbox[self.rank][start : start + nbytes].copy_(shards[self.rank])
-        number = self._board.post(label, start)
-        gather = _Gather(buffer, self, shards, label, number)
-        self._exposed.append((start, start + nbytes, gather))
-        return gather
-
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
-        """See :meth:`LocalCollectives.reduce_scatter`."""
-        mine = self._parts_for_me(buffer)
-        if mine is None:
-            return super().reduce_scatter(buffer, label)
-        self.progress[1] += 1
-        return _Sum(mine, self, label, self._board.post(label))
-
-    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
-        """See :meth:`LocalCollectives.all_to_all`."""
-        mine = self._parts_for_me(sent)
-        if mine is None:
-            return super().all_to_all(sent, arriving, label)
-        self.progress[1] += 1
-        return _Swap(arriving, mine, self, label, self._board.post(label))
-
-    def _parts_for_me(self, buffer: Tensor) -> list[Tensor] | None:
-        """This rank's part [part] of each rank's buffer [world_size * part], if they lie in memory of :meth:`allocate`."""
+    def _shards(self, buffer: Tensor) -> list[Tensor] | None:
+        """What each rank has in the place of ``buffer`` [world_size * shard], as [world_size, shard]; None if not mapped."""
         for address, nbytes, blocks in self._blocks:
             offset = buffer.data_ptr() - address
             if 0 <= offset < nbytes:
-                everyone = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
-                return [theirs.view(self.world_size, -1)[self.rank] for theirs in everyone]
+                parts = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
+                return [part.view(self.world_size, -1) for part in parts]
         return None
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_gather`."""
+        shards = self._shards(buffer)
+        if shards is None:
+            return super().all_gather(buffer, label)
+        self.progress[1] += 1
+        return _Gather(buffer, shards, self, label, self._board)
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        shards = self._shards(buffer)
+        if shards is None:
+            return super().reduce_scatter(buffer, label)
+        self.progress[1] += 1
+        return _Sum([shard[self.rank] for shard in shards], self, label, self._board)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        parts = self._shards(sent)
+        if parts is None:
+            return super().all_to_all(sent, arriving, label)
+        self.progress[1] += 1
+        return _Swap(arriving, [part[self.rank] for part in parts], self, label, self._board)
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
-        ballots = values.new_empty(self.world_size, values.numel())
-        if not self._fits(ballots):
+        if values.nbytes > _BALLOT_BYTES:
             return super().agree(values)
-        ballots[self.rank] = values
-        self._give(ballots, Meeting.AGREEMENT).wait()
-        return torch.amax(ballots, 0, out=values)
-
-    def _reserve(self, nbytes: int) -> int:
-        """A place in the outbox that nobody reads any more."""
-        if self._next + nbytes > self._outbox[self.rank].numel():
-            self._next = 0
-        start, self._next = self._next, self._next + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        while any(first < start + nbytes and start < last for first, last, _ in self._exposed):
-            gather = self._exposed.popleft()[2]
-            gather.read()  # every rank is here: if each reads before it waits, all are read
-            self._board.wait_until_read(gather.number)
-        return start
-
-    def fetch(self, shards: Tensor, label: int, number: int) -> None:
-        """Copy the other ranks' shards [world, bytes] of an exchange."""
+        self.progress[1] += 1
+        self._ballots_of[self.rank][: values.numel()] = values
+        number = self._board.post(Meeting.AGREEMENT)
         for r in self._others:
-            theirs, start = self._board.posted(r, number)
-            self.require_same_label(label, r, theirs)
-            shards[r].copy_(self._outbox[r][start : start + shards.shape[1]])
+            self.require_same_label(Meeting.AGREEMENT, r, self._board.posted(r, number))
+            torch.maximum(values, self._ballots_of[r][: values.numel()], out=values)
         self._board.finish(number)
-
-    def total(self, mine: list[Tensor], label: int, number: int) -> Tensor:
-        """Add up what each rank has for this one [world][shard] in rank order."""
-        for r in self._others:
-            self.require_same_label(label, r, self._board.posted(r, number)[0])
-        result = mine[self.rank]
-        partial = mine[0]  # nobody else reads this part of rank 0's block: it may hold the partial sum
-        for r in range(1, self.world_size):
-            partial = torch.add(partial, mine[r], out=result if r >= self.rank else partial)
-        self._board.finish(number)
-        self._board.wait_until_read(number)  # hazard: overwriting gradients that other ranks still add up
-        return result
-
-    def collect(self, mine: list[Tensor], arriving: Tensor, label: int, number: int) -> None:
-        """Copy what each rank has for this one [world][part]."""
-        for r, target in enumerate(arriving.view(self.world_size, -1)):
-            self.require_same_label(label, r, self._board.posted(r, number)[0])
-            target.copy_(mine[r])
-        self._board.finish(number)
-        self._board.wait_until_read(number)  # hazard: overwriting what other ranks still copy
+        self._board.wait_until_read(number)
+        return values
 
     def _exchange_label(self, label: int) -> Any:
-        return _Label(self, label, self._board.post(label))
-
-    def compare(self, label: int, number: int) -> None:
-        """Raise if another rank comes to another exchange."""
-        for r in self._others:
-            self.require_same_label(label, r, self._board.posted(r, number)[0])
-        self._board.finish(number)
+        return _Label(self, label, self._board)
 
 
 class _Gather(Pending):
-    def __init__(self, result: Tensor, door: SharedMemoryCollectives, shards: Tensor, label: int, number: int) -> None:
-        super().__init__(result)
-        self._door, self._label, self.number = door, label, number
-        self._shards: Tensor | None = shards
+    """Reads what other ranks have posted already at once, the rest when it is waited for.
 
-    def read(self) -> None:
-        """Copy what the other ranks give, once."""
-        if self._shards is not None:
-            self._door.fetch(self._shards, self._label, self.number)
-            self._shards = None
+    So whoever comes last finds that the others have read, and ranks wait for each other only where they must.
+    """
+
+    def __init__(self, buffer: Tensor, shards: list[Tensor], door: SharedMemoryCollectives, label: int, board: Board) -> None:
+        super().__init__(buffer)
+        self._shards, self._door, self._label, self._board = shards, door, label, board
+        self._number = board.post(label)
+        self._unread = [r for r in range(len(shards)) if r != door.rank]
+        for r in [r for r in self._unread if board.is_posted(r, self._number, label)]:
+            self._read(r)
+
+    def _read(self, rank: int) -> None:
+        self._shards[self._door.rank][rank].copy_(self._shards[rank][rank])
+        self._unread.remove(rank)
+        if not self._unread:
+            self._board.finish(self._number)
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
-        self.read()
-        result = self._result
-        del self._result  # this object lives on until its place in the outbox is used again
-        return result
+        for r in list(self._unread):
+            self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
+            self._read(r)
+        self._board.wait_until_read(self._number)  # hazard: a module may write to its weights, another unit take the slot
+        return self._result
 
 
 class _Sum(Pending):
-    def __init__(self, mine: list[Tensor], door: SharedMemoryCollectives, label: int, number: int) -> None:
+    """Adds up what each rank has for this one, in rank order."""
+
+    def __init__(self, mine: list[Tensor], door: SharedMemoryCollectives, label: int, board: Board) -> None:
         super().__init__(mine[door.rank])
-        self._mine, self._door, self._label, self._number = mine, door, label, number
+        self._mine, self._door, self._label, self._board = mine, door, label, board
+        self._number = board.post(label)
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
-        return self._door.total(self._mine, self._label, self._number)
+        rank, mine = self._door.rank, self._mine
+        for r in range(len(mine)):
+            if r != rank:
+                self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
+        partial = mine[0]  # nobody else reads this part of rank 0's block: it may hold the partial sum
+        for r in range(1, len(mine)):
+            partial = torch.add(partial, mine[r], out=self._result if r >= rank else partial)
+        self._board.finish(self._number)
+        self._board.wait_until_read(self._number)  # hazard: overwriting gradients that other ranks still add up
+        return self._result
 
 
 class _Swap(Pending):
-    def __init__(self, arriving: Tensor, mine: list[Tensor], door: SharedMemoryCollectives, label: int, number: int) -> None:
+    """Copies what each rank has for this one."""
+
+    def __init__(self, arriving: Tensor, mine: list[Tensor], door: SharedMemoryCollectives, label: int, board: Board) -> None:
         super().__init__(arriving)
-        self._mine, self._door, self._label, self._number = mine, door, label, number
+        self._mine, self._door, self._label, self._board = mine, door, label, board
+        self._number = board.post(label)
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
-        self._door.collect(self._mine, self._result, self._label, self._number)
+        for r, target in enumerate(self._result.view(len(self._mine), -1)):
+            self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
+            target.copy_(self._mine[r])
+        self._board.finish(self._number)
+        self._board.wait_until_read(self._number)  # hazard: overwriting what other ranks still copy
         return self._result
 
 
 class _Label:
-    def __init__(self, door: SharedMemoryCollectives, label: int, number: int) -> None:
-        self._door, self._label, self._number = door, label, number
+    def __init__(self, door: SharedMemoryCollectives, label: int, board: Board) -> None:
+        self._door, self._label, self._board = door, label, board
+        self._number = board.post(label)
 
     def wait(self) -> None:
         """Until all ranks have come; raises if they came to something else."""
-        self._door.compare(self._label, self._number)
+        for r in range(self._door.world_size):
+            if r != self._door.rank:
+                self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
 
 
 def _share(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
@@ -309,7 +278,7 @@ def _share(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
     world_size = dist.get_world_size(group)
     fd = os.memfd_create(f"lightning_zero3 rank {dist.get_rank(group)}")  # in /proc/<pid>/maps
     try:
-        os.ftruncate(fd, nbytes + len(token := secrets.token_bytes(_ALIGNMENT)))
+        os.ftruncate(fd, nbytes + len(token := secrets.token_bytes(64)))
         os.pwrite(fd, token, nbytes)
         offers: list[Any] = [None] * world_size
         dist.all_gather_object(offers, (f"/proc/{os.getpid()}/fd/{fd}", token), group=group)

@@ -225,6 +225,8 @@ class Unit:
                 rival.release()
         self.phase = Phase.GATHERING
         self._start()
+        if self.announce is not None:
+            self.arrive()  # ranks that assist do so at once, and may wait until all have what they gave
         return True
 
     def _start(self) -> None:

@@ -65,11 +65,16 @@ def test_reduce_scatter_sums(kind, together, world_size):
 
 def gathers(rank, world_size, kind):
     door = KINDS[kind](dist.group.WORLD)
-    door.expect(8 * 1024)  # less than all that is gathered: the place of the first is used again
-    buffers = []
+    memory = door.allocate(world_size * (1 << 13), torch.device("cpu"))
+    buffers, start = [], 0
     for k in range(len(SHARDS)):
-        buffer = torch.full_like(values_of(0, world_size, k), float("nan"))
-        buffer.chunk(world_size)[rank].copy_(values_of(rank, world_size, k).chunk(world_size)[rank])
+        values = values_of(0, world_size, k)
+        if k < 3:  # the last one lies elsewhere
+            buffer = memory[start : start + values.nbytes].view(values.dtype)
+            start += values.nbytes
+        else:
+            buffer = torch.empty_like(values)
+        buffer.fill_(float("nan")).chunk(world_size)[rank].copy_(values_of(rank, world_size, k).chunk(world_size)[rank])
         buffers.append(buffer)
     for work in [door.all_gather(buffer.view(torch.uint8)) for buffer in buffers]:
         work.wait()
@@ -104,17 +109,16 @@ def races(rank, world_size, kind):
     """Ranks that sleep at random, over memory that is used again all the time."""
     door, chance = KINDS[kind](dist.group.WORLD), random.Random(rank)
     common = random.Random(7)  # all ranks do the same
-    door.expect(1 << 13)
-    memory = door.allocate(world_size * (1 << 13), torch.device("cpu"))
+    nbytes = world_size * (1 << 13)
+    memory, *slots = (door.allocate(nbytes, torch.device("cpu")) for _ in range(4))
     flying, sums = deque(), []
     for step in range(400):
         numel = 4 * common.randrange(1, 512)
         if common.random() < 0.5:
-            shard = torch.full((numel,), float(step * world_size + rank))
-            buffer = torch.empty(world_size * numel)
-            buffer.view(world_size, -1)[rank] = shard
+            slots.append(slots.pop(0))
+            buffer = slots[-1][: 4 * world_size * numel].view(torch.float32)
+            buffer.view(world_size, -1)[rank] = float(step * world_size + rank)
             flying.append((step, buffer, door.all_gather(buffer.view(torch.uint8), step)))
-            shard.fill_(-1.0)
         else:
             buffer = memory[: 4 * world_size * numel].view(torch.float32).fill_(float(step + rank))
             sums.append((step, door.reduce_scatter(buffer, step).wait().clone()))
@@ -126,6 +130,7 @@ def races(rank, world_size, kind):
             work.wait()
             expected = (number * world_size + torch.arange(world_size)).repeat_interleave(buffer.numel() // world_size)
             assert torch.equal(buffer, expected.float()), number
+            buffer.fill_(-1.0)  # as a module may do with its weights
     for step, total in sums:
         assert (total == sum(step + r for r in range(world_size))).all(), step
     return len(sums)
@@ -138,15 +143,14 @@ def test_memory_that_is_used_again(kind):
 
 def different_exchanges(rank, world_size):
     door = KINDS["shared"](dist.group.WORLD)
-    door.expect(1 << 10)
     door.describe = {0: "gather unit a", 1: "gather unit b", -1: "agree"}.__getitem__
-    messages = []
+    messages, slot = [], door.allocate(64, torch.device("cpu"))
     for mine in ([0, 1], [0, -1]):
         with pytest.raises(DivergenceError) as caught:
             if mine[rank] < 0:
                 door.agree(torch.tensor([1]))
             else:
-                door.all_gather(torch.zeros(16), mine[rank]).wait()
+                door.all_gather(slot, mine[rank]).wait()
         messages.append(str(caught.value))
     return messages
 
@@ -161,12 +165,12 @@ def test_ranks_in_different_exchanges_of_shared_memory():
 
 def left_alone(rank, world_size):
     door = KINDS["shared"](dist.group.WORLD)
-    door.expect(1 << 10)
+    slot = door.allocate(64, torch.device("cpu"))
     if rank == 1:
         os._exit(0)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"connection to rank 1 is lost: its process \d+ has ended while rank 0 waited"):
-        door.all_gather(torch.zeros(16), 0).wait()
+        door.all_gather(slot, 0).wait()
     Path(os.environ["FOUND"]).write_text(str(time.monotonic() - began))
 
 
