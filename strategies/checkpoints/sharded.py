@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .errors import CheckpointError, together
@@ -177,13 +177,25 @@ _INDEX_NAMES = {
 }
 
 
+def _foreign(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(
+        f"the index names {what}, which torch does not write there. If you trust the source, read it with "
+        "CheckpointOptions(weights_only=False)."
+    )
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    if enumeration is not _MEM_FORMAT_ENCODING:
+        raise _foreign(f"{enumeration!r}.{name}")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how Python 3.11.0 to 3.11.3 pickle members of enumerations
         if name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(
-            f"the index names {module}.{name}, which torch does not write there. If you trust the source, read it with "
-            "CheckpointOptions(weights_only=False)."
-        )
+        raise _foreign(f"{module}.{name}")

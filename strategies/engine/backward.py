@@ -63,6 +63,7 @@ class Backward:
     def run(self) -> Iterator[None]:
         """Around ``loss.backward()``; an exception is followed by :meth:`abandon`."""
         self._adopt()
+        self._gradients.give_back()
         self._explicit = True
         try:
             yield

@@ -162,7 +162,7 @@ class Zero3Engine:
         """Bytes that the engine keeps on this rank between steps: of shards, and of slots with all buffers of exchanges."""
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
-            "gradients": sum(g.grad.nbytes for g in self.groups if g.grad is not None),
+            "gradients": sum(group.grad_nbytes for group in self.groups),
             "slots": self.arena.nbytes + self.reducer.buffer.nbytes + self.collectives.nbytes,
         }
 

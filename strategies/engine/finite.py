@@ -122,7 +122,7 @@ class FiniteCheck:
         """
         if self._gradients:
             for group in self.engine.groups:
-                if group.grad is not None:
+                if group.trained:
                     self._look(3, "", group.grad)
         findings = [found for looks in self._looks.values() for found in looks.take(self._door.global_rank)]
         self._turns.clear()

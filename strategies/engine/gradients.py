@@ -27,7 +27,7 @@ class Gradients:
         Returns:
             Numbers of the parameters whose optimizers are switched off.
         """
-        trained = [group for group in self._groups if group.grad is not None]
+        trained = [group for group in self._groups if group.trained]
         for group in trained:
             if group.begin_window():
                 self.used[group.first : group.last] = bytes(group.last - group.first)
@@ -35,9 +35,15 @@ class Gradients:
                     self._reducer.drop(group.first, group.last)
         return frozenset(number for g in trained if g.muted for number in range(g.first, g.last))
 
+    def give_back(self) -> None:
+        """A loss is about to be differentiated, which is when the most memory is in use."""
+        if not self._reducer.lasting:
+            for group in self._groups:
+                group.give_back()
+
     def any_shown(self) -> bool:
         """Whether a backward has ended since some gradients were cleared."""
-        return any(group.grad is not None and group.shows_gradients for group in self._groups)
+        return any(group.trained and group.shows_gradients for group in self._groups)
 
     def full(self, unit: Unit, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
@@ -79,7 +85,7 @@ class Gradients:
         self._shown, self._full = bytearray(used), {}
         self._reducer.show(used)
         for group in self._groups:
-            if group.grad is not None:
+            if group.trained:
                 flags = used[group.first : group.last]
                 if any(flags):
                     group.bind([] if all(flags) else self._unused_ranges(group, used))

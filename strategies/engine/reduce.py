@@ -87,10 +87,11 @@ class Reducer:
         once: they can.
         holding: the backward that runs, or comes, does not reduce.
         held: nor did earlier ones; on all ranks alike.
+        lasting: cleared gradients keep their memory, because somebody has its address.
         inspect: looks at a unit's gradients before they are sent.
     """
 
-    once = holding = held = False
+    once = holding = held = lasting = False
     inspect: Callable[[Unit, Tensor], None] | None = None
 
     def __init__(

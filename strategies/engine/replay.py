@@ -24,6 +24,7 @@ class ReplayedStep:
 
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
+        engine.reducer.lasting = True  # graphs write to the gradients where they are now
         self._filled: tuple[list[int], list[int]] = [], []  # units in slots after the forward, after the backward
         self._used: list[int] = []  # numbers of the parameters that get a gradient
         self._written: tuple[list[Tensor], list[Tensor]] = [], []  # buffers that forward, that backward writes to

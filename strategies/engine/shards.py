@@ -38,9 +38,8 @@ class FlatGroup:
     index: int  # among all groups
     trained: bool  # an optimizer has it
     data: Tensor  # [numel], the master values
-    grad: Tensor | None  # [numel], same dtype; None if no optimizer has the group
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
-    idle: list[Tensor]  # parts of `grad` that no gradient is written to; scaling an infinite norm leaves NaN in them
+    idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh
     first: int  # its trained parameters have the numbers [first, last)
     last: int
@@ -51,6 +50,7 @@ class FlatGroup:
         self.numel = 0
         self.window = 0
         self.segments = []
+        self._grad: Tensor | None = None
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
 
     def reserve(self, numel: int) -> int:
@@ -65,9 +65,21 @@ class FlatGroup:
         tail = 16 // self.key.dtype.itemsize
         self.numel += tail
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
-        self.grad = torch.zeros_like(self.data) if self.trained else None
-        self.idle = [self.grad[-tail:]] if self.trained else []
+        self.idle = [(self.numel - tail, self.numel)]
         self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=self.trained))]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradients [numel], of the same dtype; only for a group that is ``trained``."""
+        if self._grad is None:
+            self._grad = torch.empty_like(self.data)
+            self._zero_idle()
+        return self._grad
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes that gradients take now."""
+        return 0 if self._grad is None else self._grad.nbytes
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -89,9 +101,21 @@ class FlatGroup:
         if self.shows_gradients:
             return False
         self.window += 1
-        for part in self.idle:
-            part.zero_()
+        if self._grad is not None:
+            self._zero_idle()
         return True
+
+    def give_back(self) -> None:
+        """Free the memory of gradients that were cleared, until the next reduction.
+
+        Not on a device, whose caching allocator might have cut it up when it is wanted again.
+        """
+        if self.data.device.type == "cpu" and not self.shows_gradients:
+            self._grad = None
+
+    def _zero_idle(self) -> None:
+        for start, stop in self.idle:
+            self.grad[start:stop].zero_()
 
     def clear(self) -> None:
         """Take all gradients away from the optimizer."""

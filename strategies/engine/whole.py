@@ -62,6 +62,8 @@ class WholeUnit(Unit):
 class WholeReducer(Reducer):
     """One rank: gradients go straight into the flat gradients."""
 
+    lasting = True
+
     def __init__(self, units: list[Unit]) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         trained = [(entry, _view(entry, entry.group.grad)) for unit in units for entry in unit.trained]
@@ -71,7 +73,7 @@ class WholeReducer(Reducer):
         for chunk in (c for u in units for c in u.chunks if c.trained):
             for low, high in chunk.layout.gaps():
                 group, start = chunk.place_of(low)
-                group.idle.append(group.grad[start : start + high - low])
+                group.idle.append((start, start + high - low))
 
     def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
         """See :meth:`Reducer.collector`."""

@@ -1,5 +1,6 @@
 """Broken checkpoints and failing disks: an error on all ranks, nothing loaded halfway, nothing lost."""
 
+import io
 import pickle
 import resource
 import shutil
@@ -12,12 +13,13 @@ import torch
 from checkpoints.runs import Whole, flip, full_weights, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import full
+from lightning_zero3.strategies.checkpoints import full, sharded
 from lightning_zero3.strategies.checkpoints.errors import CheckpointError
 from lightning_zero3.strategies.checkpoints.slices import SavedTensor
 
@@ -181,6 +183,25 @@ class Payload:
 
     def __reduce__(self):
         return Path.touch, (Path(self.target),)
+
+
+class Attribute:
+    """As Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_one_enumeration_are_read_and_no_other_attribute():
+    def read(thing):
+        return sharded._IndexUnpickler(io.BytesIO(pickle.dumps(thing))).load()
+
+    assert read(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    with pytest.raises(pickle.UnpicklingError, match=r"Metadata'>.__init__, which torch does not write"):
+        read(Attribute(Metadata, "__init__"))
 
 
 def load_hostile(rank, world_size, folder):

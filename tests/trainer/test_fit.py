@@ -258,13 +258,12 @@ def launch(folder, strategy, *command):
     script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parents[1]), strategy=strategy, folder=str(folder)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
-        [sys.executable, *command, str(script)], env=environment, capture_output=True, text=True, timeout=90, cwd=folder
+        [sys.executable, *command, str(script)], env=environment, capture_output=True, text=True, timeout=280, cwd=folder
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("?.json"))]
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("command", [[], TORCHRUN], ids=["subprocess", "torchrun"])
 def test_processes_that_run_the_script(tmp_path, command):
     ranks = launch(tmp_path, "zero3", *command)
@@ -278,7 +277,6 @@ def test_processes_that_run_the_script(tmp_path, command):
     assert ranks[1]["state"] == {}
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("strategy", ["zero3_spawn", "zero3_notebook"])
 def test_processes_of_multiprocessing_give_the_weights_back(tmp_path, strategy):
     """The process that called `fit` did not train, but has the trained weights afterwards."""
