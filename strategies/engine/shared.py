@@ -107,9 +107,9 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def __init__(self, group: dist.ProcessGroup, board: Board, ballots: list[Tensor]) -> None:
         super().__init__(group)
-        self._board = board
+        self.board, self.others = board, self._others
         self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, the block of each rank
-        self._ballots_of = [block.view(torch.int64) for block in ballots]
+        self._votes = [block.view(torch.int64) for block in ballots]  # of each rank
 
     @staticmethod
     def open(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
@@ -136,136 +136,154 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self._blocks.append((blocks[self.rank].data_ptr(), nbytes, blocks))
         return blocks[self.rank]
 
-    def _shards(self, buffer: Tensor) -> list[Tensor] | None:
-        """What each rank has in the place of ``buffer`` [world_size * shard], as [world_size, shard]; None if not mapped."""
+    def _everyones(self, buffer: Tensor) -> list[Tensor] | None:
+        """What each rank has in the place of ``buffer``, as [world_size, shard]; None if that is not shared memory."""
         for address, nbytes, blocks in self._blocks:
             offset = buffer.data_ptr() - address
             if 0 <= offset < nbytes:
-                parts = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
-                return [part.view(self.world_size, -1) for part in parts]
+                same = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
+                return [there.view(self.world_size, -1) for there in same]
         return None
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
-        shards = self._shards(buffer)
-        if shards is None:
+        everyones = self._everyones(buffer)
+        if everyones is None:
             return super().all_gather(buffer, label)
         self.progress[1] += 1
-        return _Gather(buffer, shards, self, label, self._board)
+        return _Gather(self, label, buffer, everyones)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        shards = self._shards(buffer)
-        if shards is None:
+        everyones = self._everyones(buffer)
+        if everyones is None:
             return super().reduce_scatter(buffer, label)
         self.progress[1] += 1
-        return _Sum([shard[self.rank] for shard in shards], self, label, self._board)
+        mine = [shards[self.rank] for shards in everyones]
+        return _Sum(self, label, mine[self.rank], mine)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_to_all`."""
-        parts = self._shards(sent)
-        if parts is None:
+        everyones = self._everyones(sent)
+        if everyones is None:
             return super().all_to_all(sent, arriving, label)
         self.progress[1] += 1
-        return _Swap(arriving, [part[self.rank] for part in parts], self, label, self._board)
+        return _Swap(self, label, arriving, [parts[self.rank] for parts in everyones])
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         if values.nbytes > _BALLOT_BYTES:
             return super().agree(values)
         self.progress[1] += 1
-        self._ballots_of[self.rank][: values.numel()] = values
-        number = self._board.post(Meeting.AGREEMENT)
-        for r in self._others:
-            self.require_same_label(Meeting.AGREEMENT, r, self._board.posted(r, number))
-            torch.maximum(values, self._ballots_of[r][: values.numel()], out=values)
-        self._board.finish(number)
-        self._board.wait_until_read(number)
-        return values
+        self._votes[self.rank][: values.numel()] = values
+        return _Maximum(self, Meeting.AGREEMENT, values, self._votes).wait()
 
     def _exchange_label(self, label: int) -> Any:
-        return _Label(self, label, self._board)
+        return _Label(self, label)
 
 
-class _Gather(Pending):
-    """Reads what other ranks have posted already at once, the rest when it is waited for.
+class _Exchange:
+    """One line of the board, from this rank's post on."""
 
-    So whoever comes last finds that the others have read, and ranks wait for each other only where they must.
-    """
+    def __init__(self, door: SharedMemoryCollectives, label: int) -> None:
+        self._door, self._label = door, label
+        self._number = door.board.post(label)
 
-    def __init__(self, buffer: Tensor, shards: list[Tensor], door: SharedMemoryCollectives, label: int, board: Board) -> None:
-        super().__init__(buffer)
-        self._shards, self._door, self._label, self._board = shards, door, label, board
-        self._number = board.post(label)
-        self._unread = [r for r in range(len(shards)) if r != door.rank]
-        for r in [r for r in self._unread if board.is_posted(r, self._number, label)]:
-            self._read(r)
+    def _meet(self, rank: int) -> None:
+        """Wait until ``rank`` has come; raise if it came to something else."""
+        self._door.require_same_label(self._label, rank, self._door.board.posted(rank, self._number))
 
-    def _read(self, rank: int) -> None:
-        self._shards[self._door.rank][rank].copy_(self._shards[rank][rank])
-        self._unread.remove(rank)
-        if not self._unread:
-            self._board.finish(self._number)
-
-    def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
-        for r in list(self._unread):
-            self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
-            self._read(r)
-        self._board.wait_until_read(self._number)  # hazard: a module may write to its weights, another unit take the slot
-        return self._result
+    def _leave(self) -> None:
+        """This rank has read all it needs; wait until the others have."""
+        self._door.board.finish(self._number)
+        self._door.board.wait_until_read(self._number)
 
 
-class _Sum(Pending):
-    """Adds up what each rank has for this one, in rank order."""
-
-    def __init__(self, mine: list[Tensor], door: SharedMemoryCollectives, label: int, board: Board) -> None:
-        super().__init__(mine[door.rank])
-        self._mine, self._door, self._label, self._board = mine, door, label, board
-        self._number = board.post(label)
-
-    def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
-        rank, mine = self._door.rank, self._mine
-        for r in range(len(mine)):
-            if r != rank:
-                self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
-        partial = mine[0]  # nobody else reads this part of rank 0's block: it may hold the partial sum
-        for r in range(1, len(mine)):
-            partial = torch.add(partial, mine[r], out=self._result if r >= rank else partial)
-        self._board.finish(self._number)
-        self._board.wait_until_read(self._number)  # hazard: overwriting gradients that other ranks still add up
-        return self._result
-
-
-class _Swap(Pending):
-    """Copies what each rank has for this one."""
-
-    def __init__(self, arriving: Tensor, mine: list[Tensor], door: SharedMemoryCollectives, label: int, board: Board) -> None:
-        super().__init__(arriving)
-        self._mine, self._door, self._label, self._board = mine, door, label, board
-        self._number = board.post(label)
-
-    def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
-        for r, target in enumerate(self._result.view(len(self._mine), -1)):
-            self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
-            target.copy_(self._mine[r])
-        self._board.finish(self._number)
-        self._board.wait_until_read(self._number)  # hazard: overwriting what other ranks still copy
-        return self._result
-
-
-class _Label:
-    def __init__(self, door: SharedMemoryCollectives, label: int, board: Board) -> None:
-        self._door, self._label, self._board = door, label, board
-        self._number = board.post(label)
+class _Label(_Exchange):
+    """Nothing but the comparison."""
 
     def wait(self) -> None:
-        """Until all ranks have come; raises if they came to something else."""
-        for r in range(self._door.world_size):
-            if r != self._door.rank:
-                self._door.require_same_label(self._label, r, self._board.posted(r, self._number))
+        """Until all ranks have come."""
+        for rank in self._door.others:
+            self._meet(rank)
+
+
+class _Read(_Exchange, Pending):
+    """An exchange in which ranks read what others have.
+
+    Args:
+        result: of :meth:`wait`.
+        parts: what each rank has, in rank order.
+    """
+
+    def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
+        Pending.__init__(self, result)
+        self._parts = parts
+        _Exchange.__init__(self, door, label)
+
+
+class _Gather(_Read):
+    """Copies shards; of ranks that have come already at once, so that whoever comes last finds that the others have read."""
+
+    def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
+        super().__init__(door, label, result, parts)
+        self._unread = list(door.others)
+        for rank in door.others:
+            if door.board.is_posted(rank, self._number, label):
+                self._copy(rank)
+
+    def _copy(self, rank: int) -> None:
+        self._parts[self._door.rank][rank].copy_(self._parts[rank][rank])
+        self._unread.remove(rank)
+        if not self._unread:
+            self._door.board.finish(self._number)
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        for rank in list(self._unread):
+            self._meet(rank)
+            self._copy(rank)
+        self._leave()  # hazard: a module may write to its weights, and another unit takes the slot
+        return self._result
+
+
+class _Sum(_Read):
+    """Adds up in rank order."""
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        for rank in self._door.others:
+            self._meet(rank)
+        partial = self._parts[0]  # nobody else reads this part of rank 0's block: it may hold the partial sum
+        for rank in range(1, len(self._parts)):
+            partial = torch.add(partial, self._parts[rank], out=self._result if rank >= self._door.rank else partial)
+        self._leave()  # hazard: overwriting gradients that other ranks still add up
+        return self._result
+
+
+class _Swap(_Read):
+    """Copies this rank's part of each."""
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        for rank, target in enumerate(self._result.view(len(self._parts), -1)):
+            if rank != self._door.rank:
+                self._meet(rank)
+            target.copy_(self._parts[rank])
+        self._leave()  # hazard: overwriting what other ranks still copy
+        return self._result
+
+
+class _Maximum(_Read):
+    """Of votes, element by element."""
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        for rank in self._door.others:
+            self._meet(rank)
+            torch.maximum(self._result, self._parts[rank][: self._result.numel()], out=self._result)
+        self._leave()  # hazard: the next vote
+        return self._result
 
 
 def _share(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
