@@ -1,4 +1,4 @@
-"""What a step may cost, counted: exchanges and their bytes, Python calls, allocations."""
+"""What a step may cost, counted: exchanges and their bytes, Python calls, allocations, copies."""
 
 import subprocess
 import sys
@@ -205,6 +205,43 @@ def test_engine_allocates_gradients_alone_after_the_first_step():
     """Once for each group: while a loss begins to be differentiated, and most memory is in use, there are none."""
     for found in run_ranks(memory_of_a_step, 2):
         assert [name for _, name in found] == ["grad", "_gather_apart"], found
+
+
+def copies_of_a_step(rank, world_size, shared):
+    """Bytes that engine code copies in a step after the first, without the optimizer's."""
+    import traceback
+
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from lightning_zero3.strategies.engine import PairwiseCollectives
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal copied
+            callers = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
+            ours = func is torch.ops.aten.copy_.default and "/engine/" in callers[-1].filename
+            copied += args[0].nbytes if ours and args[0].dtype != torch.int64 else 0  # int64: votes
+            return func(*args, **(kwargs or {}))
+
+    copied = 0
+    model, optimizer, engine = build(rank, world_size, None if shared else PairwiseCollectives(dist.group.WORLD))
+    for step in range(3):
+        with Copies() if step == 2 else nullcontext():
+            micro_batch(model, engine, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return copied
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_copied_in_a_step(world_size):
+    # For a gather a rank puts its shard into the slot, and nothing is copied after; each gradient is copied once, into the
+    # reduce buffer. In shared memory the copy of the other shards is the exchange itself.
+    gathers, reductions = 2 * BLOCKS - 2, BLOCKS
+    shards, gradients = gathers * UNIT_BYTES // world_size, reductions * UNIT_BYTES
+    assert run_ranks(copies_of_a_step, world_size, False) == [shards + gradients] * world_size
+    assert run_ranks(copies_of_a_step, world_size, True) == [shards * world_size + gradients] * world_size
 
 
 CALLS = """
