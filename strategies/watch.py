@@ -6,6 +6,7 @@ which only writes its position to memory. Processes of one machine see each othe
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import sys
@@ -28,6 +29,8 @@ from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
 
+# CPython 3.11.0 to 3.11.4 may lock up for ever where garbage is collected while it lists frames (python/cpython#106883).
+_FRAMES_MAY_LOCK = (3, 11) <= sys.version_info < (3, 11, 5)
 _NOBODY = -1  # alone is behind it
 _SAMPLES = 10  # of the training thread, for each beat
 _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
@@ -165,8 +168,7 @@ class Watch:
 
     def _waits(self) -> tuple[str, str]:
         """Where the training thread waits for others, if it does, and the user's line it runs."""
-        frame: FrameType | None = sys._current_frames().get(self._trained or 0)
-        waits = code = ""
+        frame, waits, code = self._frame(), "", ""
         while frame is not None:
             file = frame.f_code.co_filename
             if file == distributed_c10d.__file__ or frame.f_code.co_name == "_meet":
@@ -178,6 +180,17 @@ class Watch:
                 break
             frame = frame.f_back
         return waits, code
+
+    def _frame(self) -> FrameType | None:
+        """What the training thread runs."""
+        collects = _FRAMES_MAY_LOCK and gc.isenabled()
+        if collects:
+            gc.disable()
+        try:
+            return sys._current_frames().get(self._trained or 0)
+        finally:
+            if collects:
+                gc.enable()
 
     def _beat(self) -> Beat:
         self._number += 1
@@ -281,7 +294,7 @@ class Watch:
     def _end_if_late(self) -> None:
         if time.monotonic() < self._deadline or self._stopping:
             return
-        frame = sys._current_frames().get(self._trained or 0)
+        frame = self._frame()
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         print(f"Rank {self._rank} did not end by itself; its process is ended here:\n{stack}", file=sys.stderr, flush=True)
         os._exit(1)

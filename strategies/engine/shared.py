@@ -12,6 +12,7 @@ import platform
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,12 @@ class Board:
         rank: of this process.
         processes: ids, in rank order.
         timeout_s: after which waiting is an error.
+
+    Attributes:
+        meanwhile: called again and again while this rank waits.
     """
+
+    meanwhile: Callable[[], None]
 
     def __init__(self, words: list[memoryview], rank: int, processes: list[int], timeout_s: float) -> None:
         self._words, self._mine, self._rank, self._processes = words, words[rank], rank, processes
@@ -81,6 +87,7 @@ class Board:
         began = looked = time.monotonic()
         pause = 2e-5
         while words[word] < value:
+            self.meanwhile()
             time.sleep(pause)
             pause = min(1.5 * pause, 1e-3)
             now = time.monotonic()
@@ -108,6 +115,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def __init__(self, group: dist.ProcessGroup, board: Board, ballots: list[Tensor]) -> None:
         super().__init__(group)
         self.board, self.others = board, self._others
+        self.unread: list[_Gather] = []
+        board.meanwhile = self._read
         self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, the block of each rank
         self._votes = [block.view(torch.int64) for block in ballots]  # of each rank
 
@@ -144,6 +153,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 same = [block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks]
                 return [there.view(self.world_size, -1) for there in same]
         return None
+
+    def _read(self) -> None:
+        """Another rank may wait for that, whatever this one waits for."""
+        for gather in tuple(self.unread):
+            gather.read()
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
@@ -189,7 +203,7 @@ class _Exchange:
         self._door, self._label = door, label
         self._number = door.board.post(label)
 
-    def _meet(self, rank: int) -> None:
+    def _expect(self, rank: int) -> None:
         """Wait until ``rank`` has come; raise if it came to something else."""
         self._door.require_same_label(self._label, rank, self._door.board.posted(rank, self._number))
 
@@ -205,7 +219,7 @@ class _Label(_Exchange):
     def wait(self) -> None:
         """Until all ranks have come."""
         for rank in self._door.others:
-            self._meet(rank)
+            self._expect(rank)
 
 
 class _Read(_Exchange, Pending):
@@ -228,21 +242,25 @@ class _Gather(_Read):
     def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
         super().__init__(door, label, result, parts)
         self._unread = list(door.others)
-        for rank in door.others:
-            if door.board.is_posted(rank, self._number, label):
-                self._copy(rank)
+        door.unread.append(self)
+        self.read()
 
-    def _copy(self, rank: int) -> None:
-        self._parts[self._door.rank][rank].copy_(self._parts[rank][rank])
-        self._unread.remove(rank)
+    def read(self) -> None:
+        """Copy what has been posted by now."""
+        for rank in tuple(self._unread):
+            if self._door.board.is_posted(rank, self._number, self._label):
+                self._parts[self._door.rank][rank].copy_(self._parts[rank][rank])
+                self._unread.remove(rank)
         if not self._unread:
             self._door.board.finish(self._number)
+            self._door.unread.remove(self)
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
-        for rank in list(self._unread):
-            self._meet(rank)
-            self._copy(rank)
+        for rank in tuple(self._unread):
+            self._expect(rank)
+        if self._unread:
+            self.read()
         self._leave()  # hazard: a module may write to its weights, and another unit takes the slot
         return self._result
 
@@ -253,7 +271,7 @@ class _Sum(_Read):
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
         for rank in self._door.others:
-            self._meet(rank)
+            self._expect(rank)
         partial = self._parts[0]  # nobody else reads this part of rank 0's block: it may hold the partial sum
         for rank in range(1, len(self._parts)):
             partial = torch.add(partial, self._parts[rank], out=self._result if rank >= self._door.rank else partial)
@@ -268,7 +286,7 @@ class _Swap(_Read):
         """See :meth:`Pending.wait`."""
         for rank, target in enumerate(self._result.view(len(self._parts), -1)):
             if rank != self._door.rank:
-                self._meet(rank)
+                self._expect(rank)
             target.copy_(self._parts[rank])
         self._leave()  # hazard: overwriting what other ranks still copy
         return self._result
@@ -280,7 +298,7 @@ class _Maximum(_Read):
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
         for rank in self._door.others:
-            self._meet(rank)
+            self._expect(rank)
             torch.maximum(self._result, self._parts[rank][: self._result.numel()], out=self._result)
         self._leave()  # hazard: the next vote
         return self._result

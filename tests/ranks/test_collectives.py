@@ -163,6 +163,27 @@ def test_ranks_in_different_exchanges_of_shared_memory():
     assert "rank 1 is about to agree, rank 0 to gather unit a" in second[1]
 
 
+def elsewhere_after_a_gather(rank, world_size):
+    """Rank 1 begins a gather that rank 0 ends, and then does something else."""
+    door = KINDS["shared"](dist.group.WORLD)
+    first, second = (door.allocate(64, torch.device("cpu")) for _ in range(2))
+    first.view(world_size, -1)[rank] = rank + 1
+    if rank == 0:
+        time.sleep(0.5)  # rank 1 cannot read at once
+    gather = door.all_gather(first, 0)
+    with pytest.raises(DivergenceError):
+        if rank == 0:
+            gather.wait()
+            door.all_gather(second, 1).wait()
+        else:
+            door.agree(torch.tensor([1]))
+    return first.tolist()
+
+
+def test_ranks_that_part_after_a_gather_has_begun():
+    assert run_ranks(elsewhere_after_a_gather, 2, timeout=30) == [[1] * 32 + [2] * 32] * 2
+
+
 def left_alone(rank, world_size):
     door = KINDS["shared"](dist.group.WORLD)
     slot = door.allocate(64, torch.device("cpu"))
