@@ -197,7 +197,7 @@ def plot(summary, added, path):
         axes[1][column].barh(list(shown), [row["peak_mb"] for row in shown.values()], color="lightgray", label="peak")
         axes[1][column].barh(list(shown), [row["live_mb"] for row in shown.values()], label="live between steps")
         axes[1][column].set_title(f"{title}: memory of a rank, MB")
-        axes[1][column].legend()
+        axes[1][column].legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     if added:
         axes[0][-1].barh(list(added), list(added.values()))
         axes[0][-1].set_title("ms that a block of width 16 adds")
