@@ -81,7 +81,3 @@ def load_state_dict(
         source.read(list({id(targets[k]): (value, targets[k]) for k, value in saved.items()}.values()))
         engine.weights_changed()
     return keys["Missing"], keys["Unexpected"]
-
-
-def _listed(keys: list[str]) -> str:
-    return ", ".join(f'"{key}"' for key in keys)
