@@ -28,6 +28,8 @@ class Beat:
         busy: share of the last second in which it did not wait for others, 0 to 1.
         waits: where it waited at the end of that second: ENGINE, ELSEWHERE or "".
         code: the user's line that ran then.
+        device: share of a step, measured in the last second, in which its device did not wait for others', 0 to 1; None if
+            none was.
         trace: of its exchanges, see :class:`~.engine.LocalCollectives`; empty if it has moved since the last report.
     """
 
@@ -39,6 +41,7 @@ class Beat:
     busy: float
     waits: str
     code: str
+    device: float | None = None
     trace: list[int] = field(default_factory=list)
 
     def pack(self) -> str:
@@ -88,12 +91,12 @@ class Deadlock:
 
 
 class Straggler:
-    """A rank that works while the others wait for it."""
+    """A rank that works while the others wait for it, by their hosts or, where those wait alike, by their devices."""
 
     def __init__(self, seconds: float) -> None:
         self._beats = max(2, round(seconds))
         self._history: deque[Sequence[Beat]] = deque(maxlen=self._beats)
-        self._warned: int | None = None
+        self._warned: dict[str, int | None] = {}
 
     def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
         """A warning, once for each time that a rank becomes slow."""
@@ -103,21 +106,48 @@ class Straggler:
         self._history.append(list(beats))
         if len(self._history) < self._beats or len(beats) < 2:
             return None
-        shares = [sum(h[r].busy for h in self._history) / len(self._history) for r in range(len(beats))]
-        slowest = max(range(len(beats)), key=shares.__getitem__)
-        others = sorted(s for r, s in enumerate(shares) if r != slowest)
-        ahead = shares[slowest] - others[len(others) // 2]
-        if ahead < _RECOVERED_SHARE or slowest != self._warned:
-            self._warned = None
-        if ahead < _SLOW_SHARE or self._warned is not None:
+        ranks = [[history[rank] for history in self._history] for rank in range(len(beats))]
+        found = self._slow_host(ranks, unit_name)
+        # Devices wait for a rank whose host is late, too.
+        return found if found is not None or self._warned["it"] is not None else self._slow_device(ranks)
+
+    def _slow_host(self, ranks: list[list[Beat]], unit_name: Callable[[int], str]) -> str | None:
+        found = self._compare("it", [_mean([b.busy for b in beats]) for beats in ranks])
+        if found is None:
             return None
-        self._warned = slowest
         where: Counter[str] = Counter()
-        for beat in (h[slowest] for h in self._history):
+        for beat in ranks[found[0]]:
             at = f" ({beat.code})" if beat.code else ""
             where[beat.place.where(unit_name) + at] += round(100 * beat.busy)
+        step = ranks[found[0]][-1].place.step
+        return f"{found[1]} It was most often in {where.most_common(1)[0][0]}; it is at step {step} now."
+
+    def _slow_device(self, ranks: list[list[Beat]]) -> str | None:
+        shares = [[b.device for b in beats if b.device is not None] for beats in ranks]
+        if not all(shares) or (found := self._compare("its GPU", list(map(_mean, shares)))) is None:
+            return None
+        host = ranks[found[0]][-1].machine.split()[0]
         return (
-            f"Rank {slowest} holds the others up: in the last {self._beats} s it worked {shares[slowest]:.0%} of the time, the "
-            f"others {others[len(others) // 2]:.0%}. It was most often in {where.most_common(1)[0][0]}; it is at step "
-            f"{beats[slowest].place.step} now."
+            f"{found[1]} That GPU is slower (`nvidia-smi -q -d PERFORMANCE` on {host} tells of "
+            "heat and power limits), something else runs on it, or this rank's batches are larger."
         )
+
+    def _compare(self, who: str, shares: list[float]) -> tuple[int, str] | None:
+        """The rank that has become slow, and how much more it (or its device) worked."""
+        slowest = max(range(len(shares)), key=shares.__getitem__)
+        others = sorted(s for r, s in enumerate(shares) if r != slowest)
+        median = others[len(others) // 2]
+        ahead = shares[slowest] - median
+        if ahead < _RECOVERED_SHARE or slowest != self._warned.get(who):
+            self._warned[who] = None
+        if ahead < _SLOW_SHARE or self._warned[who] is not None:
+            return None
+        self._warned[who] = slowest
+        return slowest, (
+            f"Rank {slowest} holds the others up: in the last {self._beats} s {who} worked {shares[slowest]:.0%} of the time, "
+            f"the others {median:.0%}."
+        )
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return sum(shares) / len(shares)

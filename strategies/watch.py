@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
+from .device_waits import DeviceWaits
 from .engine import collectives, first_difference, shared
 from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, Report, Reports
@@ -74,6 +75,7 @@ class Watch:
         self.position = Position()
         self.unit_name: Callable[[int], str] = str
         self.door = collectives.LocalCollectives()  # whose exchanges are told
+        self.device_waits: DeviceWaits | None = None  # where hosts do not wait for exchanges
         self._options, self._rank, self._world_size = options, rank, world_size
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
         self._reported: Place | None = None
@@ -200,7 +202,8 @@ class Watch:
         place, before = self.position.place(), self._reported
         self._reported = place
         trace = list(self.door.trace) if place == before else []
-        return Beat(self._number, self._machine, os.getpid(), self.position.descriptor, place, busy, waits, code, trace)
+        device = self.device_waits.take() if self.device_waits is not None else None
+        return Beat(self._number, self._machine, os.getpid(), self.position.descriptor, place, busy, waits, code, device, trace)
 
     def _meet_neighbours(self) -> None:
         for rank, report in list(self._reports.newest.items()):

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from .engine import Zero3Engine
+from .device_waits import DeviceWaits
+from .engine import Zero3Engine, make_clock
 from .position import Activity
 from .processes import ProcessStrategy
 from .watch import Watch, WatchOptions
@@ -39,8 +40,7 @@ def _watched(method: Callable[..., Any], activity: Activity) -> Callable[..., An
         if self.watch is None:
             return method(self, *args, **kwargs)
         if activity is Activity.BETWEEN:
-            assert self.lightning_module is not None
-            self.watch.position.begin_step(self.lightning_module.trainer.global_step)
+            self._begin_step(self.watch)
             return method(self, *args, **kwargs)
         with self.watch.doing(activity):
             return method(self, *args, **kwargs)
@@ -78,6 +78,14 @@ class WatchedStrategy(ProcessStrategy):
         if self.watch is not None and self._door is not None:
             self._door.progress = self.watch.position.progress
             self.watch.unit_name, self.watch.door = self._unit_name, self._door
+            if self.root_device.type == "cuda":
+                self.watch.device_waits = DeviceWaits(make_clock(self.root_device))
+
+    def _begin_step(self, watch: Watch) -> None:
+        assert self.lightning_module is not None and self.engine is not None
+        watch.position.begin_step(self.lightning_module.trainer.global_step)
+        if watch.device_waits is not None:
+            watch.device_waits.begin_step((self.engine.units[0]._lane, self.engine.reducer._lane))
 
     def _unit_name(self, index: int) -> str:
         units = self.engine.units if self.engine is not None else []

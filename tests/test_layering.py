@@ -71,7 +71,7 @@ LAYERS = [
     (["strategies/engine/finite"], TORCH),
     (["strategies/engine/replay"], TORCH),
     (["strategies/engine/__init__"], TORCH),
-    (["strategies/optimizers", "strategies/substitution"], TORCH),
+    (["strategies/device_waits", "strategies/optimizers", "strategies/substitution"], TORCH),
     (["strategies/checkpoints/archive"], NOTHING),
     (["strategies/checkpoints/boxes", "strategies/checkpoints/manifest", "strategies/checkpoints/options"], NOTHING),
     (["strategies/checkpoints/errors"], TORCH),
