@@ -13,6 +13,8 @@ from .memory_leak import name_holder
 from .memory_ledger import local_part
 
 STACK_LIMIT = 12  # frames shown
+_PLACES = 20  # of the trace
+_KINDS = 8  # of tensors alive: to find a holder walks all objects
 _SKIPPED = ("/torch/", "/lightning/", "/pytorch_lightning/", "<frozen")
 
 
@@ -26,7 +28,7 @@ class Allocation:
     stack: tuple[str, ...] = ()  # innermost call first
 
 
-def at_peak(trace: Iterable[Mapping[str, Any]], limit: int = 20) -> tuple[int, list[Allocation]]:
+def at_peak(trace: Iterable[Mapping[str, Any]]) -> tuple[int, list[Allocation]]:
     """(bytes, places): what was allocated within the trace and alive when that was the most.
 
     The trace is bounded, so blocks from before it are missing; their frees are recognised and ignored.
@@ -48,10 +50,10 @@ def at_peak(trace: Iterable[Mapping[str, Any]], limit: int = 20) -> tuple[int, l
             live[event["addr"]] = event
         elif event["action"] == "free_completed":
             live.pop(event["addr"], None)
-    return best, _by_stack(live.values(), limit)
+    return best, _by_stack(live.values())
 
 
-def _by_stack(events: Iterable[Mapping[str, Any]], limit: int) -> list[Allocation]:
+def _by_stack(events: Iterable[Mapping[str, Any]]) -> list[Allocation]:
     places: dict[tuple[str, ...], list[int]] = {}
     for event in events:
         places.setdefault(format_stack(event.get("frames", ())), []).append(event["size"])
@@ -59,7 +61,7 @@ def _by_stack(events: Iterable[Mapping[str, Any]], limit: int) -> list[Allocatio
         Allocation(sum(sizes), len(sizes), next((line for line in stack if _is_users(line)), stack[0]), stack)
         for stack, sizes in places.items()
     ]
-    return sorted(found, key=lambda allocation: -allocation.size)[:limit]
+    return sorted(found, key=lambda allocation: -allocation.size)[:_PLACES]
 
 
 def format_stack(frames: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -83,8 +85,8 @@ def find_allocations(source: str, device_type: str, module: nn.Module) -> list[A
     return _largest_tensors(device_type, module)
 
 
-def _largest_tensors(device_type: str, module: nn.Module, limit: int = 8) -> list[Allocation]:
-    """Tensors alive now, by kind. Finding a holder walks all objects, so only a few kinds are named."""
+def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
+    """Tensors alive now, by kind."""
     # A parameter that zero3 shards has no memory of its own.
     whole = {name: parameter for name, parameter in module.named_parameters() if not is_sharded(parameter)}
     names = {local_part(parameter).untyped_storage().data_ptr(): name for name, parameter in whole.items()}
@@ -103,7 +105,7 @@ def _largest_tensors(device_type: str, module: nn.Module, limit: int = 8) -> lis
         sizes.setdefault(kind, []).append(item.untyped_storage().nbytes())
         examples[kind] = [item]
     del item
-    largest = sorted(sizes, key=lambda kind: -sum(sizes[kind]))[:limit]
+    largest = sorted(sizes, key=lambda kind: -sum(sizes[kind]))[:_KINDS]
     found = []
     for kind in largest:
         example = examples[kind].pop()  # so that nothing but its holder refers to it

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 MIB = 2**20
+_NAMED = 5  # kinds of tensors, the gravest
+_FOLLOWED = 5  # references, on the way to a name
 Group = tuple[str, tuple[int, ...], bool]  # dtype, shape, whether an autograd graph hangs on it
 
 
@@ -97,7 +99,7 @@ def take_census(device_type: str) -> Counter[Group]:
     return Counter(group for group, _ in _live(device_type))
 
 
-def find_grown(before: Counter[Group], device_type: str, module: nn.Module, limit: int = 5) -> list[Grown]:
+def find_grown(before: Counter[Group], device_type: str, module: nn.Module) -> list[Grown]:
     """The kinds that became more since `before`, the gravest first, with what holds one of them."""
     examples = dict(_live(device_type))  # of each kind the last one made, as a rule
     now = take_census(device_type)
@@ -109,14 +111,14 @@ def find_grown(before: Counter[Group], device_type: str, module: nn.Module, limi
     return [
         # Popped, so that nothing but its holder refers to the tensor.
         Grown(group, more, size, name_holder(examples.pop(group), module))
-        for _, size, more, group in grown[:limit]
+        for _, size, more, group in grown[:_NAMED]
     ]
 
 
-def name_holder(item: Any, module: nn.Module, depth: int = 5) -> str:
+def name_holder(item: Any, module: nn.Module) -> str:
     """Follow references from an object up to something with a name, such as `model.history[...]`."""
     path = ""
-    for _ in range(depth):
+    for _ in range(_FOLLOWED):
         holder, step = _find_holder(item, module)
         path = f"{step}{path}"
         if holder is None:

@@ -257,13 +257,13 @@ class GPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @torch.no_grad()
-    def generate(self, prompt: str, count: int, temperature: float = 0.7) -> str:
+    def generate(self, prompt: str, count: int) -> str:
         """Continue `prompt`. All ranks call this together: under ZeRO-3 each forward gathers the weights."""
         tokens = self.tokenizer.encode(prompt.encode()).long().to(self.device)[None]
         random = torch.Generator().manual_seed(0)
         for _ in range(count):
             logits = self(tokens[:, -self.length :])[0, -1].float().cpu()
-            token = torch.multinomial((logits / temperature).softmax(0), 1, generator=random)
+            token = torch.multinomial((logits / 0.7).softmax(0), 1, generator=random)
             tokens = torch.cat([tokens, token[None].to(self.device)], dim=1)
         return self.tokenizer.decode(tokens[0].tolist())
 

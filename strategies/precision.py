@@ -180,7 +180,7 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Ca
     )
 
 
-def gather_dtypes(model: nn.Module, precision: str, kept: Collection[str] = ()) -> dict[str, torch.dtype]:
+def gather_dtypes(model: nn.Module, precision: str, kept: Collection[str]) -> dict[str, torch.dtype]:
     """Name -> dtype in which a parameter is gathered, where that is not its own.
 
     Args:

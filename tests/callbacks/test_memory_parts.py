@@ -266,7 +266,7 @@ def test_what_was_alive_at_the_peak():
     assert at_peak([]) == (0, [])
 
 
-def report_data(source="cuda"):
+def report_data():
     ledger = {
         "parameters": GIB,
         "gradients": GIB,
@@ -288,7 +288,7 @@ def report_data(source="cuda"):
     allocations = [Allocation(GIB, 3, "attend <script>", ("attend (train.py:12)",)), Allocation(MIB, 1, "embed", ("x",))]
     composition = {**ledger, "graph_pool": 0, "process": 0, "activations": 2 * GIB}
     phases = {"forward": 5 * GIB, "backward": 6 * GIB}
-    return ReportData("CUDA memory", source, records, composition, phases, 49, ranks, allocations, ["a <leak>"])
+    return ReportData("CUDA memory", "cuda", records, composition, phases, 49, ranks, allocations, ["a <leak>"])
 
 
 def test_the_page_is_self_contained_and_complete():

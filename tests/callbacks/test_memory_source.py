@@ -138,11 +138,11 @@ class Scripted:
         pass
 
 
-def run_a_step(meter, source, backward=400):
+def run_a_step(meter, source):
     meter.start_step()
     source.go(300, 250)
     meter.enter("backward")
-    source.go(backward, 150)
+    source.go(400, 150)
     meter.enter("optimizer")
     source.go(180, 120)
     meter.finish_step()

@@ -79,9 +79,9 @@ def test_batches_arrive_on_the_device_unless_opted_out():
         assert [batch.device.type for batch in loader] == [expected] * 3
 
 
-def cuda_loader(n, workers=2, **options):
+def cuda_loader(**options):
     return shard_dataloader(
-        make_loader(Indices(n), workers, batch_size=2),
+        make_loader(Indices(10), 2, batch_size=2),
         rank=0,
         world_size=1,
         stage="fit",
@@ -93,10 +93,10 @@ def cuda_loader(n, workers=2, **options):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
 def test_what_is_ahead_does_not_count():
-    loader = cuda_loader(10)
+    loader = cuda_loader()
     batches = iter(loader)
     assert next(batches).tolist() == [0, 1] and next(batches).is_cuda
-    resumed = cuda_loader(10)
+    resumed = cuda_loader()
     resumed.load_state_dict(loader.state_dict())
     assert [batch.tolist() for batch in resumed] == [[4, 5], [6, 7], [8, 9]]
 

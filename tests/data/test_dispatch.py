@@ -95,9 +95,7 @@ def read_all(rank, world, states):
     for (name, saved_by), state in states.items():
         make = next(make for make in RESUMED if make.__name__ == name)
         rest[name, saved_by] = read(rank, world, make, "fit", None, state, {"tail": "balance"})[0]
-    evaluated = {
-        make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in (only_rank_zero, shuffled, with_workers)
-    }
+    evaluated = {make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in EVALUATED}
     return whole, stopped, rest, evaluated
 
 

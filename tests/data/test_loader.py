@@ -179,7 +179,7 @@ class Buckets:
 
     batches = [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9, 10]]
 
-    def __init__(self, batch_size=None):
+    def __init__(self, batch_size):
         if batch_size is not None:
             self.batch_size = batch_size
 
@@ -259,7 +259,7 @@ def test_the_global_generator_is_left_alone():
 class Endless:
     """A sampler without a length, which draws from the global generators; with an end or without."""
 
-    def __init__(self, end=None):
+    def __init__(self, end):
         self.end = end
 
     def __iter__(self):

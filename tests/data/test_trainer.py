@@ -136,8 +136,8 @@ def resume_all(rank, world, folder):
     return rest
 
 
-def rows_of(n, world, batch=2):
-    return -(-n // (batch * world))
+def rows_of(n, world):
+    return -(-n // (2 * world))
 
 
 @pytest.mark.filterwarnings("ignore")

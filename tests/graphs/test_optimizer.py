@@ -43,8 +43,8 @@ class At(Callback):
             self.change(trainer.optimizers[0])
 
 
-def rate(value=0.01):
-    return torch.tensor(value, dtype=torch.float64)
+def rate():
+    return torch.tensor(0.01, dtype=torch.float64)
 
 
 def adamw(parameters):

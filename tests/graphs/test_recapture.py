@@ -20,8 +20,8 @@ from lightning_zero3.callbacks import CUDAGraphStep
 class Does(Callback):
     """Changes something at some steps."""
 
-    def __init__(self, changes, first=5, every=6):
-        self.changes = {first + every * k: change for k, change in enumerate(changes)}
+    def __init__(self, changes, every=6):
+        self.changes = {5 + every * k: change for k, change in enumerate(changes)}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         change = self.changes.pop(trainer.global_step, None)

@@ -82,9 +82,9 @@ def make(build: Callable[[], nn.Module], seed: int = 0) -> Any:
         return build()
 
 
-def tokens(steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def tokens(steps: int) -> list[tuple[Tensor, Tensor]]:
     """Joined batches of tokens and next tokens, which follow a rule that can be learned up to one random bit."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(steps):
         columns = [torch.randint(VOCAB, (JOINED,), generator=generator)]
@@ -95,9 +95,9 @@ def tokens(steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-def signals(steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def signals(steps: int) -> list[tuple[Tensor, Tensor]]:
     """Joined batches for :class:`NormNet`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(JOINED, 3, 7, generator=generator) * 2 + 1, torch.randn(JOINED, 1, generator=generator))
         for _ in range(steps)

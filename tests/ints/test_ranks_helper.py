@@ -69,9 +69,9 @@ def leave_child_behind(rank, world_size, pid_folder):
     Path(pid_folder, str(rank)).write_text(f"{os.getpid()} {child.pid}")
 
 
-def assert_all_gone(pid_folder, count):
+def assert_all_gone(pid_folder):
     pids = [int(pid) for file in Path(pid_folder).iterdir() for pid in file.read_text().split()]
-    assert len(pids) == count
+    assert len(pids) == 4
     deadline = time.monotonic() + 10
     while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
@@ -137,12 +137,12 @@ def test_timeout_kills_everything_and_shows_every_stack(tmp_path):
     first, _, second = text.partition("--- rank 1")
     assert "in hang_with_child" in first and "barrier" not in first
     assert "in hang_with_child" in second and "barrier" in second
-    assert_all_gone(tmp_path, count=4)
+    assert_all_gone(tmp_path)
 
 
 def test_nothing_is_left_behind_after_success(tmp_path):
     run_ranks(leave_child_behind, 2, tmp_path)
-    assert_all_gone(tmp_path, count=4)
+    assert_all_gone(tmp_path)
 
 
 def test_ranks_die_with_the_process_that_called(tmp_path):
@@ -163,7 +163,7 @@ def test_ranks_die_with_the_process_that_called(tmp_path):
     finally:
         caller.kill()
         caller.wait()
-    assert_all_gone(tmp_path, count=4)
+    assert_all_gone(tmp_path)
 
 
 def test_a_function_that_ranks_cannot_import_is_refused():
