@@ -5,28 +5,20 @@ The one process trains on the joined batches. What it sees is the mean of what t
 
 import re
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from behaviours.trainer_modules import MODULES
-from helpers.parity import full_state
+from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
 
 
 def fit(module, strategy, world_size):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=module.callbacks(),
-        **{"max_epochs": 3, "enable_checkpointing": False, "logger": False, **getattr(module, "options", {})},
-    )
-    trainer.fit(module)
-    return trainer
+    validated = {"limit_val_batches": 1.0, "num_sanity_val_steps": 2}
+    options = {"max_epochs": 3, "callbacks": module.callbacks(), **validated, **getattr(module, "options", {})}
+    fitter = trainer(strategy, world_size, **options)
+    fitter.fit(module)
+    return fitter
 
 
 def run_all(rank, world_size, names, strategy):
@@ -34,8 +26,7 @@ def run_all(rank, world_size, names, strategy):
     found = {}
     for name in names:
         module = MODULES[name]()
-        trainer = fit(module, strategy, world_size)
-        state = full_state(trainer)
+        state = full_state(fit(module, strategy, world_size))
         found[name] = module.seen, {k: v.clone() for k, v in state.items()}
     return found
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from helpers.parity import trainer
 from helpers.ranks import run_ranks
+from helpers.tracking import needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig
 from lightning_zero3.callbacks.allocator_advice import GIB, RunFigures
 from lightning_zero3.callbacks.allocator_environment import NAMES, READ_NAMES, merge
@@ -18,7 +20,6 @@ from lightning_zero3.callbacks.allocator_readback import CUDAAllocator, compare_
 from lightning_zero3.callbacks.allocator_rules import Surroundings, check_conflicts, find_remarks
 
 NEWEST = (2, 13)
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
 
 
 class RecordedAllocator:
@@ -82,20 +83,9 @@ class WithRecorded(AllocatorConfig):
 
 
 def fit(*callbacks, tmp_path, **options):
-    trainer = Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        default_root_dir=tmp_path,
-        **options,
-    )
-    trainer.fit(BoringModel())
-    return trainer
+    fitter = trainer(max_steps=2, callbacks=list(callbacks), default_root_dir=tmp_path, **options)
+    fitter.fit(BoringModel())
+    return fitter
 
 
 # ---- conflicts ------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from helpers.parity import trainer
 from lightning_zero3.callbacks import CUDABackendConfig
 
 VARIABLES = (
@@ -45,18 +46,7 @@ class Look(Callback):
 
 def run(config, tmp_path):
     look = Look()
-    trainer = Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        callbacks=[config, look],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(BoringModel())
+    trainer(max_steps=1, callbacks=[config, look], default_root_dir=tmp_path).fit(BoringModel())
     return look.seen
 
 

@@ -4,35 +4,20 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.data import DataLoader
 
 import lightning_zero3  # noqa: F401  (registers the strategy)
+from helpers.parity import trainer
 from helpers.ranks import run_ranks
+from helpers.tracking import Collecting, needs_cuda
 from lightning_zero3.callbacks import StepTimer
 from lightning_zero3.callbacks.fsdp_communication import _starters
 from lightning_zero3.callbacks.step_timer import KEYS
 from lightning_zero3.strategies.engine import CollectiveTimer, HostClock, LocalCollectives, PairwiseCollectives
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-
-
-class Collecting(Logger):
-    name = version = "collecting"
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, metrics))
 
 
 class Slow(LightningModule):
@@ -68,19 +53,9 @@ class SlowData(torch.utils.data.Dataset):
 
 def fit(timer, tmp_path, model=None, **options):
     logger = Collecting()
-    trainer = Trainer(
-        accelerator=options.pop("accelerator", "cpu"),
-        max_steps=options.pop("max_steps", 4),
-        logger=logger,
-        log_every_n_steps=2,
-        callbacks=[timer],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **options,
-    )
-    trainer.fit(model or Slow(), DataLoader(SlowData(), batch_size=1))
+    options = {"max_steps": 4, "default_root_dir": tmp_path, **options}
+    fitter = trainer(logger=logger, log_every_n_steps=2, callbacks=[timer], **options)
+    fitter.fit(model or Slow(), DataLoader(SlowData(), batch_size=1))
     return [(step, row) for step, row in logger.rows if "time/step_ms" in row]
 
 

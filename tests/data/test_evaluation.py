@@ -7,12 +7,12 @@ import pytest
 import torch
 from data.datasets import Indices, SizedStream, Stream, make_loader, row_major
 from data.trainers import Recorder, make_trainer
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from helpers.parity import RTOL
+from helpers.parity import RTOL, trainer
 from helpers.ranks import run_ranks
 
 pytestmark = [
@@ -141,11 +141,9 @@ class VectorStream(Stream):
 def validate(rank, world, folder, alone):
     """All metrics of every way to validate, and the forces that are predicted."""
 
-    def trainer(**kwargs):
-        if not alone:
-            return make_trainer(folder, {}, every=0, **kwargs)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-        return Trainer(accelerator="cpu", devices=1, strategy="auto", **{**quiet, **kwargs})
+    def runner_for(**kwargs):
+        kwargs = {"limit_val_batches": 1.0, **kwargs}
+        return trainer(**kwargs) if alone else make_trainer(folder, {}, every=0, **kwargs)
 
     found = {}
     loaders = {
@@ -160,19 +158,19 @@ def validate(rank, world, folder, alone):
     }
     for name, make in loaders.items():
         torch.manual_seed(0)
-        module, runner = Field(), trainer()
+        module, runner = Field(), runner_for()
         runner.validate(module, make(), verbose=False)
         found[name] = {key: value.item() for key, value in runner.callback_metrics.items()}
     torch.manual_seed(0)
-    module, runner = Field(), trainer(num_sanity_val_steps=2, max_epochs=2)
+    module, runner = Field(), runner_for(num_sanity_val_steps=2, max_epochs=2)
     runner.fit(module, make_loader(vectors(12), batch_size=12 // world), make_loader(vectors(1), batch_size=1))
     torch.manual_seed(0)
-    limited = trainer(limit_val_batches=10)  # more than there are: the stream ends before the limit
+    limited = runner_for(limit_val_batches=10)  # more than there are: the stream ends before the limit
     limited.validate(Field(), make_loader(VectorStream(5), batch_size=1), verbose=False)
     found["limited stream"] = {key: value.item() for key, value in limited.callback_metrics.items()}
     found["fit"] = {key: value.item() for key, value in runner.callback_metrics.items()}
     torch.manual_seed(0)
-    return found, trainer().predict(Field(), make_loader(vectors(5), batch_size=1))
+    return found, runner_for().predict(Field(), make_loader(vectors(5), batch_size=1))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from helpers.parity import trainer
 from helpers.recorded import assert_same
 from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
 from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator
@@ -44,12 +45,11 @@ class Small(pl.LightningModule):
 
 
 def train(module, *callbacks, **options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **options)
+    fitter = trainer(callbacks=list(callbacks), **options)
     torch.manual_seed(1)
     module.layer.reset_parameters()
-    trainer.fit(module)
-    return trainer
+    fitter.fit(module)
+    return fitter
 
 
 def item(self, batch, batch_idx, loss):
