@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from typing_extensions import override
 from .cluster import choose, identify
 from .engine import CollectiveTimer, LocalCollectives, Meeting
 from .host import bind_to_numa_node, limit_threads, visible_devices
-from .rendezvous import end_process_group, reserve_port, start_process_group
+from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
 from .world import LaunchError, Request, World
 
@@ -39,8 +40,34 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.num_nodes == 1 and "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(reserve_port())
+            os.environ["MASTER_PORT"] = str(serve_at(listen()))
         return super().launch(function, *args, **kwargs)
+
+
+class _ForkLauncher(_MultiProcessingLauncher):
+    """The processes inherit the open port, or are sent it; rank 0 serves there."""
+
+    _listener: socket.socket | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if "MASTER_PORT" in os.environ:
+            return super().launch(function, *args, **kwargs)
+        try:
+            with listen() as self._listener:
+                return super().launch(function, *args, **kwargs)
+        finally:
+            self._listener = None
+            os.environ.pop("MASTER_PORT", None)  # Lightning's: the next launch shall have a port of its own
+
+    @override
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            os.environ["MASTER_PORT"] = str(serve_at(listener) if process_idx == 0 else listener.getsockname()[1])
+            if process_idx:
+                listener.close()
+        super()._wrapping_function(process_idx, *args, **kwargs)
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -120,7 +147,7 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if self._start_method != "popen":
             end_process_group()  # an earlier fit's in this process: its threads would be missing in a fork
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = _ForkLauncher(self, start_method=self._start_method)
         elif not self.cluster_environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
             if _IS_INTERACTIVE:
                 raise LaunchError(

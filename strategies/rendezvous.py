@@ -154,10 +154,14 @@ def _without_interrupts() -> Iterator[None]:
 # ---- the store ---------------------------------------------------------------------------------------------------------
 
 
-def reserve_port() -> int:
-    """A port for :func:`open_store` of this process, which is rank 0; it listens already, so nobody else can take it."""
+def listen() -> socket.socket:
+    """At a free port, which nobody else can take from then on."""
     dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    listener = socket.create_server(("", 0), backlog=2048, **dual)
+    return socket.create_server(("", 0), backlog=2048, **dual)
+
+
+def serve_at(listener: socket.socket) -> int:
+    """Its port, where :func:`open_store` of this process, which is rank 0, will serve."""
     port = listener.getsockname()[1]
     _listeners[port] = listener
     return port

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers.ranks import free_port, run_ranks
 from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.rendezvous import current_world, end_process_group, reserve_port, start_process_group
+from lightning_zero3.strategies.rendezvous import current_world, end_process_group, listen, serve_at, start_process_group
 from lightning_zero3.strategies.rollcall import describe_process, roll_call
 from lightning_zero3.strategies.signals import _Notes
 from lightning_zero3.strategies.world import Devices, LaunchError
@@ -120,7 +120,7 @@ def total(rank):
 
 
 def port_that_nobody_else_can_take(rank):
-    box = [reserve_port() if rank == 0 else None]
+    box = [serve_at(listen()) if rank == 0 else None]
     dist.broadcast_object_list(box)
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("", box[0]))
