@@ -1,4 +1,11 @@
-"""Where the first nan or inf of a step came from: one pass over each unit's output, each unit's and each group's gradients."""
+"""Where the first nan or inf of a step came from: one pass over each unit's output, each unit's and each group's gradients.
+
+One kernel for each flat group would tell that there is one, and in which parameters' gradients. It could not tell the rank,
+because gradients come to the group as sums; hence a look at a unit's gradients before they travel. Nor could it tell the unit
+where it appeared in forward, whose output is gone by then; hence a look at each output. To look at all of them at once, they
+would have to be kept until the loss is known: logits too, which autograd keeps no copy of, where memory is at its peak; and the
+device would read as many bytes.
+"""
 
 from __future__ import annotations
 
