@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ..strategies.engine import LocalCollectives
+from .graph_random import CapturedRandomStates
 from .graph_software import SoftwareGraph
 
 
@@ -28,13 +30,29 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` in a shared pool."""
+    """A `torch.cuda.CUDAGraph` in a shared pool.
 
-    def __init__(self, stream: torch.cuda.Stream, pool: object, generators: Sequence[torch.Generator]) -> None:
+    Args:
+        stream: of all captures.
+        pool: of memory.
+        generators: that are drawn from, besides the default one.
+        around_capture: inside it the program may save random states and go back to them.
+        before_replay: is called.
+    """
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        pool: object,
+        generators: Sequence[torch.Generator] = (),
+        around_capture: Callable[[], AbstractContextManager[None]] = nullcontext,
+        before_replay: Callable[[], None] = lambda: None,
+    ) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._stream, self._pool = stream, pool
+        self._around_capture, self._before_replay = around_capture, before_replay
         for generator in generators:
-            self._graph.register_generator_state(generator)  # the default one is known
+            self._graph.register_generator_state(generator)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -48,7 +66,7 @@ class CudaGraph:
         try:
             # Only this thread: loaders' pinning threads and NCCL's watchdog call CUDA as they like.
             options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(self._graph, **options), _random_state_left_alone():
+            with torch.cuda.graph(self._graph, **options), self._around_capture():
                 yield
         except BaseException:
             self.reset()
@@ -60,23 +78,12 @@ class CudaGraph:
 
     def replay(self) -> None:
         """See :meth:`Graph.replay`."""
+        self._before_replay()
         self._graph.replay()
 
     def reset(self) -> None:
         """See :meth:`Graph.reset`."""
         self._graph.reset()
-
-
-@contextmanager
-def _random_state_left_alone() -> Iterator[None]:
-    """Activation checkpointing saves and restores the state; nothing random is computed in between, or there is no capture."""
-    functions = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-    torch.cuda.get_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
-    torch.cuda.set_rng_state = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        torch.cuda.get_rng_state, torch.cuda.set_rng_state = functions
 
 
 class CudaGraphs:
@@ -106,9 +113,24 @@ class CudaGraphs:
             torch.cuda.set_stream(self._outer)
             self._outer = None
 
-    def make(self, generators: Sequence[torch.Generator] = ()) -> Graph:
-        """A new graph; ``generators`` are those other than the default that it draws from."""
-        return CudaGraph(self._stream, self._pool, generators)
+    def make(self) -> Graph:
+        """A new graph, of something that draws no random numbers."""
+        return CudaGraph(self._stream, self._pool)
+
+    def make_pair(self, generators: Sequence[torch.Generator], offsets: list[int]) -> tuple[Graph, Graph]:
+        """New graphs of a forward and of its backward.
+
+        Args:
+            generators: that they draw from, besides the default one.
+            offsets: see :class:`~.graph_random.RandomStates`.
+        """
+        states = CapturedRandomStates(self._device, offsets)
+        forward = partial(states.following, True), states.begin_forward
+        backward = partial(states.following, False), states.begin_backward
+        return (
+            CudaGraph(self._stream, self._pool, generators, *forward),
+            CudaGraph(self._stream, self._pool, [*generators, *states.states], *backward),
+        )
 
     def apart(self) -> CudaGraphs:
         """Makes graphs in a pool of their own: those of one pool overwrite each other's memory unless replayed in turn."""
@@ -147,9 +169,13 @@ class SoftwareGraphs:
         """See :meth:`CudaGraphs.apart`."""
         return self
 
-    def make(self, generators: Sequence[torch.Generator] = ()) -> Graph:
+    def make(self) -> Graph:
         """See :meth:`CudaGraphs.make`."""
         return SoftwareGraph(self._door)
+
+    def make_pair(self, generators: Sequence[torch.Generator], offsets: list[int]) -> tuple[Graph, Graph]:
+        """See :meth:`CudaGraphs.make_pair`."""
+        return self.make(), self.make()
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

@@ -43,17 +43,18 @@ class _Token:
 class _CapturedCall:
     """Forward and backward of one module for inputs of one signature, in memory of their own."""
 
-    def __init__(self, graphs: CudaGraphs | SoftwareGraphs, generators: list[torch.Generator]) -> None:
+    def __init__(self, graphs: CudaGraphs | SoftwareGraphs, watch: Watch) -> None:
         graphs = graphs.apart()  # between its forward and its backward other graphs are replayed
-        self._forward, self._backward = graphs.make(generators), graphs.make(generators)
+        self._forward, self._backward = graphs.make_pair(watch.generators, watch.random.offsets)
+        self._watch = watch
         self._replay: weakref.ref[_Token] | None = None
         self.count = 0  # of replays
 
-    def capture(self, forward: Callable[..., Any], inputs: Any, parameters: list[Tensor], watch: Watch) -> None:
-        """Record ``forward`` of ``inputs``, (args, kwargs), and its backward, which ``watch`` observes."""
+    def capture(self, forward: Callable[..., Any], inputs: Any, parameters: list[Tensor]) -> None:
+        """Record ``forward`` of ``inputs``, (args, kwargs), and its backward, which is watched, too."""
         self._inputs = StaticInputs(inputs)
         args, kwargs = self._inputs.batch
-        with self._forward.capture():
+        with self._forward.capture(), self._watch.random.following(forward=True):
             output = forward(*args, **kwargs)
         self._outputs = tensors_in(output)
         self._needs_grad = [t.requires_grad for t in self._outputs]
@@ -62,7 +63,7 @@ class _CapturedCall:
         self._starts = [t for t in [*tensors_in(self._inputs.batch), *parameters] if t.requires_grad]
         self._gradients: tuple[Tensor | None, ...] = ()
         if ends:
-            with self._backward.capture(), watch.watching(None, forward=False):
+            with self._backward.capture(), self._watch.watching(None, forward=False):
                 self._gradients = torch.autograd.grad(ends, self._starts, self._seeds, allow_unused=True)
         self._structure = apply_to_collection(output, Tensor, Tensor.detach)
         self._outputs = [t.detach() for t in self._outputs]
@@ -219,9 +220,9 @@ class CapturedModule:
 
     def _capture(self, watch: Watch, inputs: Any) -> _CapturedCall | None:
         """None if the backward does what a graph cannot repeat; ``watch`` knows what."""
-        call = _CapturedCall(self._graphs, watch.generators)
+        call = _CapturedCall(self._graphs, watch)
         try:
-            call.capture(self._eager, inputs, list(self._module.parameters()), watch)
+            call.capture(self._eager, inputs, list(self._module.parameters()))
         except RuntimeError:
             if not watch.problems:
                 raise

@@ -69,7 +69,6 @@ class StepRunner:
         self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
         self._with_optimizers, self._optimizers = optimizer, list[CapturedOptimizer]()
         self._gradients = StaticGradients()
-        self._without: set[Tensor] = set()
         self._shapes: dict[Hashable, _Shape] = {}
         self._guard: Guard | None = None
         self._current: CapturedStep | None = None
@@ -246,7 +245,7 @@ class StepRunner:
         watch = shape.watches[-1]
         engine = getattr(self._trainer.strategy, "engine", None)
         books = self._gradients if engine is None else ReplayedStep(engine)
-        step = CapturedStep(lambda: self._graphs.make(watch.generators), books, self._without)
+        step = CapturedStep(self._graphs.make_pair(watch.generators, watch.random.offsets), books)
         step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
         self._names = watch.names if self._guard is None else self._names | watch.names
         self._guard = Guard(self._module, self._trainer.optimizers, self._names)
@@ -271,8 +270,6 @@ class StepRunner:
         elif shape is not None:
             with shape.watches[-1].watching(self._module, forward=False):
                 run()
-            if not hasattr(self._trainer.strategy, "engine"):  # which knows itself, and would gather the gradients
-                self._without = {p for p in self._module.parameters() if p.requires_grad and p.grad is None}
             if shape.step is not None and (problems := compare(*shape.watches)):
                 self._stale = problems[0].what
         else:

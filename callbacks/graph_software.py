@@ -48,8 +48,8 @@ class SoftwareGraph:
 
     Like a CUDA graph: addresses and Python numbers are those of the capture; a capture itself changes no tensor that was
     there before and no random state; reading a value on the host is an error in it; random operations draw new numbers in
-    each replay. Operations of the calling thread are recorded, and backward passes that it runs on the CPU. Collectives (of
-    `DistributedDataParallel`, say) are repeated too, each to its end.
+    each replay, after random states were saved and set as in the capture. Operations of the calling thread are recorded, and
+    backward passes that it runs on the CPU. Collectives (of `DistributedDataParallel`, say) are repeated too, each to its end.
 
     Args:
         door: of `zero3`'s engine, if there is one: its exchanges are recorded, and happen in the capture too.
@@ -65,7 +65,8 @@ class SoftwareGraph:
         recorder = _Recorder(self._nodes)
         generator_state = torch.get_rng_state()
         try:
-            with recorder, nullcontext() if self._door is None else record_exchanges(self._door, recorder):
+            exchanges = nullcontext() if self._door is None else record_exchanges(self._door, recorder)
+            with recorder, exchanges, _record_random_states(recorder):
                 yield
         except BaseException:
             self.reset()
@@ -150,6 +151,24 @@ class _Recorder(TorchDispatchMode):
     def undo(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)  # of storages: versions of tensors stay as they are
+
+
+@contextmanager
+def _record_random_states(recorder: _Recorder) -> Iterator[None]:
+    real = torch.get_rng_state, torch.set_rng_state
+
+    def save() -> Tensor:
+        with _disable_current_modes():
+            state = real[0]()
+        recorder.call(lambda: state.copy_(real[0]()), [])
+        return state
+
+    torch.get_rng_state = save
+    torch.set_rng_state = lambda state: recorder.call(lambda: real[1](state), [])
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = real
 
 
 def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:

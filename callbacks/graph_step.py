@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,30 +22,37 @@ class StaticGradients:
 
     def __init__(self) -> None:
         self._held: dict[Tensor, Tensor] = {}
+        self._cleared: list[Tensor] = []
 
     def begin_backward(self, parameters: list[Tensor]) -> None:
         """Make ``parameter.grad`` the static one; it keeps the value, or is zero where there was no gradient.
 
         Lightning, users and Lightning's validation set gradients to None, or to other tensors, as they like.
         """
-        cleared = []
+        self._cleared = [p for p in parameters if p.grad is None]
         for parameter in parameters:
             mine = self._held.get(parameter)
             if mine is None:
                 mine = self._held[parameter] = torch.zeros_like(parameter, requires_grad=False)
-            if parameter.grad is None:
-                cleared.append(mine)
-            elif parameter.grad is not mine:
+            if parameter.grad is not None and parameter.grad is not mine:
                 mine.copy_(parameter.grad)
             parameter.grad = mine
-        if cleared:
-            torch._foreach_zero_(cleared)
+        if self._cleared:
+            torch._foreach_zero_([p.grad for p in self._cleared])
+
+    @contextmanager
+    def capture_backward(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Around the program that is captured; afterwards ``parameters`` are those that get a gradient from it."""
+        before = [(p, p.grad, p.grad._version) for p in parameters]
+        yield
+        parameters[:] = [p for p, grad, version in before if grad._version != version]
+        for parameter in set(self._cleared).difference(parameters):
+            parameter.grad = None
+            self._held.pop(parameter)
 
     def capture_forward(self) -> AbstractContextManager[None]:
         """Around the program that is captured."""
         return nullcontext()
-
-    capture_backward = capture_forward
 
     def begin_forward(self) -> None:
         """Before the forward is captured or replayed."""
@@ -66,18 +73,14 @@ class CapturedStep:
     The gradient that arrives at that copy is where the backward graph starts.
 
     Args:
-        make_graph: gives a new graph.
+        graphs: of its forward and its backward.
         books: gradients that backward writes to, or what the engine of `zero3` notes.
-        without_gradient: parameters that are reached by backward, but get no gradient.
     """
 
-    def __init__(
-        self, make_graph: Callable[[], Graph], books: StaticGradients | ReplayedStep, without_gradient: set[Tensor]
-    ) -> None:
-        self._make_graph, self._books, self._without = make_graph, books, without_gradient
+    def __init__(self, graphs: tuple[Graph, Graph], books: StaticGradients | ReplayedStep) -> None:
+        self._forward, self._backward = graphs
+        self._books = books
         self._tape = LogTape()
-        self._forward = make_graph()
-        self._backward: Graph | None = None
         self._proxy: Tensor | None = None  # the loss that Lightning got
 
     def capture_forward(self, batch: Any, rest: tuple, step: Callable[..., Any], module: LightningModule) -> None:
@@ -88,9 +91,11 @@ class CapturedStep:
             self._output = step(self._inputs.batch, *rest)
         loss = loss_of(self._output)
         assert loss is not None
-        self._loss: Tensor | None = loss
+        self._loss: Tensor | None = loss  # until its backward is captured
         self._seed = torch.zeros_like(loss, requires_grad=False)
-        self._trained = [p for p in leaves_of(loss) if p not in self._without]
+        # Some leaves are out of sight, inside of re-entrant checkpoints; some parameters are not used.
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        self._trained = list(dict.fromkeys([*leaves_of(loss), *parameters]))
         self._output = apply_to_collection(self._output, Tensor, Tensor.detach)
 
     def fill(self, batch: Any) -> None:
@@ -119,12 +124,10 @@ class CapturedStep:
             return  # the user's `backward` made none
         self._seed.copy_(proxy.grad)
         self._books.begin_backward(self._trained)
-        if self._backward is None:
-            backward = self._make_graph()
+        if self._loss is not None:
             loss, self._loss = self._loss, None
-            with backward.capture(), self._books.capture_backward():
+            with self._backward.capture(), self._books.capture_backward(self._trained):
                 torch.autograd.backward(loss, self._seed)
-            self._backward = backward
         self._backward.replay()
         self._books.end_backward()
 
@@ -136,8 +139,7 @@ class CapturedStep:
     def reset(self) -> None:
         """Free the graphs."""
         self._forward.reset()
-        if self._backward is not None:
-            self._backward.reset()
+        self._backward.reset()
         self._loss = self._proxy = None
 
 

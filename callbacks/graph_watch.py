@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from .graph_batch import tensors_in
 from .graph_lines import ELSEWHERE, Place, describe_line, is_users, line_of_attribute, runs_engine, user_line
+from .graph_random import HOME, LOST, RandomStates
 from .graph_software import memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
 
@@ -67,12 +68,14 @@ _PYTHON_CALLS = {
     _code(LightningModule.print): f"`self.print` {_ONCE}. {_REMEDY_HOOK}",
     _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
 }
-_SETS_RANDOM_STATE = tuple(map(_code, (torch.random.set_rng_state, torch.random.manual_seed)))
+_SETS_RANDOM_STATE = (torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed)
+_SETS_RANDOM_STATE = tuple(map(_code, _SETS_RANDOM_STATE))
 _RANDOM = torch.Tag.nondeterministic_seeded
-_DRAWN_AGAIN = (
-    "{} draws the random numbers of the forward again in the backward pass, as dropout does under activation checkpointing; a "
-    "graph cannot go back. Keep random operations out of what is checkpointed."
+_LOST = (
+    "{} draws random numbers in the backward pass from a state that a graph cannot go back to, as dropout does in a checkpoint "
+    "inside of a re-entrant one. Make the outer one with `use_reentrant=False`."
 )
+_LEFT = "The backward pass leaves the random state elsewhere. Restore the state that it found, as `torch.random.fork_rng` does."
 _METRICS = torchmetrics.metric.__file__
 _METRIC = f"A torchmetrics metric is used, and would be updated only once. {_REMEDY_HOOK}"
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
@@ -102,6 +105,7 @@ class Watch(TorchDispatchMode):
         names: of all attributes that the program mentions.
         tape: what was logged.
         generators: that random operations drew from, other than the default.
+        random: states of the default generator that were saved and set.
     """
 
     def __init__(self, device: torch.device, inputs: Any) -> None:
@@ -112,6 +116,7 @@ class Watch(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.names: set[str] = set()
         self.generators: list[torch.Generator] = []
+        self.random = RandomStates(torch.cuda if device.type == "cuda" else torch)
         self.tape = LogTape()
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
 
@@ -137,7 +142,7 @@ class Watch(TorchDispatchMode):
         collecting = gc.isenabled()
         gc.disable()  # callbacks of the garbage collector are no part of the step
         listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
-        with listening, self:
+        with listening, self.random.following(forward, self._note_save), self:
             sys.setprofile(self._on_call)
             try:
                 yield
@@ -147,6 +152,8 @@ class Watch(TorchDispatchMode):
                 profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
                 if collecting:
                     gc.enable()
+        if self.random.place != HOME:
+            self.add(_LEFT)
         for code in self._codes:
             self.names.update(code.co_names)
 
@@ -165,7 +172,7 @@ class Watch(TorchDispatchMode):
             code = frame.f_code
             self._codes.setdefault(code, is_users(frame))
             what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
-            if code in _SETS_RANDOM_STATE and self._forward:  # a checkpoint does in backward, see `_DRAWN_AGAIN`
+            if code in _SETS_RANDOM_STATE and self._forward:  # a checkpoint does in backward
                 what = f"`torch.{code.co_name}` {_ONCE}. {_REMEDY_HOOK}"
             if what is not None:
                 self.add(what, user_line(frame.f_back))
@@ -190,12 +197,16 @@ class Watch(TorchDispatchMode):
         if any(memory_of(t) in self._inputs for t in written_by(func, args, kwargs)):
             self.add("The step writes into its inputs; a replay would write into copies of them.", place)
         self._check_devices(func, tensors, kwargs, place)
-        if not self._forward and _RANDOM in func.tags:
-            self.add(_DRAWN_AGAIN.format(func.overloadpacket), place)
+        if self.random.place == LOST and _RANDOM in func.tags:
+            self.add(_LOST.format(func.overloadpacket), place)
         self.generators += [v for v in leaves if isinstance(v, torch.Generator) and v not in self.generators]
         if self._forward:
             self._note(func, leaves, tensors, place)
         return func(*args, **kwargs)
+
+    def _note_save(self) -> None:
+        if self._forward:
+            self.operations.append(Operation("torch.get_rng_state", (), (), user_line()))
 
     def _note(self, func: Any, leaves: list, tensors: list[Tensor], place: Place) -> None:
         constants = [v for v in leaves if not isinstance(v, Tensor | torch.Generator)]

@@ -129,7 +129,7 @@ LAYERS = [
     (["callbacks/memory_report"], LIGHTNING),
     (["callbacks/memory_run"], LIGHTNING),
     (["callbacks/graph_lines"], NOTHING),
-    (["callbacks/graph_exchanges"], TORCH),
+    (["callbacks/graph_exchanges", "callbacks/graph_random"], TORCH),
     (["callbacks/graph_batch", "callbacks/graph_software", "callbacks/graph_state", "callbacks/graph_tape"], LIGHTNING),
     (["callbacks/graph_device"], LIGHTNING),
     (["callbacks/graph_optimizer", "callbacks/graph_step", "callbacks/graph_watch"], LIGHTNING),

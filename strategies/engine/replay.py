@@ -48,18 +48,14 @@ class ReplayedStep:
         self._note(0)
 
     def begin_backward(self, parameters: list[Tensor]) -> None:
-        """Inside of ``engine.backward()``, which goes on to show the gradients to the optimizers.
-
-        Args:
-            parameters: that get a gradient.
-        """
+        """Inside of ``engine.backward()``, which goes on to show the gradients to the optimizers."""
         self._fill(self._filled[0])  # a hook of the user's may have run units since
         self._engine.open_replayed_backward()
         for number in self._used:
             self._engine.gradients.used[number] = 1
 
     @contextmanager
-    def capture_backward(self) -> Iterator[None]:
+    def capture_backward(self, parameters: list[Tensor]) -> Iterator[None]:
         """Inside of the graph, around autograd's pass: what the other ranks wait for at its end is captured too."""
         versions, books = self._engine.buffers.versions(), self._engine.gradients.used
         before = bytes(books)

@@ -33,9 +33,9 @@ class Net(pl.LightningModule):
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH] -> [batch, CLASSES]
-        if self.checkpointed:  # but for dropout, whose random numbers would be drawn again
-            hidden = checkpoint(self.net[:3], x, use_reentrant=False)
-            return checkpoint(lambda h: self.head(self.frozen(self.net[4:](h))), self.net[3](hidden), use_reentrant=False)
+        if self.checkpointed:  # dropout in both
+            hidden = checkpoint(self.net, nn.functional.dropout(x, 0.1, self.training), use_reentrant=False)
+            return checkpoint(lambda h: self.head(self.net[3](self.frozen(h))), hidden, use_reentrant=True)
         return self.head(self.frozen(self.net(x)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
