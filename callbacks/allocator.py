@@ -51,9 +51,9 @@ class AllocatorConfig(Callback):
         pinned_num_register_threads: power of two up to 128; needs the option before.
         pinned_use_background_threads: query the events of pinned blocks on a thread of their own.
         pinned_reserve_segment_size_mb: pinned memory to reserve at the first pinned allocation.
-        pinned_max_round_threshold_mb: larger pinned blocks are not rounded up to a power of two.
-        pinned_max_cached_size_mb: larger pinned blocks are given back at once.
-        pinned_free_catch_all: (torch 2.13) take back pinned blocks whose owner is unknown.
+        pinned_max_round_threshold_mb: (torch 2.13) larger pinned blocks are not rounded up to a power of two.
+        pinned_max_cached_size_mb: (torch 2.13) larger pinned blocks are given back at once.
+        pinned_free_catch_all: (torch 2.12) take back pinned blocks whose owner is unknown.
         pluggable: an allocator from a shared library instead of torch's.
         environment: what to do with options the environment already has: "merge" keeps those we do
             not name and overrides the others, "respect" lets the environment win, "replace" drops
@@ -269,4 +269,4 @@ class AllocatorConfig(Callback):
 
         `figures` come from `CUDAMemoryTracker.run_figures()`.
         """
-        return suggest(figures, self.options)
+        return suggest(figures, self.options, self.version)

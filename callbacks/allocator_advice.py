@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .allocator_grammar import Value, to_text
+from .allocator_grammar import OPTIONS, Value, Version, to_text
 
 GIB = 2**30
 # Below this share of reserved memory that nobody uses, fragmentation is not worth an option.
@@ -48,13 +48,13 @@ class Suggestion:
         return f"{to_text({self.option: self.value})}: {self.reason}"
 
 
-def suggest(figures: RunFigures, options: Mapping[str, Value]) -> list[Suggestion]:
-    """Every option that the figures speak for; a single "none" with the reason where nothing would help."""
+def suggest(figures: RunFigures, options: Mapping[str, Value], version: Version) -> list[Suggestion]:
+    """Every option of this torch that the figures speak for; a single "none" with the reason where nothing would help."""
     if figures.source != "cuda":
         return [Suggestion("none", None, f"the figures are of {figures.source} memory, which has no allocator options")]
     if options.get("backend") == "cudaMallocAsync":
         return [Suggestion("none", None, "the driver's pool (cudaMallocAsync) has no options against fragmentation")]
-    found = [*_against_fragmentation(figures, options), *_against_pinned_waste(figures, options)]
+    found = [*_against_fragmentation(figures, options), *_against_pinned_waste(figures, options, version)]
     return found or [Suggestion("none", None, _why_none(figures, options))]
 
 
@@ -74,11 +74,11 @@ def _against_fragmentation(figures: RunFigures, options: Mapping[str, Value]) ->
     return []
 
 
-def _against_pinned_waste(figures: RunFigures, options: Mapping[str, Value]) -> list[Suggestion]:
+def _against_pinned_waste(figures: RunFigures, options: Mapping[str, Value], version: Version) -> list[Suggestion]:
     waste = figures.pinned_reserved - figures.pinned_allocated
     if waste < GIB or figures.pinned_reserved < PINNED_WASTE * figures.pinned_allocated:
         return []
-    if "pinned_max_round_threshold_mb" in options:
+    if "pinned_max_round_threshold_mb" in options or version < OPTIONS["pinned_max_round_threshold_mb"].since:
         return []
     reason = (
         f"{_gib(figures.pinned_reserved)} of host memory is pinned for {_gib(figures.pinned_allocated)} in use, since"

@@ -245,9 +245,11 @@ class Zero3Run(Run):
         def shard() -> Zero3Engine:
             return Zero3Engine(self.model, self.optimizers, device=device, collectives=collectives)
 
+        names = {p: name for name, p in self.model.named_parameters()}
+        states = [{names[p]: state for p, state in o.state.items()} for o in self.optimizers]
         self.param_groups = ParamGroups(self.optimizers, shard)
         self.engine = shard()
-        self.param_groups.start(self.engine, [{} for _ in self.optimizers])
+        self.param_groups.start(self.engine, states)
 
     def step(self, function: Callable[[nn.Module], Any]) -> Any:
         self.engine = self.param_groups.follow(self.engine)

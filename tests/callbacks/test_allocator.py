@@ -364,11 +364,13 @@ SUGGESTIONS = [
 def test_suggest(figures, options, option, reason):
     config = AllocatorConfig()
     config.options = options
-    suggestions = config.suggest(RunFigures(**{**QUIET, **figures}))
+    for config.version in ((2, 11), NEWEST):
+        suggestions = config.suggest(RunFigures(**{**QUIET, **figures}))
+        together = {suggestion.option: suggestion.value for suggestion in suggestions if suggestion.value is not None}
+        assert parse(to_text(together), config.version) == together  # advice must be followable
+        check_conflicts({**options, **together}, Surroundings(config.version))
     assert suggestions[0].option == option
     assert __import__("re").search(reason, suggestions[0].reason)
-    together = {suggestion.option: suggestion.value for suggestion in suggestions if suggestion.value is not None}
-    check_conflicts({**options, **together}, Surroundings(NEWEST))  # advice must be followable
 
 
 def test_no_number_changes(tmp_path):

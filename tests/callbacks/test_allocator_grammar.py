@@ -17,6 +17,7 @@ from lightning_zero3.callbacks.allocator_grammar import (
 )
 
 NEWEST = (2, 13)
+INSTALLED = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 # The values that torch's documentation and headers show.
 DOCUMENTED = {
@@ -166,11 +167,17 @@ def torch_reader():
 
 @pytest.mark.parametrize("text", DOCUMENTED)
 def test_documented_values_are_accepted_by_us_and_by_torch(text, torch_reader):
-    assert parse(text, NEWEST) == DOCUMENTED[text]
-    torch_reader(text)
     canonical = to_text(DOCUMENTED[text])
-    assert parse(canonical, NEWEST) == DOCUMENTED[text]
-    torch_reader(canonical)
+    for written in (text, canonical):
+        assert parse(written, NEWEST) == DOCUMENTED[text]
+        if any(OPTIONS[name].since > INSTALLED for name in DOCUMENTED[text]):
+            with pytest.raises(ValueError, match="Unrecognized key"):
+                torch_reader(written)
+        elif written == "backend:cudaMallocAsync" and torch.backends.cuda.is_built():
+            with pytest.raises(RuntimeError, match="parsed at runtime != allocator backend parsed at load time"):
+                torch_reader(written)
+        else:
+            torch_reader(written)
 
 
 def test_every_option_and_alias_is_among_the_documented_values():
@@ -179,16 +186,16 @@ def test_every_option_and_alias_is_among_the_documented_values():
 
 
 def test_the_option_table_has_every_key_that_torch_knows():
-    """The keys are string literals in the headers of the installed torch."""
+    """The keys are string literals in the headers of the installed torch, which has none of a newer one."""
     include = torch.__path__[0] + "/include/c10"
     core = open(f"{include}/core/AllocatorConfig.h").read()
     cuda = open(f"{include}/cuda/CUDAAllocatorConfig.h").read().replace('"\n        "', "")
-    missing = [name for name in OPTIONS if OPTIONS[name].scope == "backend" and f'"{name}"' not in cuda]
-    for name in OPTIONS:
-        accessor = name.removesuffix("_mb")
-        if f'"{name}"' not in cuda and accessor not in core:
-            missing.append(name)
-    assert missing == []
+    known = {
+        name
+        for name, option in OPTIONS.items()
+        if f'"{name}"' in cuda or (option.scope != "backend" and name.removesuffix("_mb") in core)
+    }
+    assert known == {name for name, option in OPTIONS.items() if option.since <= INSTALLED}
     listed = cuda[cuda.index("getKeys") :]
     keys = {part for part in listed[: listed.index("}")].split('"')[1::2]}
     assert keys <= {*OPTIONS, *ALIASES}
@@ -210,13 +217,15 @@ def test_we_refuse_what_torch_silently_takes(text, torch_reader):
         parse(text, NEWEST)
 
 
-@pytest.mark.parametrize(("name", "since"), [("throw_on_cudamalloc_oom", (2, 12)), ("pinned_free_catch_all", (2, 13))])
-def test_an_option_of_a_newer_torch_is_refused_with_both_versions(name, since):
+@pytest.mark.parametrize(
+    ("name", "value", "since"), [("throw_on_cudamalloc_oom", True, (2, 12)), ("pinned_max_cached_size_mb", 64, (2, 13))]
+)
+def test_an_option_of_a_newer_torch_is_refused_with_both_versions(name, value, since):
     older = (since[0], since[1] - 1)
     message = rf"{name}.*needs torch {since[0]}\.{since[1]}.*this is 2\.{older[1]}"
     with pytest.raises(AllocatorOptionError, match=message):
-        parse(f"{name}:True", older)
-    assert parse(f"{name}:True", since) == {name: True}
+        parse(f"{name}:{value}", older)
+    assert parse(f"{name}:{value}", since) == {name: value}
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ LAUNCHED = """
 
     class Show(Callback):
         def setup(self, trainer, pl_module, stage):
-            # As the allocator would read it: from this process's environment, by torch's own reader.
-            text = torch._C._accelerator_getAllocatorSettings()
+            # As the allocator would read it: from this process's environment, by torch's own reader (which 2.11 does not show).
+            read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ["PYTORCH_ALLOC_CONF"])
+            text = read()
             with open(f"{__file__}.{trainer.global_rank}", "w") as file:
                 file.write(f"{text} {os.environ['PYTORCH_CUDA_ALLOC_CONF']}")
 
