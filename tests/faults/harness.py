@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +17,8 @@ from pathlib import Path
 from helpers import ranks
 
 LIMIT_S = 60  # no run takes so long; one that does hangs
+# Faults may be tried beside each other, but two threads must not ask for the end of one process at a time, as `start` does too.
+_processes = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -81,28 +84,30 @@ def difference(mine: dict, theirs: dict) -> float | None:
 
 def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) -> Outcome:
     """One run of all ranks."""
-    ranks._start_fork_server()
-    context = multiprocessing.get_context("forkserver")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     logs = Path(tempfile.mkdtemp(dir=folder, prefix="logs-"))
-    processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, str(folder), str(logs), fault))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
+    with _processes:
+        ranks._start_fork_server()
+        context = multiprocessing.get_context("forkserver")
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, port, str(folder), str(logs), fault))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
     frozen = fault.rank if fault is not None and fault.kind == "freeze" else None  # until somebody wakes or kills it
     running = [p.sentinel for r, p in enumerate(processes) if r != frozen]
     deadline = time.monotonic() + timeout
     while running and (done := wait(running, max(0.0, deadline - time.monotonic()))):
         running = [sentinel for sentinel in running if sentinel not in done]
     ended = time.time()
-    outcome = Outcome(codes={r: p.exitcode for r, p in enumerate(processes)})
-    outcome.hung = bool(running)
-    outcome.orphans = sum(_in_group(p.pid) for r, p in enumerate(processes) if r != frozen)
-    ranks._kill_groups(processes)
+    with _processes:
+        outcome = Outcome(codes={r: p.exitcode for r, p in enumerate(processes)})
+        outcome.hung = bool(running)
+        outcome.orphans = sum(_in_group(p.pid) for r, p in enumerate(processes) if r != frozen)
+        ranks._kill_groups(processes)
     if (folder / "fault").exists() and fault is not None:
         outcome.seconds = ended - float((folder / "fault").read_text())
     outcome.said = {r: _last_words((logs / str(r)).read_text(errors="replace")) for r in range(world_size)}
