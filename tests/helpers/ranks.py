@@ -93,6 +93,21 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return [pickle.loads(job.path("result").read_bytes()) for job in jobs]
 
 
+def meet_only_where_nobody_else_can() -> None:
+    """From here on, in this process: fail where another program could take the port that ranks are about to meet at."""
+    from lightning_zero3.strategies import processes
+
+    start = processes.start_process_group
+
+    def start_group(world: Any, *rest: Any) -> None:
+        if world.world_size > 1:
+            with suppress(OSError), socket.create_server(("", world.main_port)):
+                raise AssertionError(f"port {world.main_port} is free for everybody")
+        start(world, *rest)
+
+    processes.start_process_group = start_group
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as free:

@@ -221,26 +221,19 @@ def test_buffers_are_rank_0s(world_size):
 RECIPE = Recipe(steps=4)
 
 SCRIPT = """
-import json, os, socket, sys
+import json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
 import lightning_zero3
-from lightning_zero3.strategies import processes
 from helpers.models import Lit, Recipe
 from helpers.parity import full_state, trainer
+from helpers.ranks import meet_only_where_nobody_else_can
 
 def no_gradients(module):
     return {{}}
 
-def start_where_nobody_else_can(world, *rest):
-    try:
-        socket.create_server(("", world.main_port)).close()
-    except OSError:
-        return start(world, *rest)
-    raise AssertionError("somebody could have taken the port before these processes met there")
-
-start, processes.start_process_group = processes.start_process_group, start_where_nobody_else_can
+meet_only_where_nobody_else_can()
 
 def main():
     module = Lit(Recipe(steps=4), no_gradients)
@@ -285,10 +278,9 @@ def test_processes_that_run_the_script(tmp_path):
     assert ranks[1]["state"] == {}
 
 
-@pytest.mark.parametrize("strategy", ["zero3_spawn", "zero3_notebook"])
-def test_processes_of_multiprocessing_give_the_weights_back(tmp_path, strategy):
+def test_spawned_processes_give_the_weights_back(tmp_path):
     """The process that called `fit` did not train, but has the trained weights afterwards."""
-    (parent,) = launch(tmp_path, strategy)
+    (parent,) = launch(tmp_path, "zero3_spawn")
     assert parent["losses"] == [] and not parent["port"]  # another fit gets a port of its own
     state = {name.removeprefix("net."): torch.tensor(value) for name, value in parent["state"].items()}
     assert_tensors_close(state, launched_alone().state)

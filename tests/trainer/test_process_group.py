@@ -83,9 +83,10 @@ def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
 
 
 NOTEBOOK = """
-import sys
+import os, sys
 sys.ps1 = ">>> "  # what an interactive interpreter has
 import torch
+from helpers.ranks import meet_only_where_nobody_else_can
 from tests.trainer.test_process_group import Model, trainer
 import lightning_zero3
 
@@ -93,12 +94,14 @@ try:
     trainer("zero3", 2)
 except lightning_zero3.strategies.world.LaunchError as error:
     print(error)
+meet_only_where_nobody_else_can()
 for strategy, devices in (("zero3", 1), ("zero3_notebook", 2)):
     module = Model()
     before = module.net.weight.detach().clone()
     fitter = trainer(strategy, devices)
     fitter.fit(module)
     print(strategy, devices, module.net.weight.tolist(), fitter.strategy.world and fitter.strategy.world.launcher)
+print(os.environ.get("MASTER_PORT"))
 """
 
 
@@ -115,7 +118,7 @@ def test_a_notebook_trains_on_one_process_and_on_several():
     refused, *fits = done.stdout.splitlines()
     assert 'Use strategy="zero3_notebook"' in refused
     (alone,) = run_ranks(fits_alone, 1)
-    assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None"]
+    assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None", "None"]
 
 
 SCRIPT = """
