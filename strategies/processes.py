@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import _distributed_is_initialized, _sync_ddp_if_available
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -34,12 +35,29 @@ from .world import LaunchError, Request, World
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
+def _finds_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
+    """Whether the process that launches is to choose where all will meet.
+
+    Raises:
+        LaunchError: it is on one of several nodes, and each would choose another port.
+    """
+    if type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ:
+        return False
+    if nodes > 1:
+        raise LaunchError(
+            f"Trainer(num_nodes={nodes}) starts processes on each node, but MASTER_PORT is not set: they would wait for each "
+            "other at different ports. Set it to a free port of rank 0's host, and MASTER_ADDR to that host, alike on all "
+            "nodes (and NODE_RANK to each one's number), or start with torchrun."
+        )
+    return True
+
+
 class _ScriptLauncher(_SubprocessScriptLauncher):
     """This process becomes rank 0 and starts the others; Lightning's finds a port, closes it, and hopes."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.num_nodes == 1 and "MASTER_PORT" not in os.environ:
+        if _finds_port(self.cluster_environment, self.num_nodes):
             os.environ["MASTER_PORT"] = str(serve_at(listen()))
         return super().launch(function, *args, **kwargs)
 
@@ -51,7 +69,8 @@ class _ForkLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if "MASTER_PORT" in os.environ:
+        assert isinstance(self._strategy, ProcessStrategy)
+        if not _finds_port(self._strategy.cluster_environment, self._strategy.num_nodes):
             return super().launch(function, *args, **kwargs)
         try:
             with listen() as self._listener:
