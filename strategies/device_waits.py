@@ -9,16 +9,15 @@ graph. What a graph replays has no such places, and counts as work, on all ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from .engine import HostClock
+from .engine import HostClock, Zero3Engine
+from .engine.streams import Lane
 
 
-class Waiting(Protocol):
-    """A side stream; see :class:`~.engine.streams.Lane`."""
-
-    def join(self, mark: Any) -> None:
-        """The current stream waits for it."""
+def lanes_of(engine: Zero3Engine) -> tuple[Lane, Lane]:
+    """The side streams that the compute stream waits for."""
+    return engine.units[0]._lane, engine.reducer._lane
 
 
 class DeviceWaits:
@@ -31,7 +30,7 @@ class DeviceWaits:
     def __init__(self, clock: HostClock) -> None:
         self._clock = clock
         self._wanted = False
-        self._lanes: Sequence[Waiting] = ()  # whose waits are marked in this step
+        self._lanes: Sequence[Lane] = ()  # whose waits are marked in this step
         self._marks: list[Any] = []  # begin, pairs around waits, end
         self._working: float | None = None
 
@@ -40,7 +39,7 @@ class DeviceWaits:
         working, self._working, self._wanted = self._working, None, True
         return working
 
-    def begin_step(self, lanes: Sequence[Waiting]) -> None:
+    def begin_step(self, lanes: Sequence[Lane]) -> None:
         """Between two steps, on the training thread.
 
         Args:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from .device_waits import DeviceWaits
+from .device_waits import DeviceWaits, lanes_of
 from .engine import Zero3Engine, make_clock
 from .position import Activity
 from .processes import ProcessStrategy
@@ -85,7 +85,7 @@ class WatchedStrategy(ProcessStrategy):
         assert self.lightning_module is not None and self.engine is not None
         watch.position.begin_step(self.lightning_module.trainer.global_step)
         if watch.device_waits is not None:
-            watch.device_waits.begin_step((self.engine.units[0]._lane, self.engine.reducer._lane))
+            watch.device_waits.begin_step(lanes_of(self.engine))
 
     def _unit_name(self, index: int) -> str:
         units = self.engine.units if self.engine is not None else []

@@ -25,7 +25,8 @@ def beat(number, exchanges=40, busy=0.0, waits=ENGINE, activity=Activity.FORWARD
 
 
 def test_a_report_survives_its_way():
-    assert Beat.unpack(beat(3).pack().encode()) == beat(3)
+    told = replace(beat(3), device=0.75, trace=[4, 1])
+    assert Beat.unpack(told.pack().encode()) == told
 
 
 def test_a_place_in_words():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from helpers.ranks import run_ranks
 from lightning_zero3 import WatchOptions, Zero3Strategy
-from lightning_zero3.strategies.device_waits import DeviceWaits
+from lightning_zero3.strategies.device_waits import DeviceWaits, lanes_of
 from lightning_zero3.strategies.engine import HostClock, Zero3Engine, engine, make_clock, make_collectives
 from lightning_zero3.strategies.engine.streams import make_lane
 
@@ -104,11 +104,10 @@ def joins_of_a_step(rank, world_size):
     door = make_collectives(torch.distributed.group.WORLD, torch.device("cpu"))
     sharded = Zero3Engine(model, [optimizer], device=torch.device("cpu"), collectives=door, unit_policy=["Linear"])
     waits = DeviceWaits(device)
-    lanes = sharded.units[0]._lane, sharded.reducer._lane
     found = []
     for _ in range(5):
         waits.take()
-        waits.begin_step(lanes)
+        waits.begin_step(lanes_of(sharded))
         joined.clear()
         started = device.now
         with sharded.step():
