@@ -13,17 +13,12 @@ from torch.optim import optimizer as torch_optimizer
 from .graph_device import Graph
 
 _CAPTURABLE = "Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD, RMSprop and Rprop"
+_OF_SCALERS = ("grad_scale", "found_inf")  # tensors that a loss scaler leaves for an optimizer that unscales gradients itself
 MAX_CHANGES = 5  # of what a graph depends on, without a replay in between
 
 
-def check_optimizer(optimizer: Optimizer, device: torch.device, scaled: bool) -> list[str]:
-    """Why the step of ``optimizer`` cannot be captured.
-
-    Args:
-        optimizer: whose param groups are looked at.
-        device: of the parameters.
-        scaled: gradients are scaled for 16-bit floats.
-    """
+def check_optimizer(optimizer: Optimizer, device: torch.device) -> list[str]:
+    """Why the step of ``optimizer``, whose parameters are on ``device``, cannot be captured."""
     name, found = type(optimizer).__name__, []
     for number, group in enumerate(optimizer.param_groups):
         option = "capturable" if "capturable" in group and device.type == "cuda" else "fused"
@@ -34,8 +29,6 @@ def check_optimizer(optimizer: Optimizer, device: torch.device, scaled: bool) ->
             )
         elif not (group[option] or group.get("capturable")):
             found.append(f"{name} computes with Python numbers that change. Make it with `{option}=True`.")
-        elif scaled and hasattr(optimizer, "_step_supports_amp_scaling") and group.get("fused"):
-            found.append(f"{name}(fused=True) unscales gradients itself, with a factor from the host. Leave `fused` out.")
         rate = group["lr"]
         if not (isinstance(rate, Tensor) and rate.device.type == device.type):
             found.append(
@@ -76,6 +69,7 @@ class CapturedOptimizer:
         self._refused = False
         self._changes = 0
         self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters, and where the graph reads their gradients
+        self._scaling: dict[str, Tensor] = {}  # where it reads what the loss scaler says
         self.replays = 0
         optimizer.step = self.step  # type: ignore[method-assign]
 
@@ -90,7 +84,7 @@ class CapturedOptimizer:
         """Free the graph; the next step is eager."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._before, self._gradients = None, None, []
+        self._graph, self._before, self._gradients, self._scaling = None, None, [], {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See :meth:`torch.optim.Optimizer.step`."""
@@ -116,13 +110,19 @@ class CapturedOptimizer:
             update(optimizer)
             self._before = self._state()
             return
+        given = self._given()
         if self._graph is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._gradients = [(p, p.grad) for p in parameters]
+            self._scaling = {name: value.clone() for name, value in given.items()}
+            vars(optimizer).update(self._scaling)
             graph = self._make_graph()
             with graph.capture():
                 update(optimizer)
             self._graph = graph
+            vars(optimizer).update(given)
+        for name, value in given.items():
+            self._scaling[name].copy_(value)
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 if parameter.grad.data_ptr() != gradient.data_ptr():
@@ -131,6 +131,10 @@ class CapturedOptimizer:
         self._graph.replay()
         self.replays += 1
         self._changes = 0
+
+    def _given(self) -> dict[str, Tensor]:
+        found = {name: getattr(self._optimizer, name, None) for name in _OF_SCALERS}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _changed(self) -> bool:
         """Whether the update is not that of the last step; then the graph is gone."""
@@ -150,7 +154,7 @@ class CapturedOptimizer:
 
     def _state(self) -> dict[str, Any]:
         """What a captured update depends on, by names; of tensors the objects, not the values."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"The loss scaling": tuple(self._given())}
         for number, group in enumerate(self._optimizer.param_groups):
             where = f"of param group {number}"
             found.update({f"`{name}` {where}": value for name, value in group.items() if name != "params"})

@@ -95,9 +95,9 @@ class StepRunner:
             self._take_optimizers()
 
     def _take_optimizers(self) -> None:
-        scaled, device = getattr(self._plugin, "scaler", None) is not None, self._trainer.strategy.root_device
+        device = self._trainer.strategy.root_device
         for optimizer in self._trainer.optimizers:
-            check = partial(check_optimizer, optimizer, device, scaled)
+            check = partial(check_optimizer, optimizer, device)
             if found := check():
                 self._refuse_optimizer(found)
                 return

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -92,6 +93,9 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
         def complete() -> Any:
             result = closure()
             self._adopt_gradients()  # before they are unscaled
+            skipped = result is None and model.automatic_optimization
+            if _optimizer_handles_unscaling(optimizer) and not skipped:
+                _unscale_for(optimizer, self.scaler)
             return result
 
         before = self.scaler.get_scale()
@@ -145,6 +149,13 @@ def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> torch.a
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
     )
+
+
+def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """Unscale here what a fused ``optimizer`` would unscale itself, without hearing of infinities on other ranks."""
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found.update({device: ranks.clamp(max=1).reshape(()) for device, ranks in found.items()})  # fused kernels skip at exactly 1
 
 
 def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:

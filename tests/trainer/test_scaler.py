@@ -13,8 +13,9 @@ SCALE, OVERFLOWS = 2.0**16, 1  # the batch that overflows
 
 
 class Model(pl.LightningModule):
-    def __init__(self):
+    def __init__(self, fused):
         super().__init__()
+        self.fused = fused
         torch.manual_seed(0)
         self.net = nn.Linear(8, 8)
         self.rates, self.scales, self.weights, self.unscaled = [], [], [], []
@@ -44,7 +45,7 @@ class Model(pl.LightningModule):
             self.weights.append(self.net.weight.detach().clone())
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=self.fused)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -53,14 +54,22 @@ class Model(pl.LightningModule):
 
 
 def fit(rank, world_size):
-    module = Model()
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
-    trainer(zero3(unit_policy=None), world_size, plugins=[plugin]).fit(module)
-    return module.rates, module.scales, module.weights, module.unscaled, getattr(module, "found_at", None)
+    found = []
+    for fused in (False, True):
+        module = Model(fused)
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+        trainer(zero3(unit_policy=None), world_size, plugins=[plugin]).fit(module)
+        found.append((module.rates, module.scales, module.weights, module.unscaled, getattr(module, "found_at", None)))
+    return found
 
 
 def test_all_ranks_skip_a_step_that_overflows_on_one():
-    everyone = run_ranks(fit, 2, timeout=60)
+    plain, fused = zip(*run_ranks(fit, 2, timeout=60), strict=True)
+    check(plain)
+    check(fused)
+
+
+def check(everyone):
     assert [found_at for *_, found_at in everyone] == [OVERFLOWS, None], "only one rank can see the infinity"
     for rates, scales, weights, unscaled, _ in everyone:
         assert [unscaled[step] for step in (0, 2, 3)] == [SCALE, SCALE / 2, SCALE / 2]
