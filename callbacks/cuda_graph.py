@@ -42,7 +42,8 @@ class CUDAGraphStep(Callback):
             Clipping, loss scaling and schedulers run eagerly.
         modules: capture only these modules, by patterns of their names (``["encoder", "blocks.*"]``), for a model whose step
             cannot be captured as a whole. Everything else may be as it likes, manual optimization included. Of a module that
-            runs several times before a backward, the first run is replayed. Not for `zero3` on several ranks.
+            runs several times before a backward, the first run is replayed. With `zero3` on several ranks, modules that are
+            units, or inside of one.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 
     Raises:

@@ -10,15 +10,26 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..strategies.engine import Unit, Zero3Engine, bring, unit_around
 from .graph_batch import StaticInputs, UnsupportedBatch, signature, tensors_in
 from .graph_check import check_device, report
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_state import Guard, Snapshot
 from .graph_watch import Problem, Watch, compare
+
+MAX_RECAPTURES = 5
+
+
+def in_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` runs the code that calls, for the first or the second time."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    again = torch._C._current_graph_task_id() != -1
+    return again or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
@@ -43,10 +54,10 @@ class _Token:
 class _CapturedCall:
     """Forward and backward of one module for inputs of one signature, in memory of their own."""
 
-    def __init__(self, graphs: CudaGraphs | SoftwareGraphs, watch: Watch) -> None:
+    def __init__(self, graphs: CudaGraphs | SoftwareGraphs, watch: Watch, unit: Unit | None) -> None:
         graphs = graphs.apart()  # between its forward and its backward other graphs are replayed
         self._forward, self._backward = graphs.make_pair(watch.generators, watch.random.offsets)
-        self._watch = watch
+        self._watch, self._unit = watch, unit
         self._replay: weakref.ref[_Token] | None = None
         self.count = 0  # of replays
 
@@ -87,6 +98,11 @@ class _CapturedCall:
         self.count += 1
         return [t.clone() for t in self._outputs], self._needs_grad, token
 
+    def bring_weights(self) -> None:
+        """In their slot is where the graphs read them."""
+        if self._unit is not None:
+            bring(self._unit)
+
     def replay_backward(self, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
         """Gradients of the inputs and parameters that need one."""
         for seed, gradient in zip(self._seeds, [g for g, n in zip(gradients, self._needs_grad, strict=True) if n], strict=True):
@@ -118,6 +134,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.call.bring_weights()
         _ = ctx.saved_tensors  # raises if weights were written since
         if ctx.count != ctx.call.count:
             raise RuntimeError("A captured module ran again before a second backward of its earlier run. Run backward first.")
@@ -138,7 +155,7 @@ class CapturedModule:
         name: of the module.
         module: to be captured.
         graphs: makes graphs.
-        device: where it computes.
+        strategy: that it trains with.
         warmup: eager runs with inputs of one signature before the capture.
         max_graphs: signatures that are captured.
         refuse: is told why the module cannot be captured.
@@ -149,16 +166,18 @@ class CapturedModule:
         name: str,
         module: nn.Module,
         graphs: CudaGraphs | SoftwareGraphs,
-        device: torch.device,
+        strategy: Strategy,
         warmup: int,
         max_graphs: int,
         refuse: Callable[[list[Problem]], None],
     ) -> None:
-        self._name, self._module, self._graphs, self._device = name, module, graphs, device
+        self._name, self._module, self._graphs, self._strategy = name, module, graphs, strategy
         self._warmup, self._max_graphs, self._refuse = warmup, max_graphs, refuse
         self._eager, self._own = module.forward, module.__dict__.get("forward")
         self._shapes: dict[Hashable, _Shape] = {}
         self._guard: Guard | None = None
+        self._engine: Zero3Engine | None = None
+        self._unit: Unit | None = None
         self._refused = False
         self.replays = self.recaptures = 0
         module.forward = self._run  # type: ignore[method-assign]
@@ -184,14 +203,17 @@ class CapturedModule:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._refused or not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
-        inputs, device = (args, kwargs), self._device.type
+        inputs, device = (args, kwargs), self._strategy.root_device.type
         try:
             key = signature(inputs, "inputs"), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        except UnsupportedBatch as error:
+            self._follow_engine()
+        except (UnsupportedBatch, ValueError) as error:
             return self._give_up([Problem(str(error))], inputs)
         if self._guard is not None and self._guard.changed():
             self._drop()
             self.recaptures += 1
+            if self.recaptures > MAX_RECAPTURES:
+                return self._give_up([Problem(f"Its graphs went out of date {self.recaptures} times.")], inputs)
         shape = self._shapes.setdefault(key, _Shape())
         if shape.watched < self._warmup:
             return self._watch(shape, inputs)
@@ -210,8 +232,18 @@ class CapturedModule:
         self.replays += 1
         return shape.call(inputs, list(self._module.parameters()))
 
+    def _follow_engine(self) -> None:
+        engine = getattr(self._strategy, "engine", None)
+        if engine is not None and engine is not self._engine:  # optimizers with other groups of parameters have another one
+            self._drop()
+            self._engine, self._unit = engine, unit_around(engine, self._module)
+        if self._unit is not None and not self._unit.pins:
+            raise ValueError("it reads weights that are not gathered while it runs.")
+        if in_checkpoint():
+            raise ValueError("a checkpoint runs it, and again in the backward. Put the checkpoint inside of the module.")
+
     def _watch(self, shape: _Shape, inputs: Any) -> Any:
-        watch, snapshot = Watch(self._device, inputs), Snapshot(self._module)
+        watch, snapshot = Watch(self._strategy.root_device, inputs), Snapshot(self._module)
         with watch.watching(None, forward=True):
             output = self._eager(*inputs[0], **inputs[1])
         watch.add_changes(snapshot.changes())
@@ -220,7 +252,7 @@ class CapturedModule:
 
     def _capture(self, watch: Watch, inputs: Any) -> _CapturedCall | None:
         """None if the backward does what a graph cannot repeat; ``watch`` knows what."""
-        call = _CapturedCall(self._graphs, watch)
+        call = _CapturedCall(self._graphs, watch, self._unit)
         try:
             call.capture(self._eager, inputs, list(self._module.parameters()))
         except RuntimeError:
@@ -270,17 +302,13 @@ class ModulesRunner:
         """From now on the modules run through this object."""
         self._graphs.enter()
         problems, strategy = check_device(self._trainer), self._trainer.strategy
-        if strategy.strategy_name == "zero3" and self._trainer.world_size > 1:
-            problems.append(
-                Problem("With `zero3` on several ranks, units of weights come and go between modules. Capture the whole step.")
-            )
         modules = find_modules(self._root, self._patterns)
         if problems:
             self._refuse(problems)
             return
         for name, module in modules.items():
             self.captured[name] = CapturedModule(
-                name, module, self._graphs, strategy.root_device, self._warmup, self._max_graphs, self._refuse
+                name, module, self._graphs, strategy, self._warmup, self._max_graphs, self._refuse
             )
 
     def _refuse(self, problems: list[Problem]) -> None:

@@ -1,15 +1,16 @@
-"""What the engine notes in Python during a step, for steps that run as captured graphs."""
+"""What the engine notes in Python during a step, for steps and modules that run as captured graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .engine import Zero3Engine
-from .unit import Phase
+from .resting import ResidencyError
+from .unit import Phase, Unit
 
 
 class ReplayedStep:
@@ -95,3 +96,35 @@ class ReplayedStep:
 
     def _written_since(self, versions: list[tuple[Tensor, int]]) -> list[Tensor]:
         return [buffer for buffer, version in versions if buffer._version != version]
+
+
+def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:
+    """The unit that is in its slot while ``module`` runs; None if it reads no parameter that is gathered.
+
+    Raises:
+        ValueError: there are units inside of the module, or around other modules.
+    """
+    read = set(module.parameters())
+    units = [u for u in engine.units if not u.whole and not read.isdisjoint(entry.parameter for entry in u.entries)]
+    inside = set(module.modules()) - {module}
+    within = [unit.name for unit in units if not inside.isdisjoint(unit.members)]
+    if within or len(units) > 1:
+        names = ", ".join((within or [unit.name for unit in units])[:4])
+        raise ValueError(
+            f"its weights are gathered unit by unit ({names}) while it runs. Name modules that are units, or are inside of one."
+        )
+    return units[0] if units else None
+
+
+def bring(unit: Unit) -> None:
+    """When this returns the unit's values are in its slot; collective if they were not.
+
+    Raises:
+        ResidencyError: a unit in use has the memory.
+    """
+    if not unit.gather():
+        raise ResidencyError(
+            f"The captured backward of a module needs the weights of unit {unit.name} where another unit is in use. Leave the "
+            "module out of `CUDAGraphStep(modules=...)`."
+        )
+    unit.arrive()

@@ -119,6 +119,11 @@ class HasPeeks(Net):
         self.net[2] = Peeks()
 
 
+class IsCheckpointed(Net):
+    def forward(self, x):
+        return self.head(self.frozen(checkpoint(self.net, x, use_reentrant=False)))
+
+
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
@@ -129,9 +134,10 @@ class HasPeeks(Net):
             r"(?s)Module 'net': .*needs a value.*test_modules\.py:\d+: `return x if",
         ),
         (HasLooksBack, {"modules": ["net"]}, GraphCaptureError, r"(?s)Module 'net': .*needs a value.*return grad \* \(3 if"),
+        (IsCheckpointed, {"modules": ["net"]}, GraphCaptureError, r"'net': a checkpoint runs it, .* Put the checkpoint inside"),
         (Net, {"modules": ["encoder"]}, ValueError, r"modules=\['encoder'\]\) matches no module of Net"),
     ],
-    ids=["host", "backward", "name"],
+    ids=["host", "backward", "checkpoint", "name"],
 )
 def test_a_module_that_cannot_be_captured_is_named(module, options, error, message):
     with pytest.raises(error, match=message):

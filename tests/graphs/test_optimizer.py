@@ -11,6 +11,7 @@ from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graph_check import GraphCaptureError
+from lightning_zero3.callbacks.graph_optimizer import CapturedOptimizer
 
 
 class Stepped(Net):
@@ -146,3 +147,13 @@ def test_a_number_that_changes_in_each_step_leaves_the_update_eager():
     with pytest.warns(UserWarning, match=r"`betas` of param group 0 of AdamW changes again and again"):
         both_ways(callback, (adamw, cycled))
     assert callback.updates == [0]
+
+
+def test_a_hook_that_replaces_arguments_is_an_error():
+    optimizer = adamw([torch.nn.Parameter(torch.ones(2))])
+    captured = CapturedOptimizer(optimizer, None, lambda: False, list, None)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (args, kwargs))
+    with pytest.raises(RuntimeError, match="A step pre-hook of AdamW replaces arguments, which a graph cannot"):
+        optimizer.step()
+    captured.remove()
+    optimizer.step()

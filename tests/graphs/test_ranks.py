@@ -1,8 +1,10 @@
 """Two ranks take every decision together, and replay what they exchange."""
 
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,11 +15,15 @@ from helpers.ranks import run_ranks
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
+from lightning_zero3.callbacks.graph_check import GraphCaptureError
 
 
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
-        self.replays, self.recaptures = self._runner.replays, self._runner.recaptures
+        parts = [self._runner] if self.modules is None else self._runner.captured.values()
+        parts = [*parts, *getattr(self._runner, "_optimizers", [])]
+        self.replays = min(part.replays for part in parts)
+        self.recaptures = sum(getattr(part, "recaptures", 0) for part in parts)
         super().on_train_end(trainer, pl_module)
 
 
@@ -52,9 +58,19 @@ class WaitsOnRankOne(AllUsed):
         return output
 
 
-def compare(module, callbacks, **options):
+class Fused(Net):
+    """Its optimizer can be captured."""
+
+    def configure_optimizers(self):
+        rate = torch.tensor(0.01, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=0.1, fused=True)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def compare(module, callbacks, captured=None, **options):
     """An eager and a captured run of the same; how often the latter replayed and recaptured."""
-    callback = Counting(software=True, strict=True, max_graphs=6)
+    callback = Counting(software=True, strict=True, max_graphs=6, **(captured or {}))
     runs = []
     for extra in ([], [callback]):
         runs.append(fit(module(), *(c() for c in callbacks), *extra, **options))
@@ -102,6 +118,16 @@ ZERO3 = {
     "bf16 on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
     "16-mixed, activation checkpointing": {"plugins": half, "checkpointed": True},
     "units inside others, accumulation, no validation": {"unit_policy": nested, "accumulate_grad_batches": 2, **UNVALIDATED},
+    "optimizer": {"module": Fused, "captured": {"optimizer": True}, "accumulate_grad_batches": 2, "max_epochs": 6},
+    "optimizer, 16-mixed": {
+        "module": Fused,
+        "captured": {"optimizer": True},
+        "plugins": half,
+        "gradient_clip_val": None,
+        "max_epochs": 6,
+    },
+    "modules that are units": {"captured": {"modules": ["net.[04]", "head"]}, "batch_size": 8, "accumulate_grad_batches": 2},
+    "modules inside of units": {"captured": {"modules": ["net.0", "net.1"]}, "unit_policy": nested, "precision": "bf16-mixed"},
 }
 OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
 
@@ -113,10 +139,13 @@ def zero3_both_ways(rank, world_size, folder):
         mine = {"unit_policy": [nn.Linear], **{k: options.pop(k) for k in OF_THE_STRATEGY if k in options}}
         options["strategy"] = lambda mine=mine: Zero3Strategy(**mine)
         arguments = {"scheduled": True, **{k: options.pop(k) for k in ("batch_size", "checkpointed") if k in options}}
-        results[name] = compare(lambda a=arguments: Net(**a), options.pop("callbacks", []), **options)
+        module = options.pop("module", Net)
+        results[name] = compare(lambda m=module, a=arguments: m(**a), options.pop("callbacks", []), **options)
     save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
     zero3 = {"devices": world_size, "strategy": lambda: Zero3Strategy(unit_policy=[nn.Linear])}
     fit(Net(), save, CUDAGraphStep(software=True, strict=True), **zero3, enable_checkpointing=True)
+    with pytest.raises(GraphCaptureError, match=r"Module 'net': its weights are gathered unit by unit \(net\.0, net\.1"):
+        fit(Net(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **zero3, num_sanity_val_steps=0)
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 
@@ -126,3 +155,15 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     assert first == second
     assert {name for name, (_, recaptures) in first.items() if recaptures} == {"a change on one rank"}
     assert min(replays for replays, _ in first.values()) >= 8, first
+
+
+def hybrid_both_ways(rank, world_size):
+    strategy = partial(Zero3Strategy, unit_policy=[nn.Linear], shard_size=2)
+    return compare(
+        Net, [], strategy=strategy, devices=world_size, max_epochs=6, accumulate_grad_batches=2, gradient_clip_val=0.1
+    )
+
+
+def test_shards_over_two_of_four_ranks():
+    results = run_ranks(hybrid_both_ways, 4, timeout=250)
+    assert len(set(results)) == 1 and results[0][0] >= 6, results

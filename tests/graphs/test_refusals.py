@@ -5,6 +5,8 @@ import re
 import time
 import warnings
 from contextlib import nullcontext, suppress
+from functools import partial
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -16,8 +18,9 @@ from torchmetrics import MeanMetric
 
 from helpers.parity import trainer
 from helpers.recorded import assert_same
+from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
-from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator
+from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator, check_device
 from lightning_zero3.callbacks.graph_watch import Watch
 
 
@@ -67,6 +70,16 @@ def nonzero(self, batch, batch_idx, loss):
 def other_shapes(self, batch, batch_idx, loss):
     self.trainer.history = torch.ones(2 + len(getattr(self.trainer, "history", [])))
     return loss + self.trainer.history.sum()
+
+
+def growing_list(self, batch, batch_idx, loss):
+    self.trainer.kept = [*getattr(self.trainer, "kept", []), loss.detach()]
+    return loss + torch.stack(self.trainer.kept).sum()
+
+
+def one_more(self, batch, batch_idx, loss):
+    self.trainer.turn = not getattr(self.trainer, "turn", False)
+    return loss.exp() if self.trainer.turn else loss
 
 
 def log_options(self, batch, batch_idx, loss):
@@ -214,6 +227,8 @@ CASES = {
     mask: r"aten\.index needs a value, or a size.*return self\.layer\(batch\)\[batch > 0\]\.sum\(\)",
     nonzero: r"aten\.nonzero needs a value, or a size that depends on values.*\.nonzero\(\)\.sum\(\)",
     other_shapes: r"A Python number that changes goes into aten\.ones",
+    growing_list: r"Shapes change from step to step in aten\.stack: \[\] \[\], then \[\] \[\] \[\]",
+    one_more: r"Not every step runs aten\.exp: a branch in Python, of which a graph would keep one side",
     log_options: r"The options of `self\.log\('loss', \.\.\.\)` change.*loss, batch_size=1 \+ self\.trainer\.turn\)",
     step_number: r"`global_step` is read, and changes .*`self\.weight\.fill_\(.*return loss \* \(1 \+ self\.global_step\)",
     epoch_number: r"`trainer\.current_epoch` is read, and changes",
@@ -291,6 +306,15 @@ class Closures(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
+def zero3(**options):
+    return partial(Zero3Strategy, **options)
+
+
+class Fetches(Small):
+    def training_step(self, dataloader_iter):
+        return None
+
+
 class Opaque:
     """Moved to a device by itself, as Lightning allows."""
 
@@ -303,18 +327,30 @@ class Opaque:
     [
         (Manual(), {}, r"(?s)The module optimizes manually.*test_refusals\.py:\d+: `def training_step"),
         (Closures(fine), {}, r"(?s)LBFGS runs a step several times.*test_refusals\.py:\d+: `def configure_optimizers"),
-        (Small(fine), {"detect_anomaly": True}, "looks at values on the host"),
+        (Fetches(fine), {}, r"`training_step\(self, dataloader_iter\)` fetches batches itself\. Take a batch"),
+        (Small(fine), {"detect_anomaly": True}, "detect_anomaly=True.* looks at values on the host"),
+        (Small(fine), {"strategy": zero3(debug=True)}, r"`Zero3Strategy\(debug=True\)` looks at values on the host"),
+        (Small(fine), {"strategy": zero3(stop_on_nonfinite=True)}, r"stop_on_nonfinite=True\)` looks at values on the host"),
+        (Small(fine), {"strategy": zero3(reduce_once=True)}, r"reduce_once=True\)` exchanges something else .*Leave it out"),
         (
             Small(fine, [{"x": torch.ones(4, 3), "o": Opaque()}] * 4),
             {},
             r"batch\['o'\] is a .*Opaque\. The inputs of a graph are",
         ),
     ],
-    ids=["manual", "LBFGS", "anomaly", "batch"],
+    ids=["manual", "LBFGS", "iterator", "anomaly", "debug", "nonfinite", "once", "batch"],
 )
 def test_runs_that_cannot_be_captured_at_all(module, options, message):
+    options = {name: value() if callable(value) else value for name, value in options.items()}
     with pytest.raises(GraphCaptureError, match=message):
         train(module, CUDAGraphStep(software=True, strict=True), **options)
+
+
+def test_other_strategies_are_refused_by_name():
+    trainer = SimpleNamespace(strategy=SimpleNamespace(strategy_name="odd"), world_size=1)
+    assert "The strategy SimpleNamespace is not known to work. Use one device, `ddp` or `zero3`." in map(
+        str, check_device(trainer)
+    )
 
 
 @pytest.mark.parametrize(
