@@ -100,11 +100,11 @@ def train(world_size, module, until, read=None, write=None, strategy=None, **opt
 class Shuffled(LightningModule):
     """Shuffled data, dropout, gradients that do not vanish: only an exact resume repeats what an uninterrupted run does."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = 48) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.losses = []
+        self.samples, self.losses = samples, []
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -114,7 +114,7 @@ class Shuffled(LightningModule):
 
     def train_dataloader(self):
         generator = torch.Generator().manual_seed(4)
-        x = torch.randn(48, 6, generator=generator)
+        x = torch.randn(self.samples, 6, generator=generator)
         return DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=4, shuffle=True)
 
     def configure_optimizers(self):
