@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -271,8 +272,19 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         assert self.engine is not None
         if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
             self._check_values(self.engine)
-        with self.engine.step():
+        with self.engine.step(gradients_over=self._are_gradients_over()):
             return super().training_step(*args, **kwargs)
+
+    def _are_gradients_over(self) -> bool:
+        """Whether Lightning clears gradients after this `training_step`, and no hook can look at them before."""
+        assert self.lightning_module is not None
+        trainer, module = self._trainer, self.lightning_module
+        return (
+            module.automatic_optimization
+            and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+            and not any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks)
+            and not any(is_overridden(hook, module) for hook in ("on_before_zero_grad", "optimizer_zero_grad"))
+        )
 
     def _check_values(self, engine: Zero3Engine) -> None:
         if self._finite is not None:

@@ -169,12 +169,19 @@ class Zero3Engine:
     # ------------------------------------------------------------------------------------------------ a step
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around everything that runs the model: the forward and loss of a micro-batch, an evaluation step."""
+    def step(self, gradients_over: bool = False) -> Iterator[None]:
+        """Around everything that runs the model: the forward and loss of a micro-batch, an evaluation step.
+
+        Args:
+            gradients_over: those of the last step will be cleared before the backward. On the CPU their memory is free from
+                here on, which is when activations begin to need it.
+        """
         if self.access.in_step:
             yield
             return
         self.open_step()
+        if gradients_over:
+            self.gradients.take_away()
         if not torch.is_grad_enabled():
             self.collectives.forget_trace()  # no backward will come to compare it
         elif not self.joint.running:
@@ -189,7 +196,7 @@ class Zero3Engine:
             self.abandon()
             raise
         finally:
-            self.access.in_step = False
+            self.access.in_step = self.gradients.over = False
             self._saved.forget()
         if self._root is not None and self._root.pins:
             self._root.unuse()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .reduce import Reducer
+from .resting import ResidencyError
 from .shards import FlatGroup
 from .unit import Entry, Unit
 
@@ -20,6 +21,7 @@ class Gradients:
         self._shown = bytearray(len(used))  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
+        self.over = False  # freed before the user cleared them
 
     def begin_windows(self) -> frozenset[int]:
         """A backward begins: groups whose gradients were cleared start afresh.
@@ -41,12 +43,26 @@ class Gradients:
             for group in self._groups:
                 group.give_back()
 
+    def take_away(self) -> None:
+        """Free gradients that will be cleared before anything is added to them; who asks for one until then is told."""
+        if not self._reducer.lasting and self.any_shown():
+            self.over, self._full = True, {}
+            for group in self._groups:
+                group.clear()
+                group.give_back()
+
     def any_shown(self) -> bool:
         """Whether a backward has ended since some gradients were cleared."""
         return any(group.trained and group.shows_gradients for group in self._groups)
 
     def full(self, unit: Unit, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
+        if self.over and entry.trained:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because it is cleared before "
+                "the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or define "
+                "`on_before_zero_grad` in the module: then gradients stay until that hook is over."
+            )
         if not entry.trained or not self.has_gradient(entry):
             return None
         if entry.name not in self._full:

@@ -87,11 +87,12 @@ class Reducer:
         once: they can.
         holding: the backward that runs, or comes, does not reduce.
         held: nor did earlier ones; on all ranks alike.
-        lasting: cleared gradients keep their memory, because somebody has its address.
+        lasting: cleared gradients keep their memory, because somebody has its address, or because a device's caching allocator
+            might have cut it up when it is wanted again.
         inspect: looks at a unit's gradients before they are sent.
     """
 
-    once = holding = held = lasting = False
+    once = holding = held = False
     inspect: Callable[[Unit, Tensor], None] | None = None
 
     def __init__(
@@ -105,7 +106,7 @@ class Reducer:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._collectives, self._lane, self._wire_dtype = collectives, lane, wire_dtype
-        self.once = once
+        self.once, self.lasting = once, device.type != "cpu"
         trained = [u for u in units if u.trained]
         layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=buffers)
         self.buffer = collectives.allocate(layout.nbytes, device)

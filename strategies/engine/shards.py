@@ -106,11 +106,8 @@ class FlatGroup:
         return True
 
     def give_back(self) -> None:
-        """Free the memory of gradients that were cleared, until the next reduction.
-
-        Not on a device, whose caching allocator might have cut it up when it is wanted again.
-        """
-        if self.data.device.type == "cpu" and not self.shows_gradients:
+        """Free the memory of gradients that were cleared, until the next reduction."""
+        if not self.shows_gradients:
             self._grad = None
 
     def _zero_idle(self) -> None:

@@ -1,0 +1,84 @@
+"""Gradients that will be cleared take no memory while the next forward runs; hooks that may read them still can, as under ddp."""
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from helpers.parity import RTOL, trainer
+from helpers.ranks import run_ranks
+
+READERS = ("nobody", "on_before_zero_grad", "callback", "on_train_batch_end", "training_step")
+
+
+class Reader(pl.LightningModule):
+    """Reads a gradient of the step before in one place, and notes what memory gradients take inside of `training_step`."""
+
+    def __init__(self, reads):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        self.reads, self.found, self.nbytes = reads, [], []
+
+    def look(self, place):
+        if place == self.reads and self.trainer.global_step:
+            grad = self.net[0].weight.grad
+            self.found.append(grad.clone())
+
+    def training_step(self, batch):
+        self.look("training_step")
+        if hasattr(self.trainer.strategy, "memory_ledger"):
+            self.nbytes.append(self.trainer.strategy.memory_ledger()["gradients"])
+        return self.net(batch).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx % 2:  # ddp's are a rank's own until a window is complete
+            self.look("on_train_batch_end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        data = torch.randn(16, 8, generator=torch.Generator().manual_seed(self.trainer.global_rank))
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+class InHook(Reader):
+    def on_before_zero_grad(self, optimizer):
+        self.look("on_before_zero_grad")
+
+
+class InCallback(pl.Callback):
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        module.look("callback")
+
+
+def _fit(rank, world_size):
+    runs = {}
+    for strategy in ("ddp", "zero3"):
+        for reads in READERS:
+            module = (InHook if reads == "on_before_zero_grad" else Reader)(reads)
+            callbacks = [InCallback()] if reads == "callback" else []
+            error = None
+            try:
+                trainer(strategy, world_size, callbacks=callbacks, accumulate_grad_batches=2).fit(module)
+            except RuntimeError as raised:
+                error = str(raised)
+            runs[strategy, reads] = module.found, module.nbytes, error
+    return runs
+
+
+def test_freed_unless_a_hook_can_look():
+    for runs in run_ranks(_fit, 2):
+        for reads in READERS[:-1]:
+            (expected, _, _), (found, nbytes, error) = runs["ddp", reads], runs["zero3", reads]
+            assert error is None
+            assert len(found) == {"nobody": 0, "on_train_batch_end": 2}.get(reads, 1)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=RTOL * float(theirs.abs().max()))
+            kept = reads in ("on_before_zero_grad", "callback")
+            # Windows of two micro-batches: there are gradients to add to in the second ones, and in the third old ones.
+            assert [n > 0 for n in nbytes] == [False, True, kept, True], reads
+        assert runs["ddp", "training_step"][2] is None
+        error = runs["zero3", "training_step"][2]
+        assert "'net.0.weight' was freed when `training_step` began" in error
+        assert "`on_train_batch_end`" in error
