@@ -32,7 +32,7 @@ class Job:
     size: str
     case: str  # plain, acc4 (four micro-batches a step), frozen (only the attention's output projections train)
     steps: int
-    memory: bool  # count the heap instead of the time
+    measure: str  # "time", "heap" (bytes) or "operators" (torch.profiler)
     started: float  # time.time() before the processes were started
     device: str
 
@@ -224,6 +224,24 @@ def heap(job, meter, rank):
     return {"live": live + shared, "peak": peak + shared}
 
 
+def operators(job, meter, rank):
+    """{operator: [calls, milliseconds without those of operators inside]} for each step, as torch.profiler sees them."""
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (job.device == "cuda")
+    profiler = torch.profiler.profile(activities=kinds)
+
+    def mark():
+        if len(meter.marks) == WARMUP:
+            profiler.start()
+        if len(meter.marks) == WARMUP + job.steps:
+            profiler.stop()
+        return 0, 0
+
+    meter.mark_memory = mark
+    run(job, meter, rank)
+    seen = {e.key: [e.count / job.steps, e.self_cpu_time_total / 1e3 / job.steps] for e in profiler.key_averages()}
+    return {"operators": seen, **meter.result()}
+
+
 def mapped(rank):
     """Memory of this rank that zero3 shares with others is mapped, not on the heap."""
     return re.findall(rf"([0-9a-f]+)-([0-9a-f]+) .*memfd:lightning_zero3 rank {rank} ", Path("/proc/self/maps").read_text())
@@ -238,11 +256,11 @@ def main():
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     meter = Meter(job)
-    if job.memory:
-        result = heap(job, meter, rank)
-    else:
+    if job.measure == "time":
         run(job, meter, rank)
         result = meter.result()
+    else:
+        result = {"heap": heap, "operators": operators}[job.measure](job, meter, rank)
     if job.device == "cuda":
         result |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     (folder / f"{rank}.json").write_text(json.dumps(result))

@@ -75,7 +75,7 @@ def run(kind, size, ranks, device):
     if preloaded:
         counter.heap_in_use.restype = counter.heap_peak.restype = ctypes.c_long
         base = counter.heap_in_use()
-    step = step_of(kind, Job("", size, "plain", 1, False, 0.0, device))
+    step = step_of(kind, Job("", size, "plain", 1, "time", 0.0, device))
     times = []
     for number in range(WARMUP + STEPS):
         if number == WARMUP and preloaded:

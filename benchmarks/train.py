@@ -26,7 +26,7 @@ import lightning
 import torch
 from entries import Job
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 from rich.table import Table
 
 HERE = Path(__file__).parent
@@ -35,6 +35,7 @@ ENTRIES = {
     "gpu": ["B:single", "L:single", "L:zero3", "L:fsdp2", "B:fsdp2"],
 }
 REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}
+BY_RANKS, WORLD_SIZES = ["L:ddp", "L:fsdp2", "L:zero3"], (1, 2, 4, 8)
 CASES = {"tiny": ["plain", "acc4", "frozen"], "small": ["plain"], "medium": ["plain"], "thin8": ["plain"], "thin48": ["plain"]}
 
 
@@ -46,6 +47,7 @@ def launch(job, world_size, counter=None, limit_s=600):
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     shared |= {"LD_PRELOAD": str(counter)} if counter else {}
+    shared |= {"PYTHONDONTWRITEBYTECODE": ""}  # the peers were compiled when they were installed
     shared |= {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"}  # Lightning takes the processes for torchrun's
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "entries.py"), json.dumps(asdict(job)), folder]
@@ -97,7 +99,7 @@ def measure(kind, sizes, cases, rounds, steps, world_size, counter):
                     if memory and counter is None:
                         continue
                     device = "cuda" if kind == "gpu" else "cpu"
-                    job = Job(entry, size, case, 2 if memory else steps, memory, time.time(), device)
+                    job = Job(entry, size, case, 2 if memory else steps, "heap" if memory else "time", time.time(), device)
                     ranks = launch(job, world_size, counter if memory else None)
                     if isinstance(ranks, str):
                         record["error"] = ranks
@@ -106,6 +108,17 @@ def measure(kind, sizes, cases, rounds, steps, world_size, counter):
                     else:
                         record["runs"].append(ranks)
     return results
+
+
+def memory_against_ranks(counter):
+    """{entry: {world size: (bytes live after a step, most bytes within it)}} of the tiny model, the heaviest rank's."""
+    found = {}
+    for entry in track(BY_RANKS, description="memory against ranks"):
+        for world_size in WORLD_SIZES:
+            ranks = launch(Job(entry, "tiny", "plain", 2, "heap", time.time(), "cpu"), world_size, counter)
+            if not isinstance(ranks, str):
+                found.setdefault(entry, {})[world_size] = tuple(max(rank[key] for rank in ranks) for key in ("live", "peak"))
+    return found
 
 
 def summarize(records, reference):
@@ -172,6 +185,17 @@ def show(size, case, rows, reference):
     return table
 
 
+def show_by_ranks(by_ranks):
+    """The table of memory against the number of ranks."""
+    table = Table(title="tiny, plain: MB live after a step / most within it, by ranks", title_justify="left")
+    for name in ["entry", *map(str, WORLD_SIZES)]:
+        table.add_column(name, justify="left" if name == "entry" else "right")
+    for entry, sizes in by_ranks.items():
+        cells = [sizes.get(world_size) for world_size in WORLD_SIZES]
+        table.add_row(entry, *(f"{c[0] / 1e6:.1f} / {c[1] / 1e6:.1f}" if c else "-" for c in cells))
+    return table
+
+
 def per_unit(summary):
     """Milliseconds that each block of width 16 adds, from 8 and 48 blocks; what communication and hooks cost by themselves."""
     if not {"thin8", "thin48"} <= summary.keys():
@@ -180,15 +204,16 @@ def per_unit(summary):
     return {e: (many[e]["step_ms"] - few[e]["step_ms"]) / 40 for e in many if "step_ms" in many[e] and "step_ms" in few[e]}
 
 
-def plot(summary, added, path):
-    """Step time, memory, and the time that a block adds, as bars."""
+def plot(summary, added, by_ranks, path):
+    """Step time, memory, and the time that a block adds, as bars; memory against the number of ranks, as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     panels = [(f"{s} {c}", r) for s, cases in summary.items() if not s.startswith("thin") for c, r in cases.items()]
-    figure, axes = pyplot.subplots(2, len(panels) + bool(added), figsize=(4 * (len(panels) + bool(added)), 6), squeeze=False)
+    columns = len(panels) + bool(added or by_ranks)
+    figure, axes = pyplot.subplots(2, columns, figsize=(4 * columns, 6), squeeze=False)
     for column, (title, rows) in enumerate(panels):
         shown = {entry: row for entry, row in rows.items() if "ratio" in row}
         axes[0][column].barh(list(shown), [row["ratio"] for row in shown.values()])
@@ -201,7 +226,11 @@ def plot(summary, added, path):
     if added:
         axes[0][-1].barh(list(added), list(added.values()))
         axes[0][-1].set_title("ms that a block of width 16 adds")
-        axes[1][-1].axis("off")
+    for entry, sizes in by_ranks.items():
+        axes[1][-1].plot(list(sizes), [peak / 1e6 for _, peak in sizes.values()], marker="o", label=entry)
+        axes[1][-1].set_title("tiny plain: peak of a rank, MB, by ranks")
+        axes[1][-1].set(xscale="log", xticks=WORLD_SIZES, xticklabels=WORLD_SIZES, ylim=(0, None))
+        axes[1][-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=90)
 
@@ -224,6 +253,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         counter = build_counter(folder) if options.kind == "cpu" else None
         results = measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter)
+        by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
     reference = REFERENCE[options.kind]
     summary = {s: {c: summarize(records, reference) for c, records in cases.items()} for s, cases in results.items()}
     about = {
@@ -240,7 +270,9 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"train-{options.kind}-{'-'.join(options.sizes)}"
     raw = {s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()} for s, cases in results.items()}
-    stem.with_suffix(".json").write_text(json.dumps({**about, "summary": summary, "added_ms_per_block": added, "runs": raw}))
+    stem.with_suffix(".json").write_text(
+        json.dumps({**about, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
+    )
     with stem.with_suffix(".txt").open("w") as file:
         for console in (Console(), Console(file=file, width=170)):
             console.print(json.dumps(about, indent=1))
@@ -249,7 +281,9 @@ def main():
                     console.print(show(size, case, rows, reference))
             if added:
                 console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
-    plot(summary, added, stem.with_suffix(".png"))
+            if by_ranks:
+                console.print(show_by_ranks(by_ranks))
+    plot(summary, added, by_ranks, stem.with_suffix(".png"))
 
 
 if __name__ == "__main__":
