@@ -1,4 +1,4 @@
-"""Gradients that will be cleared take no memory while the next forward runs; hooks that may read them still can, as under ddp."""
+"""Gradients that will be cleared take no memory in the next forward; hooks that may read them still can, as with ddp."""
 
 import lightning.pytorch as pl
 import torch
