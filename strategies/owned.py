@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .engine import Zero3Engine
-from .engine.unit import Chunk, Exchange, Unit
+from .engine.chunk import Chunk
+from .engine.unit import Exchange, Unit
 from .substitution import Substitution
 
 

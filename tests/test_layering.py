@@ -50,6 +50,7 @@ LAYERS = [
     (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/shared", "strategies/engine/timing"], TORCH),
     (["strategies/engine/door", "strategies/engine/used"], TORCH),
     (["strategies/engine/hybrid"], TORCH),
+    (["strategies/engine/chunk"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
     (["strategies/engine/whole"], TORCH),

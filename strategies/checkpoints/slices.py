@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..engine import Zero3Engine
+from ..engine.chunk import Entry
 from ..engine.layout import Span
 from ..engine.shards import FlatGroup
-from ..engine.unit import Entry, Unit
+from ..engine.unit import Unit
 from .boxes import Box, cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing it takes a while, and only saving and loading need it

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .chunk import Entry
 from .collectives import LocalCollectives
 from .gradients import Gradients
 from .resting import FullGradient, ResidencyError, settle
-from .unit import Entry, Unit
+from .unit import Unit
 
 # Identity of the backward pass that runs in this thread.
 graph_task = torch._C._current_graph_task_id

@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from .buffers import same
 from .checked import CheckedUnit
+from .chunk import Chunk, Entry
 from .collectives import LocalCollectives
 from .layout import ChunkLayout
 from .partition import UnitModules
 from .resting import class_in_use, home_of, unsettle
 from .shards import FlatGroup, GroupKey
-from .unit import Chunk, Entry, Unit
+from .unit import Unit
 from .whole import WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]

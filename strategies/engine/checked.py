@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from .chunk import Chunk, Entry
+from .layout import overlap
 from .resting import ResidencyError
-from .unit import Chunk, Entry, Phase, Unit
+from .unit import Phase, Unit
 
 
 class CheckedUnit(Unit):
@@ -18,10 +20,10 @@ class CheckedUnit(Unit):
             RuntimeError: another unit holds a part of the slot.
         """
         super().use()
-        for rival in self.rivals:
-            if rival.phase is not Phase.RESTING:
+        for other in self._arena.holders:
+            if other is not self and overlap(self.region, other.region):
                 raise RuntimeError(
-                    f"Unit {self.name} is in use while unit {rival.name} ({rival.phase.value}) holds a part of its memory; "
+                    f"Unit {self.name} is in use while unit {other.name} ({other.phase.value}) holds a part of its memory; "
                     "this is a bug in lightning_zero3."
                 )
 

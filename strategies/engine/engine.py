@@ -35,7 +35,7 @@ from .saved import SavedTensors
 from .shards import FlatGroup, attach
 from .streams import make_lane
 from .structure import Structure, check_optimizer
-from .unit import Phase, Unit
+from .unit import Arena, Unit
 from .whole import WholeReducer
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
@@ -116,16 +116,15 @@ class Zero3Engine:
         sizes = [0 if whole else u.nbytes for u in self.units]
         layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.
-        self.arena = self.collectives.allocate(layout.nbytes, self.device)
+        self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
         gather, reduce = make_lane(self.device), make_lane(self.device)
-        for unit, offset in zip(self.units, layout.offsets, strict=True):
-            unit.rivals = [self.units[j] for j in layout.overlapping(unit.index)] if not whole else []
-            unit.connect(self.collectives, gather, self.arena, offset)
+        for unit, region in zip(self.units, layout.regions, strict=True):
+            unit.connect(self.collectives, gather, self.arena, region)
         if whole:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers, reduce_once, reduce_dtype)
-        self._saved = SavedTensors(self.units, self.arena, layout.offsets)
+        self._saved = SavedTensors(self.units, self.arena)
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
@@ -163,7 +162,7 @@ class Zero3Engine:
         return {
             "parameters": sum(g.data.nbytes for g in self.groups),
             "gradients": sum(group.grad_nbytes for group in self.groups),
-            "slots": self.arena.nbytes + self.reducer.buffer.nbytes + self.collectives.nbytes,
+            "slots": self.arena.memory.nbytes + self.reducer.buffer.nbytes + self.collectives.nbytes,
         }
 
     # ------------------------------------------------------------------------------------------------ a step
@@ -265,7 +264,7 @@ class Zero3Engine:
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
-        for unit in self.units:
+        for unit in tuple(self.arena.in_use):
             unit.abandon()
         self._pass.abandon()
         self.collectives.forget_trace()
@@ -275,9 +274,8 @@ class Zero3Engine:
         """The shards were written: nothing gathered before is true any more."""
         self._saved.weights_changed()
         self.gradients.forget()
-        for unit in self.units:
-            if unit.phase is not Phase.RESTING or unit.whole:
-                unit.refresh()
+        for unit in tuple(self.arena.holders):
+            unit.refresh()
 
     # ------------------------------------------------------------------------------------------------ forward
 

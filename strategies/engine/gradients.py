@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .chunk import Entry
 from .reduce import Reducer
 from .resting import ResidencyError
 from .shards import FlatGroup
-from .unit import Entry, Unit
+from .unit import Unit
 
 
 class Gradients:

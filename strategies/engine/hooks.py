@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .chunk import Entry
 from .resting import take_gradient
-from .unit import Entry, Unit
+from .unit import Unit
 
 
 class Listener(Protocol):

@@ -129,36 +129,32 @@ class ArenaLayout:
     always at the same address. Units in ``apart`` (they stay in use while others run) get a range of their own.
 
     Attributes:
-        offsets: first byte of each unit.
-        sizes: bytes of each unit.
+        regions: bytes of each unit; what it needs, rounded up.
         nbytes: size of the buffer.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    regions: tuple[range, ...]
     nbytes: int
 
     @classmethod
     def build(cls, sizes: Sequence[int], apart: Sequence[bool], ends: int = 2) -> ArenaLayout:
         """Place units; ``ends=1`` makes all shared units overlap (one buffer instead of two)."""
-        sizes = tuple(round_up(s, REGION_BYTES) for s in sizes)
-        shared = [i for i, own in enumerate(apart) if not own]
-        area = max((sizes[i] for i in shared), default=0)
+        sizes = [round_up(s, REGION_BYTES) for s in sizes]
+        shared = [size for size, own in zip(sizes, apart, strict=True) if not own]
+        area = max(shared, default=0)
         if ends == 2:
-            area = max((sizes[i] + sizes[j] for i, j in zip(shared, shared[1:], strict=False)), default=area)
-        offsets, end = [0] * len(sizes), area
-        for k, i in enumerate(shared):
-            offsets[i] = area - sizes[i] if ends == 2 and k % 2 else 0
-        for i, own in enumerate(apart):
+            area = max(map(sum, zip(shared, shared[1:], strict=False)), default=area)
+        regions, placed, end = [], 0, area
+        for size, own in zip(sizes, apart, strict=True):
             if own:
-                offsets[i], end = end, end + sizes[i]
-        return cls(tuple(offsets), sizes, end)
+                start, end = end, end + size
+            else:
+                start = area - size if ends == 2 and placed % 2 else 0
+                placed += 1
+            regions.append(range(start, start + size))
+        return cls(tuple(regions), end)
 
-    def overlapping(self, index: int) -> list[int]:
-        """Other units that share bytes with unit ``index``."""
-        a, b = self.offsets[index], self.offsets[index] + self.sizes[index]
-        return [
-            j
-            for j, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True))
-            if j != index and offset < b and a < offset + size
-        ]
+
+def overlap(a: range, b: range) -> bool:
+    """Whether two regions share bytes."""
+    return a.start < b.stop and b.start < a.stop

@@ -17,12 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .chunk import Chunk, Entry
 from .collectives import LocalCollectives, Pending
-from .layout import ArenaLayout
+from .layout import ArenaLayout, overlap
 from .resting import RestingParameter, take_gradient
 from .shards import FlatGroup
 from .streams import Lane
-from .unit import Chunk, Entry, Exchange, Unit
+from .unit import Exchange, Unit
 from .wire import RoundedSum
 
 
@@ -45,8 +46,9 @@ class Pass(Protocol):
 class _Range:
     """A unit's part of the reduce buffer."""
 
-    def __init__(self, unit: Unit, buffer: Tensor, offset: int) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, buffer: Tensor, region: range) -> None:
+        self.unit, self.region = unit, region
+        offset = region.start
         self.chunks: list[tuple[Chunk, Tensor]] = []
         self.views: list[Tensor] = []  # of each trained parameter
         self.gaps: list[Tensor] = []
@@ -64,7 +66,6 @@ class _Range:
         self.open = False  # holds gradients that have not been sent
         self.pending: list[Pending | RoundedSum] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
-        self.rivals: list[_Range] = []
 
     @staticmethod
     def nbytes(unit: Unit) -> int:
@@ -110,9 +111,7 @@ class Reducer:
         trained = [u for u in units if u.trained]
         layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=buffers)
         self.buffer = collectives.allocate(layout.nbytes, device)
-        self._ranges = {u.index: _Range(u, self.buffer, o) for u, o in zip(trained, layout.offsets, strict=True)}
-        for k, unit in enumerate(trained):
-            self._ranges[unit.index].rivals = [self._ranges[trained[j].index] for j in layout.overlapping(k)]
+        self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
         self._flying: _Range | None = None
         self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> last written in (0: zeros)
         self._mark: torch.cuda.Event | None = None
@@ -153,10 +152,10 @@ class Reducer:
         return collect
 
     def _claim(self, place: _Range) -> None:
-        for rival in place.rivals:
-            if rival.open:
-                self.reduce(rival.unit)
-        if self._flying is not None and (self._flying is place or self._flying in place.rivals):
+        for other in self._ranges.values():
+            if other.open and overlap(other.region, place.region):
+                self.reduce(other.unit)
+        if self._flying is not None and overlap(self._flying.region, place.region):
             self.finish()  # hazard: overwriting gradients that are being sent
         place.open = True
 

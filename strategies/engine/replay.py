@@ -91,7 +91,7 @@ class ReplayedStep:
 
     def _note(self, part: int) -> None:
         for unit in self._engine.units:
-            unit.phase = Phase.READY if unit.index in self._filled[part] else Phase.RESTING
+            unit.replayed(unit.index in self._filled[part])
         increment_version(self._written[part])  # seen by those who keep buffers equal on all ranks
 
     def _written_since(self, versions: list[tuple[Tensor, int]]) -> list[Tensor]:

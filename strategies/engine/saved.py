@@ -8,7 +8,7 @@ was changed in place); the hooks on outputs only make it fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,32 +16,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .resting import ResidencyError
-from .unit import Phase, Unit
+from .unit import Arena, Phase, Unit
 
-# unit, version of the weights when it was saved, bytes from the start of the unit's slot, dtype, size, stride.
+# unit, version of the weights when it was saved, bytes from the start of the arena, dtype, size, stride.
 # A bare tuple: one is made for every saved weight in every step.
 SavedSlot = tuple[Unit, int, int, torch.dtype, torch.Size, tuple[int, ...]]
 SavedOther = tuple[Tensor, int]  # not in a slot; its version
 
 
-def _view(slot: Tensor, saved: SavedSlot) -> Tensor:
-    """The saved tensor inside ``slot`` [bytes of the unit's slot]."""
-    _, _, offset, dtype, size, stride = saved
-    typed = slot[offset:]
-    typed = typed[: typed.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return torch.as_strided(typed, size, stride, typed.storage_offset())
-
-
 class SavedTensors:
     """Pack and unpack hooks for ``torch.autograd.graph.saved_tensors_hooks``."""
 
-    def __init__(self, units: list[Unit], arena: Tensor, offsets: Sequence[int]) -> None:
-        self._offsets = offsets
-        self._start = arena.data_ptr()
-        self._ranges = [(u, self._start + o, self._start + o + u.nbytes) for u, o in zip(units, offsets, strict=True)]
-        self._stop = self._start + arena.numel()
-        dtypes = {chunk.dtype for unit in units for chunk in unit.chunks}
-        self._typed = {dtype: arena.view(dtype) for dtype in dtypes}
+    def __init__(self, units: list[Unit], arena: Arena) -> None:
+        self._units, self._arena = units, arena
+        self._start = arena.memory.data_ptr()
+        self._stop = self._start + arena.memory.numel()
+        self._typed: dict[torch.dtype, Tensor] = {}  # the arena
         self._version = 0  # of the weights
         self._spilled: tuple[Unit, Tensor] | None = None
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
@@ -101,13 +91,15 @@ class SavedTensors:
             # holds would live until the garbage collector comes.
             held = tensor.detach()
             return held, held._version
-        for unit, start, stop in self._ranges:
-            if start <= address < stop and unit.phase is Phase.IN_USE:
-                return unit, self._version, address - start, tensor.dtype, tensor.shape, tensor.stride()
+        offset = address - self._start
+        for unit in self._arena.in_use:
+            if offset in unit.region:
+                return unit, self._version, offset, tensor.dtype, tensor.shape, tensor.stride()
+        places = ", ".join(unit.name for unit in self._units if offset in unit.region)
         raise ResidencyError(
             f"A view (shape {tuple(tensor.shape)}) of a sharded parameter was kept from an earlier forward and is used where "
-            f"its unit is not: its memory belongs to others now. It was made in one of the units "
-            f"{', '.join(self._around(address))}. Keep a copy (`.clone()`), or use the parameter itself."
+            f"its unit is not: its memory belongs to others now. It was made in one of the units {places}. "
+            "Keep a copy (`.clone()`), or use the parameter itself."
         )
 
     def in_slot(self, tensor: Tensor) -> bool:
@@ -116,9 +108,6 @@ class SavedTensors:
             return self._start <= tensor.data_ptr() < self._stop and not isinstance(tensor, nn.Parameter)
         except RuntimeError:
             return False
-
-    def _around(self, address: int) -> list[str]:
-        return [unit.name for unit, start, stop in self._ranges if start <= address < stop]
 
     def unpack(self, saved: Tensor | SavedOther | SavedSlot) -> Tensor:
         """Backward reads what :meth:`pack` returned."""
@@ -133,19 +122,22 @@ class SavedTensors:
                     "instead. Find it with torch.autograd.set_detect_anomaly(True)."
                 )
             return held
-        unit = saved[0]
-        if saved[1] != self._version:
+        unit, version, offset, dtype, size, stride = saved
+        if version != self._version:
             raise ResidencyError(
                 f"Backward needs the weights of unit {unit.name} as they were in forward, but an optimizer step or a load "
                 "changed them in between. Run backward before the step."
             )
         if unit.phase is Phase.RESTING:
             # Not into the slot: another operand of the same operation may be a view of what is there.
-            return _view(self._spill(unit), saved)
+            offset -= unit.region.start
+            return torch.as_strided(self._spill(unit).view(dtype), size, stride, offset // dtype.itemsize)
         if unit.phase is Phase.GATHERING:
             unit.arrive()
-        _, _, offset, dtype, size, stride = saved
-        return torch.as_strided(self._typed[dtype], size, stride, (self._offsets[unit.index] + offset) // dtype.itemsize)
+        memory = self._typed.get(dtype)
+        if memory is None:
+            memory = self._typed[dtype] = self._arena.memory.view(dtype)
+        return torch.as_strided(memory, size, stride, offset // dtype.itemsize)
 
     def _spill(self, unit: Unit) -> Tensor:
         """The unit's slot contents in memory of its own [bytes]; collective."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .chunk import Chunk, Entry
 from .collectives import LocalCollectives, Pending
-from .layout import ChunkLayout, Piece, Span
 from .partition import UnitModules
 from .resting import ResidencyError, RestingParameter
 from .shards import FlatGroup
 from .streams import Lane
-from .used import class_while_used, set_data
+from .used import set_data
 from .wire import widen
 
 
@@ -36,50 +36,6 @@ Phase.READY.moves = (Phase.IN_USE, Phase.RESTING)
 Phase.IN_USE.moves = (Phase.READY,)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What this rank owns of one parameter."""
-
-    span: Span
-    start: int  # in the flat tensor of the parameter's group
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Its elements in a tensor that is laid out like that flat tensor."""
-        return flat[self.start : self.start + self.span.stop - self.span.start]
-
-
-@dataclass(eq=False)
-class Entry:
-    """One parameter of a unit."""
-
-    name: str
-    parameter: nn.Parameter
-    cls: type[nn.Parameter]  # the user's
-    dtype: torch.dtype  # the user's
-    size: torch.Size  # [...], the user's
-    stride: tuple[int, ...]  # of the dense memory order it is stored in
-    group: FlatGroup
-    part: Part | None = None  # None: this rank owns nothing of it
-    number: int = -1  # among all trained parameters of the engine
-    seen: int = 0  # version when its use began: a change in place shows
-
-    def __post_init__(self) -> None:
-        self.cls_while_used = class_while_used(self.cls)
-        self.trained = self.group.trained
-
-    def view(self, chunk: Tensor, offset: int) -> Tensor:
-        """The parameter inside a flat ``chunk`` [numel]."""
-        return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
-
-    def store(self, value: Tensor, flat: Tensor) -> None:
-        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of the group."""
-        value = value.reshape(self.size)
-        if self.part is not None:
-            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)  # as the parameter's memory
-            self.view(ordered, 0).copy_(value)
-            self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
-
-
 class Exchange(enum.IntEnum):
     """Ways in which a unit is gathered."""
 
@@ -89,83 +45,26 @@ class Exchange(enum.IntEnum):
     REDUCE = 3  # not gathered: its gradients are reduced
 
 
-class Chunk:
-    """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
+@dataclass(eq=False)
+class Arena:
+    """The memory of all slots, and who has it.
 
-    slot: Tensor  # [numel], dtype of computation; part of the arena
-    sent: Tensor  # [numel], dtype on the wire: the slot, or its second half
-    bytes: Tensor  # the same as bytes
-    owned: list[tuple[FlatGroup, Piece, int]]  # group, piece of the shard, start in the group's flat tensor
+    Attributes:
+        memory: [bytes].
+        holders: units whose values are in their slots, or on their way there; few, however many units there are.
+        in_use: those among them whose memory no other unit may take.
+    """
 
-    def __init__(
-        self,
-        entries: list[Entry],
-        layout: ChunkLayout,
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-    ) -> None:
-        self.entries = entries
-        self.layout = layout
-        self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
-        self.trained = entries[0].trained
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slot."""
-        return self.layout.numel * self.dtype.itemsize
-
-    def own(self, groups: list[FlatGroup], rank: int) -> None:
-        """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
-        self.owned = []
-        for piece in self.layout.pieces(rank):
-            group = groups[piece.group]
-            self.owned.append((group, piece, group.reserve(piece.stop - piece.start)))
-        for index, entry in enumerate(self.entries):
-            span = self.layout.span(index, rank)
-            if span is not None:
-                entry.part = Part(span, self.place_of(span.shard_start)[1])
-
-    def shard_of(self, buffer: Tensor, rank: int) -> Tensor:
-        """This rank's part [shard] of a chunk-sized buffer [world_size * shard]."""
-        return buffer.view(self.layout.world_size, -1)[rank]
-
-    def load_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
-        """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where there is none."""
-        for group, piece, start in self.owned:
-            source = flat(group)
-            target = shard[piece.start : piece.stop]
-            if source is None:
-                target.zero_()
-            else:
-                target.copy_(source[start : start + target.numel()])
-
-    def store_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
-        """Copy ``shard`` [shard] back into the groups' flat tensors."""
-        for group, piece, start in self.owned:
-            target = flat(group)
-            if target is not None:
-                target[start : start + piece.stop - piece.start].copy_(shard[piece.start : piece.stop])
-
-    def place_of(self, position: int) -> tuple[FlatGroup, int]:
-        """The group that has element ``position`` of the shard, and where in its flat tensor."""
-        group, piece, start = next(o for o in self.owned if o[1].start <= position < o[1].stop)
-        return group, start + position - piece.start
-
-    def in_slot(self, part: Part, rank: int) -> Tensor:
-        """A part of a parameter as it is in the slot."""
-        return self.shard_of(self.slot, rank)[part.span.shard_start :][: part.span.stop - part.span.start]
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters inside a chunk-sized buffer."""
-        return [e.view(buffer, o) for e, o in zip(self.entries, self.layout.offsets, strict=True)]
+    memory: Tensor
+    holders: list[Unit] = field(default_factory=list)
+    in_use: list[Unit] = field(default_factory=list)
 
 
 class Unit:
     """Parameters that are gathered, used and released together."""
 
     phase: Phase
-    rivals: list[Unit]  # units whose slots share memory with this one
+    region: range  # bytes of the arena that its slot may take; other units share them
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
@@ -179,22 +78,23 @@ class Unit:
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
-        self.phase, self.rivals, self.pins, self.announce = Phase.RESTING, [], 0, None
+        self.phase, self.pins, self.announce = Phase.RESTING, 0, None
         self.lent = False
         self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
         self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
 
-    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
-        """Take the slot at byte ``offset`` of ``arena`` [bytes] and point the parameters into it for good.
+    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
+        """Take the slot at the start of ``region`` and point the parameters into it for good.
 
         The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw in forward.
         """
-        self._collectives, self._lane = collectives, lane
+        self._collectives, self._lane, self._arena, self.region = collectives, lane, arena, region
         self._fills: list[tuple[Tensor, Tensor]] = []
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
+        offset = region.start
         for chunk in self.chunks:
-            chunk.slot = arena[offset : offset + chunk.nbytes].view(chunk.dtype)
+            chunk.slot = arena.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
             chunk.sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
             chunk.bytes = chunk.sent.view(torch.uint8)
             offset += chunk.nbytes
@@ -217,12 +117,14 @@ class Unit:
             return False
         if self.phase is not Phase.RESTING:
             return True
-        for rival in self.rivals:
-            if rival.phase is Phase.IN_USE:
+        start, stop, holders = self.region.start, self.region.stop, self._arena.holders
+        for other in self._arena.in_use:
+            if start < other.region.stop and other.region.start < stop:
                 return False
-        for rival in self.rivals:
-            if rival.phase is not Phase.RESTING:
-                rival.release()
+        for other in tuple(holders):
+            if start < other.region.stop and other.region.start < stop:
+                other.release()
+        holders.append(self)
         self.phase = Phase.GATHERING
         self._start()
         if self.announce is not None:
@@ -278,6 +180,7 @@ class Unit:
             if Phase.IN_USE not in self.phase.moves:
                 self._illegal(Phase.IN_USE)
             self.phase = Phase.IN_USE
+            self._arena.in_use.append(self)
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version
@@ -290,6 +193,7 @@ class Unit:
             if Phase.READY not in self.phase.moves:
                 self._illegal(Phase.READY)
             self.phase = Phase.READY
+            self._arena.in_use.remove(self)
             if self.lifted:
                 self._lower()
             written = None
@@ -338,9 +242,20 @@ class Unit:
 
     def release(self) -> None:
         """Give the slot up."""
-        self.arrive()  # hazard: the memory's next owner while ranks still send into it
+        if self.phase is Phase.GATHERING:
+            self.arrive()  # hazard: the memory's next owner while ranks still send into it
         if self.phase is Phase.READY:
             self.phase = Phase.RESTING
+            self._arena.holders.remove(self)
+
+    def replayed(self, filled: bool) -> None:
+        """A captured graph has filled the slot, or given it up."""
+        if filled and self.phase is Phase.RESTING:
+            self.phase = Phase.READY
+            self._arena.holders.append(self)
+        elif not filled and self.phase is Phase.READY:
+            self.phase = Phase.RESTING
+            self._arena.holders.remove(self)
 
     def refresh(self) -> None:
         """The shards changed: what is in the slot is no longer true."""
@@ -353,10 +268,9 @@ class Unit:
             self.release()
 
     def abandon(self) -> None:
-        """After an exception: no use is left, whatever was open."""
-        if self.phase is Phase.IN_USE:
-            self.pins = 1
-            self.unuse()
+        """After an exception: no use is left, however many were open."""
+        self.phase, self.pins = Phase.IN_USE, 1
+        self.unuse()
 
     def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gather other tensors laid out like the parameters, e.g. optimizer state; collective.

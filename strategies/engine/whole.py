@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from .chunk import Entry
 from .collectives import LocalCollectives
 from .reduce import Pass, Reducer
 from .resting import ResidencyError, keep_engine_last
 from .shards import FlatGroup
 from .streams import Lane
-from .unit import Entry, Unit
+from .unit import Arena, Unit
 
 
 class WholeUnit(Unit):
@@ -22,14 +23,15 @@ class WholeUnit(Unit):
 
     whole = True
 
-    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Tensor, offset: int) -> None:
+    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
         """See :meth:`Unit.connect`."""
+        arena.holders.append(self)
         self._collectives, self._lane = collectives, lane
         self._views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
         for entry, view in self._views:
             entry.parameter.data = view
         for chunk in self.chunks:
-            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.device)
+            chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.memory.device)
 
     def gather(self) -> bool:
         """Always there."""
@@ -38,7 +40,10 @@ class WholeUnit(Unit):
     def use(self) -> None:
         """Always usable."""
 
-    unuse = rest = release = abandon = arrive = use
+    unuse = rest = release = arrive = use
+
+    def replayed(self, filled: bool) -> None:
+        """Nothing has changed."""
 
     def refresh(self) -> None:
         """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""

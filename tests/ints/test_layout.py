@@ -5,7 +5,16 @@ from itertools import product
 
 import pytest
 
-from lightning_zero3.strategies.engine.layout import ALIGN_BYTES, REGION_BYTES, ArenaLayout, ChunkLayout, Piece, Span, round_up
+from lightning_zero3.strategies.engine.layout import (
+    ALIGN_BYTES,
+    REGION_BYTES,
+    ArenaLayout,
+    ChunkLayout,
+    Piece,
+    Span,
+    overlap,
+    round_up,
+)
 
 WORLD_SIZES = range(1, 17)
 
@@ -108,20 +117,19 @@ def arenas():
 def test_arena(ends):
     for sizes, apart in arenas():
         layout = ArenaLayout.build(sizes, apart, ends)
-        ranges = [(o, o + s) for o, s in zip(layout.offsets, layout.sizes, strict=True)]
-        for (start, stop), size in zip(ranges, sizes, strict=True):
-            assert start % REGION_BYTES == 0 and stop - start >= size and stop <= layout.nbytes
-        for i, (a, b) in enumerate(ranges):
-            clash = [j for j, (c, d) in enumerate(ranges) if j != i and max(a, c) < min(b, d)]
-            assert layout.overlapping(i) == clash
-            if apart[i]:
-                assert clash == []
+        for region, size in zip(layout.regions, sizes, strict=True):
+            assert region.start % REGION_BYTES == 0 and len(region) >= size and region.stop <= layout.nbytes
+        for i, a in enumerate(layout.regions):
+            for j, b in enumerate(layout.regions):
+                common = max(a.start, b.start) < min(a.stop, b.stop)
+                assert overlap(a, b) == common
+                assert i == j or not (common and apart[i])
         shared = [i for i, own in enumerate(apart) if not own]
         rounded = [round_up(s, REGION_BYTES) for s in sizes]
         own = sum(rounded[i] for i, alone in enumerate(apart) if alone)
         if ends == 2:
             for i, j in zip(shared, shared[1:], strict=False):
-                assert j not in layout.overlapping(i), "neighbours must be alive together"
+                assert not overlap(layout.regions[i], layout.regions[j]), "neighbours must be alive together"
             pairs = [rounded[i] + rounded[j] for i, j in zip(shared, shared[1:], strict=False)]
             area = max(pairs, default=max((rounded[i] for i in shared), default=0))
         else:
@@ -132,7 +140,5 @@ def test_arena(ends):
 def test_arena_by_hand():
     layout = ArenaLayout.build([256, 700, 512, 10], [False, True, False, False])
     # Shared: 256, 512, 10 -> 256; the largest neighbours are 256 + 512 and 512 + 256. Unit 1 stands behind them.
-    assert layout.sizes == (256, 768, 512, 256)
-    assert layout.offsets == (0, 768, 256, 0)
+    assert layout.regions == (range(0, 256), range(768, 1536), range(256, 768), range(0, 256))
     assert layout.nbytes == 1536
-    assert layout.overlapping(0) == [3] and layout.overlapping(1) == [] and layout.overlapping(2) == []

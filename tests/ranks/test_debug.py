@@ -74,14 +74,21 @@ def overlap(rank, world_size):
     """Gather two units into the same memory."""
     from lightning_zero3.strategies.engine.unit import Phase, Unit
 
+    units, connect = {}, Unit.connect
+
+    def remember(unit, *args):
+        units[unit.index] = unit
+        connect(unit, *args)
+
     def gather(unit):
-        for filled in (unit, *unit.rivals[:1]):
+        for filled in (unit, units.get(unit.index + 2, unit)):
             if filled.phase is Phase.RESTING:
                 filled.phase = Phase.GATHERING
+                filled._arena.holders.append(filled)
                 filled._start()
         return True
 
-    Unit.gather = gather
+    Unit.connect, Unit.gather = remember, gather
     return train(rank, world_size, nn.Sequential, None, True)
 
 

@@ -77,7 +77,7 @@ def count(rank, world_size, frozen):
     del loss
     storages = {address: nbytes for address, nbytes in live_storages().items() if address not in before}
     scratch = {
-        "slots": engine.arena,
+        "slots": engine.arena.memory,
         "reduce": engine.reducer.buffer,
         "staging": getattr(engine.collectives, "_staging", torch.empty(0)),
     }

@@ -1,0 +1,129 @@
+"""The parameters of a unit that share dtype and trained-or-not, as one sharded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import ChunkLayout, Piece, Span
+from .shards import FlatGroup
+from .used import class_while_used
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank owns of one parameter."""
+
+    span: Span
+    start: int  # in the flat tensor of the parameter's group
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements in a tensor that is laid out like that flat tensor."""
+        return flat[self.start : self.start + self.span.stop - self.span.start]
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter of a unit."""
+
+    name: str
+    parameter: nn.Parameter
+    cls: type[nn.Parameter]  # the user's
+    dtype: torch.dtype  # the user's
+    size: torch.Size  # [...], the user's
+    stride: tuple[int, ...]  # of the dense memory order it is stored in
+    group: FlatGroup
+    part: Part | None = None  # None: this rank owns nothing of it
+    number: int = -1  # among all trained parameters of the engine
+    seen: int = 0  # version when its use began: a change in place shows
+
+    def __post_init__(self) -> None:
+        self.cls_while_used = class_while_used(self.cls)
+        self.trained = self.group.trained
+
+    def view(self, chunk: Tensor, offset: int) -> Tensor:
+        """The parameter inside a flat ``chunk`` [numel]."""
+        return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
+
+    def store(self, value: Tensor, flat: Tensor) -> None:
+        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of the group."""
+        value = value.reshape(self.size)
+        if self.part is not None:
+            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)  # as the parameter's memory
+            self.view(ordered, 0).copy_(value)
+            self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
+
+
+class Chunk:
+    """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
+
+    slot: Tensor  # [numel], dtype of computation; part of the arena
+    sent: Tensor  # [numel], dtype on the wire: the slot, or its second half
+    bytes: Tensor  # the same as bytes
+    owned: list[tuple[FlatGroup, Piece, int]]  # group, piece of the shard, start in the group's flat tensor
+
+    def __init__(
+        self,
+        entries: list[Entry],
+        layout: ChunkLayout,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+    ) -> None:
+        self.entries = entries
+        self.layout = layout
+        self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
+        self.trained = entries[0].trained
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def own(self, groups: list[FlatGroup], rank: int) -> None:
+        """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
+        self.owned = []
+        for piece in self.layout.pieces(rank):
+            group = groups[piece.group]
+            self.owned.append((group, piece, group.reserve(piece.stop - piece.start)))
+        for index, entry in enumerate(self.entries):
+            span = self.layout.span(index, rank)
+            if span is not None:
+                entry.part = Part(span, self.place_of(span.shard_start)[1])
+
+    def shard_of(self, buffer: Tensor, rank: int) -> Tensor:
+        """This rank's part [shard] of a chunk-sized buffer [world_size * shard]."""
+        return buffer.view(self.layout.world_size, -1)[rank]
+
+    def load_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
+        """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where there is none."""
+        for group, piece, start in self.owned:
+            source = flat(group)
+            target = shard[piece.start : piece.stop]
+            if source is None:
+                target.zero_()
+            else:
+                target.copy_(source[start : start + target.numel()])
+
+    def store_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
+        """Copy ``shard`` [shard] back into the groups' flat tensors."""
+        for group, piece, start in self.owned:
+            target = flat(group)
+            if target is not None:
+                target[start : start + piece.stop - piece.start].copy_(shard[piece.start : piece.stop])
+
+    def place_of(self, position: int) -> tuple[FlatGroup, int]:
+        """The group that has element ``position`` of the shard, and where in its flat tensor."""
+        group, piece, start = next(o for o in self.owned if o[1].start <= position < o[1].stop)
+        return group, start + position - piece.start
+
+    def in_slot(self, part: Part, rank: int) -> Tensor:
+        """A part of a parameter as it is in the slot."""
+        return self.shard_of(self.slot, rank)[part.span.shard_start :][: part.span.stop - part.span.start]
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters inside a chunk-sized buffer."""
+        return [e.view(buffer, o) for e, o in zip(self.entries, self.layout.offsets, strict=True)]
