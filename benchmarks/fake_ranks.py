@@ -47,7 +47,6 @@ def step_of(kind, job):
             [optimizer],
             device=device,
             collectives=make_collectives(dist.group.WORLD, device),
-            reduce_buffers=2 if job.device == "cuda" else 1,
         )
 
         def forward_and_backward():

@@ -214,7 +214,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             debug=self._debug,
             slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
             # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
-            reduce_buffers=2 if self.root_device.type == "cuda" else 1,
             wire_dtype=lambda name, p: torch.float32 if name in kept else wire,
             reduce_dtype=self._reduce_dtype,
             reduce_once=self._reduce_once,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from .access import NO_GRAPH_TASK, Access, graph_task
@@ -24,7 +24,7 @@ from .build import (
 )
 from .collectives import LocalCollectives
 from .gradients import Gradients
-from .hooks import copy_views, install, watch_outputs
+from .hooks import Collector, copy_views, install, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
 from .order import ForwardOrder
@@ -58,7 +58,6 @@ class Zero3Engine:
         wire_dtype: dtype in which a parameter travels to an fp32 slot, from its name and itself; fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
         debug: poison given-up slots and look for lost writes; see :mod:`~.checked`.
-        reduce_buffers: 1 holds the gradients of one unit; 2 lets a unit's reduction overlap the next unit's backward.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on every rank.
 
     Raises:
@@ -81,7 +80,6 @@ class Zero3Engine:
         slot_dtype: SlotDtype = _own_dtype,
         wire_dtype: SlotDtype = lambda name, parameter: torch.float32,
         reduce_dtype: torch.dtype | None = None,
-        reduce_buffers: int = 1,
         reduce_once: bool = False,
         debug: bool = False,
     ) -> None:
@@ -99,19 +97,19 @@ class Zero3Engine:
         self.differing = fill_shards(self.units, model, collectives, device)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
-        self._connect(reduce_buffers, reduce_once, reduce_dtype)
+        self._connect(reduce_once, reduce_dtype)
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
-        self.enter_backward = self._pass.enter
         attach(self.groups, optimizers)
-        self._handles = [handle for unit in self.units for handle in install(unit, self)]
+        hooks = self._enter_forward, self._leave_forward, self._collector
+        self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(lambda *_: self.weights_changed()) for o in optimizers]
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
 
-    def _connect(self, reduce_buffers: int, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
+    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
         whole = self.collectives.world_size == 1
         sizes = [0 if whole else u.nbytes for u in self.units]
         layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
@@ -123,7 +121,7 @@ class Zero3Engine:
         if whole:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
-            self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_buffers, reduce_once, reduce_dtype)
+            self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
         self._saved = SavedTensors(self.units, self.arena)
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
@@ -279,8 +277,7 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def enter_forward(self, unit: Unit) -> None:
-        """See :class:`~.hooks.Listener`."""
+    def _enter_forward(self, unit: Unit) -> None:
         if graph_task() != NO_GRAPH_TASK:
             self._pass.recompute(unit)
             return
@@ -294,8 +291,7 @@ class Zero3Engine:
         if following is not None:
             self.units[following].gather()
 
-    def leave_forward(self, unit: Unit, outputs: Any) -> Any:
-        """See :class:`~.hooks.Listener`."""
+    def _leave_forward(self, unit: Unit, outputs: Any) -> Any:
         if unit.lent or transform() is not None:
             # The values are the user's, or torch.func differentiates: its backward is none of ours, and hooks would start one.
             if unit.pins and graph_task() == NO_GRAPH_TASK:
@@ -305,9 +301,9 @@ class Zero3Engine:
         if copied is not None:
             outputs = copied
         if graph_task() != NO_GRAPH_TASK:
-            watch_outputs(unit, outputs, self)
+            watch_outputs(unit, outputs, self._pass.enter)
             return copied
-        if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self):
+        if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self._pass.enter):
             self._pass.schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
@@ -315,6 +311,5 @@ class Zero3Engine:
             self._saved.leave_outside(unit)
         return copied
 
-    def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        """See :class:`~.hooks.Listener`."""
+    def _collector(self, unit: Unit, index: int) -> Collector:
         return self.reducer.collector(unit, index, self._pass)

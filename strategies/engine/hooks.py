@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +18,29 @@ from .resting import take_gradient
 from .unit import Unit
 
 
-class Listener(Protocol):
-    """What the engine does at each event."""
-
-    def enter_forward(self, unit: Unit) -> None:
-        """A member of ``unit`` is about to run."""
-
-    def leave_forward(self, unit: Unit, outputs: Any) -> Any:
-        """A member of ``unit`` has run, or raised (then ``outputs`` is None); returns what replaces them, if not None."""
-
-    def enter_backward(self, unit: Unit) -> None:
-        """A gradient of an output of ``unit`` is there."""
-
-    def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        """Post-accumulate-grad hook of trained parameter ``index`` of ``unit``."""
+Collector = Callable[[Tensor], None]
 
 
-def install(unit: Unit, listener: Listener) -> list[RemovableHandle]:
-    """Report the forwards of the unit's members and the gradients of its parameters to ``listener``."""
+def install(
+    unit: Unit,
+    enter_forward: Callable[[Unit], None],
+    leave_forward: Callable[[Unit, Any], Any],
+    collector: Callable[[Unit, int], Collector],
+) -> list[RemovableHandle]:
+    """Report the forwards of the unit's members and the gradients of its parameters.
+
+    Args:
+        unit: to report on.
+        enter_forward: a member is about to run.
+        leave_forward: a member has run, or raised (then its outputs are None); returns what replaces them, if not None.
+        collector: makes the post-accumulate-grad hook of the trained parameter at an index.
+    """
 
     def enter(module: nn.Module, args: Any) -> None:
-        listener.enter_forward(unit)
+        enter_forward(unit)
 
     def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return listener.leave_forward(unit, outputs)
+        return leave_forward(unit, outputs)
 
     handles = []
     for module in unit.members:
@@ -51,14 +50,14 @@ def install(unit: Unit, listener: Listener) -> list[RemovableHandle]:
         handles.append(module.register_forward_hook(_uncompiled(leave), always_call=True))
     handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
-        handles.append(_on_grad(entry.parameter, listener.collector(unit, index)))
+        handles.append(_on_grad(entry.parameter, collector(unit, index)))
     for entry in unit.entries:
         if not entry.trained and entry.parameter.requires_grad:
             handles.append(_on_grad(entry.parameter, _drop_grad))
     return handles
 
 
-def _on_grad(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
     # torch refuses hooks on what needs no gradient now, but the user may unfreeze it later.
     hook.takes_gradient = True  # see RestingParameter: hooks that come later run before it
     needs_grad = parameter.requires_grad
@@ -128,15 +127,15 @@ def _drop_grad(parameter: Tensor) -> None:
     take_gradient(parameter)
 
 
-def watch_outputs(unit: Unit, outputs: Any, listener: Listener) -> bool:
-    """Call ``listener.enter_backward(unit)`` when the gradient of any tensor in ``outputs`` is there.
+def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
+    """Call ``enter_backward(unit)`` when the gradient of any tensor in ``outputs`` is there.
 
     Returns:
         Whether any of them needs a gradient.
     """
 
     def hook(grad: Tensor) -> None:
-        listener.enter_backward(unit)
+        enter_backward(unit)
 
     found = False
     for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):

@@ -80,7 +80,6 @@ class Reducer:
         collectives: the door to the other ranks.
         lane: where the exchange runs.
         device: of the buffer.
-        buffers: 1 holds the gradients of one unit; 2 lets a unit's reduction overlap the next unit's backward.
         once: room for the gradients of all units, so that they can be held.
         wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
 
@@ -102,14 +101,14 @@ class Reducer:
         collectives: LocalCollectives,
         lane: Lane,
         device: torch.device,
-        buffers: int,
         once: bool,
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._collectives, self._lane, self._wire_dtype = collectives, lane, wire_dtype
         self.once, self.lasting = once, device.type != "cpu"
         trained = [u for u in units if u.trained]
-        layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=buffers)
+        ends = 2 if lane.on_device else 1  # 2: a unit's reduction overlaps the next unit's backward
+        layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
         self._flying: _Range | None = None
