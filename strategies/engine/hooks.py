@@ -17,7 +17,6 @@ from .chunk import Entry
 from .resting import take_gradient
 from .unit import Unit
 
-
 Collector = Callable[[Tensor], None]
 
 
