@@ -30,9 +30,9 @@ def by_unit(engine: Zero3Engine, optimizers: Sequence[Optimizer]) -> dict[str, i
     states = {p: state for o in optimizers for p, state in o.state.items()}
     return {
         unit.name: sum(
-            _of_piece(group, start, start + piece.stop - piece.start, states)
+            _of_piece(piece.group, piece.place.start, piece.place.stop, states)
             for chunk in unit.chunks
-            for group, piece, start in chunk.owned
+            for piece in chunk.owned
         )
         for unit in engine.units
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layout import ChunkLayout, Piece, Span
+from .layout import ChunkLayout, Span
 from .shards import FlatGroup
 from .used import class_while_used
 
@@ -57,13 +57,28 @@ class Entry:
             self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
 
 
+@dataclass(eq=False)
+class OwnedPiece:
+    """A piece of this rank's shard, and where it lies in the flat tensor of its group."""
+
+    group: FlatGroup
+    inside: slice  # of the shard
+    place: slice  # in the flat tensor
+    window: int = 0  # in which its gradient was last written, see FlatGroup; 0: never
+
+    def is_first_in_window(self) -> bool:
+        """Whether its gradient is still that of an earlier window; asked once, before it is written."""
+        earlier, self.window = self.window, self.group.window
+        return earlier != self.window
+
+
 class Chunk:
     """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
 
     slot: Tensor  # [numel], dtype of computation; part of the arena
     sent: Tensor  # [numel], dtype on the wire: the slot, or its second half
     bytes: Tensor  # the same as bytes
-    owned: list[tuple[FlatGroup, Piece, int]]  # group, piece of the shard, start in the group's flat tensor
+    owned: list[OwnedPiece]
 
     def __init__(
         self,
@@ -87,8 +102,9 @@ class Chunk:
         """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
         self.owned = []
         for piece in self.layout.pieces(rank):
-            group = groups[piece.group]
-            self.owned.append((group, piece, group.reserve(piece.stop - piece.start)))
+            group, numel = groups[piece.group], piece.stop - piece.start
+            start = group.reserve(numel)
+            self.owned.append(OwnedPiece(group, slice(piece.start, piece.stop), slice(start, start + numel)))
         for index, entry in enumerate(self.entries):
             span = self.layout.span(index, rank)
             if span is not None:
@@ -100,25 +116,24 @@ class Chunk:
 
     def load_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
         """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where there is none."""
-        for group, piece, start in self.owned:
-            source = flat(group)
-            target = shard[piece.start : piece.stop]
+        for piece in self.owned:
+            source = flat(piece.group)
             if source is None:
-                target.zero_()
+                shard[piece.inside].zero_()
             else:
-                target.copy_(source[start : start + target.numel()])
+                shard[piece.inside].copy_(source[piece.place])
 
     def store_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
         """Copy ``shard`` [shard] back into the groups' flat tensors."""
-        for group, piece, start in self.owned:
-            target = flat(group)
+        for piece in self.owned:
+            target = flat(piece.group)
             if target is not None:
-                target[start : start + piece.stop - piece.start].copy_(shard[piece.start : piece.stop])
+                target[piece.place].copy_(shard[piece.inside])
 
     def place_of(self, position: int) -> tuple[FlatGroup, int]:
         """The group that has element ``position`` of the shard, and where in its flat tensor."""
-        group, piece, start = next(o for o in self.owned if o[1].start <= position < o[1].stop)
-        return group, start + position - piece.start
+        piece = next(p for p in self.owned if p.inside.start <= position < p.inside.stop)
+        return piece.group, piece.place.start + position - piece.inside.start
 
     def in_slot(self, part: Part, rank: int) -> Tensor:
         """A part of a parameter as it is in the slot."""

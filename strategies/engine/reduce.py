@@ -21,7 +21,6 @@ from .chunk import Chunk, Entry
 from .collectives import LocalCollectives, Pending
 from .layout import ArenaLayout, overlap
 from .resting import RestingParameter, take_gradient
-from .shards import FlatGroup
 from .streams import Lane
 from .unit import Exchange, Unit
 from .wire import RoundedSum
@@ -112,7 +111,6 @@ class Reducer:
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
         self._flying: _Range | None = None
-        self._windows: dict[tuple[int, int], int] = {}  # (id of chunk, piece) -> last written in (0: zeros)
         self._mark: torch.cuda.Event | None = None
 
     def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
@@ -210,10 +208,9 @@ class Reducer:
             total = work.wait()  # [shard]
             if dropped:
                 continue
-            for k, (group, piece, start) in enumerate(chunk.owned):
-                target = group.grad[start : start + piece.stop - piece.start]
-                part = total[piece.start : piece.stop]
-                first = self._first_in_window(chunk, k, group)
+            for piece in chunk.owned:
+                target, part = piece.group.grad[piece.place], total[piece.inside]
+                first = piece.is_first_in_window()
                 if target.dtype != part.dtype:
                     part = part.mul_(scale).to(target.dtype)
                     target.copy_(part) if first else target.add_(part)
@@ -222,19 +219,13 @@ class Reducer:
                 else:
                     target.add_(part, alpha=scale)
 
-    def _first_in_window(self, chunk: Chunk, piece: int, group: FlatGroup) -> bool:
-        key = (id(chunk), piece)
-        first = self._windows.get(key, 0) != group.window
-        self._windows[key] = group.window
-        return first
-
     def zero_untouched(self) -> None:
         """Gradients of units that no backward reached since they were cleared are zero, not what they were."""
         for place in self._ranges.values():
             for chunk, _ in place.chunks:
-                for k, (group, piece, start) in enumerate(chunk.owned):
-                    if self._first_in_window(chunk, k, group):
-                        group.grad[start : start + piece.stop - piece.start].zero_()
+                for piece in chunk.owned:
+                    if piece.is_first_in_window():
+                        piece.group.grad[piece.place].zero_()
 
     def drop(self, first: int, last: int) -> None:
         """Gradients of the parameters numbered [first, last) were cleared: forget what is held of them."""

@@ -99,9 +99,7 @@ class Unit:
             chunk.bytes = chunk.sent.view(torch.uint8)
             offset += chunk.nbytes
             shard = chunk.shard_of(chunk.sent, collectives.rank)
-            for group, piece, start in chunk.owned:
-                target = shard[piece.start : piece.stop]
-                self._fills.append((target, group.data[start : start + target.numel()]))
+            self._fills += [(shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned]
             for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
                 entry.parameter.data = view
         self.rest()
