@@ -48,7 +48,7 @@ LAYERS = [
     (["strategies/rendezvous"], TORCH),
     (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/shared", "strategies/engine/timing"], TORCH),
-    (["strategies/engine/door", "strategies/engine/used"], TORCH),
+    (["strategies/engine/door"], TORCH),
     (["strategies/engine/hybrid"], TORCH),
     (["strategies/engine/chunk"], TORCH),
     (["strategies/engine/unit"], TORCH),

@@ -42,7 +42,7 @@ class Access:
         for unit in units:
             for entry in unit.entries:
                 self._owner[id(entry.parameter)] = unit, entry
-                settle(entry.parameter, self)
+                settle(entry.parameter, f"{entry.name!r} (unit {unit.name})", entry.cls, entry.dtype, self)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.resting.Home.read`."""
@@ -81,19 +81,6 @@ class Access:
         if entry.trained:  # no optimizer would read another one's
             self._settle_gradients()
             self._gradients.assign(entry, grad)
-
-    def describe(self, parameter: nn.Parameter) -> str:
-        """See :meth:`~.resting.Home.describe`."""
-        unit, entry = self._owner[id(parameter)]
-        return f"{entry.name!r} (unit {unit.name})"
-
-    def declared_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """See :meth:`~.resting.Home.declared_dtype`."""
-        return self._owner[id(parameter)][1].dtype
-
-    def class_in_use(self, parameter: nn.Parameter) -> type[nn.Parameter]:
-        """See :meth:`~.resting.Home.class_in_use`."""
-        return self._owner[id(parameter)][1].cls
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

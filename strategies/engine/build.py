@@ -15,7 +15,7 @@ from .chunk import Chunk, Entry
 from .collectives import LocalCollectives
 from .layout import ChunkLayout
 from .partition import UnitModules
-from .resting import class_in_use, home_of, unsettle
+from .resting import class_of, home_of, unsettle
 from .shards import FlatGroup, GroupKey
 from .unit import Unit
 from .whole import WholeUnit
@@ -73,7 +73,7 @@ def build_units(
             optimizer, number = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
             key = GroupKey(optimizer, number, p.dtype)
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
-            entry = Entry(name, p, class_in_use(p), p.dtype, p.shape, _dense_stride(p), group)
+            entry = Entry(name, p, class_of(p), p.dtype, p.shape, _dense_stride(p), group)
             slot = slot_dtype(name, p) if world_size > 1 else p.dtype
             wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)

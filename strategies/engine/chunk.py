@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .layout import ChunkLayout, Span
+from .resting import class_while_used
 from .shards import FlatGroup
-from .used import class_while_used
 
 
 @dataclass(frozen=True)

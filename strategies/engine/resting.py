@@ -1,4 +1,4 @@
-"""What a parameter is outside its unit's use: right or loud.
+"""What a parameter is, outside its unit's use and in it: right or loud.
 
 A sharded parameter keeps its identity, name, shape, dtype and device for ever. While its unit is in use it is an ordinary
 ``nn.Parameter`` that views the gathered slot. Otherwise its class is :class:`RestingParameter`, and every operation on it
@@ -6,13 +6,15 @@ comes here first: questions about it (shape, dtype, hooks, ...) are answered, a 
 step, where all ranks run the same code) or raises; no operation sees memory that now belongs to another unit.
 
 The class of a tensor can be switched like that because both classes have the same layout; torch's own lazy parameters do
-the same. An ordinary parameter pays nothing.
+the same. A parameter in use pays nothing but torch's look at its class.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -22,16 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Home(Protocol):
-    """The unit that owns a parameter, as seen from here."""
+    """The owner of parameters, as seen from here; see :class:`~.access.Access`."""
 
     def retire(self) -> None:
         """Another engine has taken the parameters over: stop watching them."""
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """The whole value in memory of its own, connected to autograd; collective."""
-
-    def describe(self, parameter: nn.Parameter) -> str:
-        """Name of the parameter and its unit."""
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The whole values, detached, of parameters that share this home; collective, each unit is gathered once."""
@@ -45,35 +44,46 @@ class Home(Protocol):
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Store a full gradient that all ranks have, or clear it; local."""
 
-    def class_in_use(self, parameter: nn.Parameter) -> type[nn.Parameter]:
-        """The parameter's class while it is in use."""
 
-    def declared_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """The user's dtype (the slot may hold a lower one)."""
+@dataclass(frozen=True)
+class Sharded:
+    """What is known of a sharded parameter.
+
+    Attributes:
+        label: its name and its unit's, for errors.
+        cls: the user's class of it.
+        dtype: the user's; the slot may hold a lower one.
+        home: its owner, who holds the parameter: neither would ever be freed with a strong reference.
+    """
+
+    label: str
+    cls: type[nn.Parameter]
+    dtype: torch.dtype
+    home: weakref.ref[Home]
 
 
-# Parameter -> weak reference to its home, which holds the parameter: neither would ever be freed with a strong one.
-_HOMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
+
+set_data = Tensor.data.__set__  # torch's own, past the classes below: the parameter gets other memory
 
 
 class ResidencyError(RuntimeError):
     """A sharded parameter was read or written where its value is not there."""
 
 
-def settle(parameter: nn.Parameter, home: Home) -> None:
-    """Make ``home`` answer for ``parameter`` while it rests."""
-    _HOMES[parameter] = weakref.ref(home)
+def settle(parameter: nn.Parameter, label: str, cls: type[nn.Parameter], dtype: torch.dtype, home: Home) -> None:
+    """Make ``home`` answer for ``parameter`` while it rests; see :class:`Sharded`."""
+    _SHARDED[parameter] = Sharded(label, cls, dtype, weakref.ref(home))
 
 
 def unsettle(parameter: nn.Parameter) -> None:
     """Forget the home of ``parameter``; it is an ordinary parameter from now on."""
-    _HOMES.pop(parameter, None)
+    _SHARDED.pop(parameter, None)
 
 
 def home_of(parameter: Tensor) -> Home | None:
     """Who owns ``parameter``, if anyone does."""
-    reference = _HOMES.get(parameter)
-    return None if reference is None else reference()
+    return _SHARDED[parameter].home() if parameter in _SHARDED else None
 
 
 def _home(parameter: Tensor) -> Home:
@@ -85,18 +95,17 @@ def _home(parameter: Tensor) -> Home:
 
 def describe(parameter: Tensor) -> str:
     """Name of ``parameter`` and its unit."""
-    return _home(parameter).describe(parameter)
+    return _SHARDED[parameter].label
 
 
-def class_in_use(parameter: nn.Parameter) -> type[nn.Parameter]:
+def class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
     """The class of ``parameter`` as the user made it."""
-    home = home_of(parameter)
-    return type(parameter) if home is None else home.class_in_use(parameter)
+    return _SHARDED[parameter].cls if parameter in _SHARDED else type(parameter)
 
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether an engine owns ``parameter`` (resting or in use)."""
-    return parameter in _HOMES
+    return parameter in _SHARDED
 
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
@@ -146,6 +155,43 @@ class FullGradient(Tensor):
             return cls.of(None, result) if shared else result.as_subclass(Tensor)
 
 
+class _InUse:
+    """Makes ``parameter.data`` an alias that counts versions, as ``detach()`` does.
+
+    Torch's own hides writes: ``parameter.data.clamp_()`` leaves the version as it was, so nobody could tell that the shards
+    have to follow. Costs nothing but torch's look at the class of each operand.
+    """
+
+    _cls: type[nn.Parameter]  # the user's
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ResidencyError(
+                f"`.data` of parameter {describe(self)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype}. "
+                "While the parameter is sharded its shape and dtype stay as they are."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+            copied.__class__ = self._cls
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+@cache
+def class_while_used(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The subclass of ``cls`` that a parameter has while it is in use."""
+    return type(cls.__name__, (_InUse, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls})
+
+
 class RestingParameter(nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
 
@@ -158,7 +204,7 @@ class RestingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "dtype.__get__":
-            return _home(args[0]).declared_dtype(args[0])
+            return _SHARDED[args[0]].dtype
         if name == "grad.__get__":
             return _home(args[0]).gradient(args[0])
         if name == "grad.__set__":
@@ -170,7 +216,7 @@ class RestingParameter(nn.Parameter):
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
         if name in _LIKE and isinstance(args[0], RestingParameter):
-            kwargs.setdefault("dtype", _home(args[0]).declared_dtype(args[0]))
+            kwargs.setdefault("dtype", _SHARDED[args[0]].dtype)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "register_post_accumulate_grad_hook":

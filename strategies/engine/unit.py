@@ -12,10 +12,9 @@ from torch import Tensor
 from .chunk import Chunk, Entry
 from .collectives import LocalCollectives, Pending
 from .partition import UnitModules
-from .resting import ResidencyError, RestingParameter
+from .resting import ResidencyError, RestingParameter, set_data
 from .shards import FlatGroup
 from .streams import Lane
-from .used import set_data
 from .wire import widen
 
 
