@@ -40,7 +40,8 @@ def step_of(kind, job):
         def forward_and_backward():
             model(tokens).backward()
     else:
-        from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+        from lightning_zero3.strategies.collectives import make_collectives
+        from lightning_zero3.strategies.engine import Zero3Engine
 
         engine = Zero3Engine(
             model,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..strategies.engine import CallTimer
+from ..strategies.collectives import CallTimer
 
 
 class FSDPCommunication:

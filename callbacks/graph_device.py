@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ..strategies.engine import LocalCollectives
+from ..strategies.collectives import LocalCollectives
 from .graph_random import CapturedRandomStates
 from .graph_software import SoftwareGraph
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..strategies.engine import LocalCollectives
+from ..strategies.collectives import LocalCollectives
 
 # Not those of Python objects, which a graph cannot hold.
 _EXCHANGES = ("all_gather", "reduce_scatter", "reduce_scatter_in", "all_to_all", "all_reduce", "broadcast", "meet")

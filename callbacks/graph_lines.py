@@ -37,7 +37,8 @@ def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
 
 # Modules that never call a user's code.
 _ENGINE = {
-    f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduce", "collectives", "shared", "hybrid", "wire")
+    *(f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduce")),
+    *(f"lightning_zero3.strategies.collectives.{name}" for name in ("group", "pairwise", "shared", "hybrid", "wire")),
 }
 
 

@@ -16,7 +16,7 @@ from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..strategies.engine import LocalCollectives
+from ..strategies.collectives import LocalCollectives
 from .graph_exchanges import record_exchanges
 
 _aten = torch.ops.aten

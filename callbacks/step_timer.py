@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..strategies.engine import HostClock, make_clock
+from ..strategies.collectives import HostClock, make_clock
 from .fsdp_communication import FSDPCommunication
 from .memory_ranks import RankGatherer, spread, to_metrics
 

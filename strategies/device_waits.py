@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .engine import HostClock, Zero3Engine
+from .collectives import HostClock
+from .engine import Zero3Engine
 from .engine.streams import Lane
 
 

@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from typing_extensions import override
 
+from .collectives import DivergenceError
 from .data import NoBatch, ShardedLoader
-from .engine import DivergenceError, Zero3Engine
+from .engine import Zero3Engine
 from .logged import adopt, describe
 from .turns import Turn, plan_turns
 from .watched import WatchedStrategy

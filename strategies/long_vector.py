@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS
 
-from .engine import LocalCollectives, Zero3Engine
+from .collectives import LocalCollectives
+from .engine import Zero3Engine
 from .substitution import Substitution
 
 _REDUCTIONS = {"dot": "sum", "sum": "sum", "max": "max"}

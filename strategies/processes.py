@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from .cluster import choose, identify
-from .engine import CollectiveTimer, LocalCollectives, Meeting
+from .collectives import CollectiveTimer, LocalCollectives, Meeting
 from .host import bind_to_numa_node, limit_threads, visible_devices
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals

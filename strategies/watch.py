@@ -24,8 +24,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
+from .collectives import DivergenceError, LocalCollectives, board, first_difference, group, pairwise, shared
 from .device_waits import DeviceWaits
-from .engine import collectives, first_difference, shared
 from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
@@ -38,7 +38,7 @@ _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in 
 _NOT_USER_CODE = tuple(
     os.path.join(folder, "") for folder in (*_INSTALLED, os.path.dirname(__file__), os.path.dirname(threading.__file__))
 )
-_DOORS = (collectives.__file__, shared.__file__)
+_DOORS = tuple(module.__file__ for module in (board, group, pairwise, shared))
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 
 
@@ -74,7 +74,7 @@ class Watch:
     def __init__(self, options: WatchOptions, store: dist.Store, rank: int, world_size: int) -> None:
         self.position = Position()
         self.unit_name: Callable[[int], str] = str
-        self.door = collectives.LocalCollectives()  # whose exchanges are told
+        self.door = LocalCollectives()  # whose exchanges are told
         self.device_waits: DeviceWaits | None = None  # where hosts do not wait for exchanges
         self._options, self._rank, self._world_size = options, rank, world_size
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
@@ -102,7 +102,7 @@ class Watch:
     def ends_with(self, error: BaseException) -> None:
         """This rank's run ends with ``error``: tell the others; or, if one of them is behind it, say so in its message."""
         step = self.position.place().step
-        if isinstance(error, collectives.DivergenceError):
+        if isinstance(error, DivergenceError):
             error.args = (f"In step {step}: {error}",)
         elif _is_about_a_connection(error) and (behind := self._who_broke_it()):
             error.args = (f"{behind} What this rank saw of it: {error}",)

@@ -12,8 +12,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
+from .collectives import make_clock
 from .device_waits import DeviceWaits, lanes_of
-from .engine import Zero3Engine, make_clock
+from .engine import Zero3Engine
 from .position import Activity
 from .processes import ProcessStrategy
 from .watch import Watch, WatchOptions

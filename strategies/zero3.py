@@ -26,8 +26,9 @@ from typing_extensions import override
 
 from .adapted import adapt, follow, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
+from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
-from .engine import FiniteCheck, UnitPolicy, Zero3Engine, make_collectives, make_hybrid_collectives
+from .engine import FiniteCheck, UnitPolicy, Zero3Engine
 from .evaluation import EvaluationStrategy
 from .ledger import by_category, by_unit
 from .param_groups import ParamGroups

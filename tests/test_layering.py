@@ -31,7 +31,13 @@ LAYERS = [
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
-    (["strategies/engine/wire"], TORCH),
+    (["strategies/collectives/board"], NOTHING),
+    (["strategies/collectives/wire"], TORCH),
+    (["strategies/collectives/group"], TORCH),
+    (["strategies/collectives/hybrid", "strategies/collectives/pairwise", "strategies/collectives/timing"], TORCH),
+    (["strategies/collectives/shared"], TORCH),
+    (["strategies/collectives/door"], TORCH),
+    (["strategies/collectives/__init__"], TORCH),
     (
         [
             "strategies/host",
@@ -39,7 +45,6 @@ LAYERS = [
             "strategies/rollcall",
             "strategies/sessions",
             "strategies/engine/streams",
-            "strategies/engine/collectives",
             "strategies/engine/partition",
             "strategies/engine/resting",
         ],
@@ -47,9 +52,7 @@ LAYERS = [
     ),
     (["strategies/rendezvous"], TORCH),
     (["strategies/environment_report"], {*TORCH, "rich"}),
-    (["strategies/engine/buffers", "strategies/engine/shards", "strategies/engine/shared", "strategies/engine/timing"], TORCH),
-    (["strategies/engine/door"], TORCH),
-    (["strategies/engine/hybrid"], TORCH),
+    (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),
     (["strategies/engine/chunk"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),

@@ -14,42 +14,23 @@ visit                 a unit's turn in backward
 ====================  ==================================================================================================
 """
 
-from .agreement import first_difference
-from .collectives import DivergenceError, GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives
-from .door import make_collectives
 from .engine import Zero3Engine
 from .finite import FiniteCheck, NonFiniteError
-from .hybrid import make_hybrid_collectives
 from .partition import UnitPolicy, find_units
 from .replay import ReplayedStep, bring, unit_around
 from .resting import ResidencyError, is_sharded
-from .shared import SharedMemoryCollectives
-from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
 from .unit import Unit
 
 __all__ = [
-    "CallTimer",
-    "CollectiveTimer",
-    "DivergenceError",
     "FiniteCheck",
-    "GroupCollectives",
-    "HostClock",
-    "LocalCollectives",
-    "Meeting",
     "NonFiniteError",
-    "PairwiseCollectives",
     "ReplayedStep",
     "ResidencyError",
-    "SharedMemoryCollectives",
     "UnitPolicy",
     "Unit",
     "Zero3Engine",
     "bring",
     "find_units",
-    "first_difference",
     "is_sharded",
-    "make_clock",
-    "make_collectives",
-    "make_hybrid_collectives",
     "unit_around",
 ]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..collectives import LocalCollectives
 from .chunk import Entry
-from .collectives import LocalCollectives
 from .gradients import Gradients
 from .resting import FullGradient, ResidencyError, settle
 from .unit import Unit

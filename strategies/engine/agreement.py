@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
-from .collectives import DivergenceError, LocalCollectives, Meeting
+from ..collectives import DivergenceError, LocalCollectives, Meeting, first_difference
 from .unit import Exchange, Unit
 
 
@@ -54,21 +52,3 @@ class Agreement:
         index, exchange = divmod(label, len(Exchange))
         verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
         return f"{verb} unit {self._units[index].name}"
-
-
-def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
-    """Where the exchanges of some rank stop to be rank 0's, in words; empty if they do not.
-
-    Args:
-        everyone: labels of each rank's exchanges since the last agreement; one that has done fewer says nothing.
-        describe: what a label stands for.
-    """
-    for rank, theirs in enumerate(everyone):
-        for number, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)):
-            if a != b:
-                return (
-                    f"The ranks ran different things. At exchange {number} of this step rank 0 came to {describe(a)}, rank "
-                    f"{rank} to {describe(b)}. All ranks must run the same modules in the same order; look for a branch or a "
-                    "loop that depends on a rank's own data."
-                )
-    return ""

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch.autograd import Variable
 
+from ..collectives import LocalCollectives
 from .agreement import Agreement
 from .buffers import Buffers
-from .collectives import LocalCollectives
 from .gradients import Gradients
 from .joint import JointSteps
 from .order import BackwardSchedule

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .collectives import LocalCollectives
+from ..collectives import LocalCollectives
 
 
 class Buffers:

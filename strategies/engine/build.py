@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..collectives import LocalCollectives
 from .buffers import same
 from .checked import CheckedUnit
 from .chunk import Chunk, Entry
-from .collectives import LocalCollectives
 from .layout import ChunkLayout
 from .partition import UnitModules
 from .resting import class_of, home_of, unsettle

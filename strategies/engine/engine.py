@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..collectives import LocalCollectives
 from .access import NO_GRAPH_TASK, Access, graph_task
 from .agreement import Agreement
 from .backward import Backward
@@ -22,7 +23,6 @@ from .build import (
     optimizer_groups,
     optimizer_names,
 )
-from .collectives import LocalCollectives
 from .gradients import Gradients
 from .hooks import Collector, copy_views, install, watch_outputs
 from .joint import JointSteps

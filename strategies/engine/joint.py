@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from .collectives import LocalCollectives
+from ..collectives import LocalCollectives
 from .unit import Exchange, Unit
 
 

@@ -17,13 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..collectives import LocalCollectives, Pending
 from .chunk import Chunk, Entry
-from .collectives import LocalCollectives, Pending
 from .layout import ArenaLayout, overlap
 from .resting import RestingParameter, take_gradient
 from .streams import Lane
 from .unit import Exchange, Unit
-from .wire import RoundedSum
 
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,7 +62,7 @@ class _Range:
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.written = [False] * len(self.views)
         self.open = False  # holds gradients that have not been sent
-        self.pending: list[Pending | RoundedSum] = []  # in flight
+        self.pending: list[Pending] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
 
     @staticmethod

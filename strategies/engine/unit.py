@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..collectives import LocalCollectives, Pending, widen
 from .chunk import Chunk, Entry
-from .collectives import LocalCollectives, Pending
 from .partition import UnitModules
 from .resting import ResidencyError, RestingParameter, set_data
 from .shards import FlatGroup
 from .streams import Lane
-from .wire import widen
 
 
 class Phase(enum.Enum):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..collectives import LocalCollectives
 from .chunk import Entry
-from .collectives import LocalCollectives
 from .reduce import Pass, Reducer
 from .resting import ResidencyError, keep_engine_last
 from .shards import FlatGroup

@@ -234,7 +234,8 @@ class Zero3Run(Run):
     sharded = True
 
     def set_up(self) -> None:
-        from lightning_zero3.strategies.engine import Zero3Engine, make_collectives, partition
+        from lightning_zero3.strategies.collectives import make_collectives
+        from lightning_zero3.strategies.engine import Zero3Engine, partition
         from lightning_zero3.strategies.param_groups import ParamGroups
 
         partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own

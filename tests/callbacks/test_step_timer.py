@@ -17,7 +17,7 @@ from helpers.tracking import Collecting, needs_cuda
 from lightning_zero3.callbacks import StepTimer
 from lightning_zero3.callbacks.fsdp_communication import _starters
 from lightning_zero3.callbacks.step_timer import KEYS
-from lightning_zero3.strategies.engine import CollectiveTimer, HostClock, LocalCollectives, PairwiseCollectives
+from lightning_zero3.strategies.collectives import CollectiveTimer, HostClock, LocalCollectives, PairwiseCollectives
 
 
 class Slow(LightningModule):
@@ -131,7 +131,7 @@ class Slowed(PairwiseCollectives):
 
 
 def communication_case(rank, world_size, folder):
-    from lightning_zero3.strategies.engine import door
+    from lightning_zero3.strategies.collectives import door
 
     door.SharedMemoryCollectives.open = Slowed
     rows = fit(StepTimer(), folder, strategy="zero3", devices=world_size)

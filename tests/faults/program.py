@@ -207,7 +207,7 @@ def die_half_way(fault, folder):
 def run_ahead():
     """As with NCCL, the host does not wait for exchanges, and nobody compares them; from the fault on they never end."""
     from lightning_zero3.strategies import zero3
-    from lightning_zero3.strategies.engine.collectives import GroupCollectives, Pending
+    from lightning_zero3.strategies.collectives import GroupCollectives, Pending
 
     class Door(GroupCollectives):
         stuck = False

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_zero3.strategies.engine import GroupCollectives, LocalCollectives, first_difference
+from lightning_zero3.strategies.collectives import GroupCollectives, LocalCollectives, first_difference
 from lightning_zero3.strategies.position import Activity, Neighbour, Place, Position, machine
 from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
 from lightning_zero3.strategies.watch import Watch

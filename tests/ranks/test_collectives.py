@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import (
+from lightning_zero3.strategies.collectives import (
     DivergenceError,
     GroupCollectives,
     PairwiseCollectives,
     SharedMemoryCollectives,
-    Zero3Engine,
     make_collectives,
 )
+from lightning_zero3.strategies.engine import Zero3Engine
 
 WORLD_SIZES = [2, 3, 4, 5]
 KINDS = {"shared": SharedMemoryCollectives.open, "pairwise": PairwiseCollectives, "group": GroupCollectives}

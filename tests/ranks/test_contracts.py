@@ -27,7 +27,8 @@ class Block(nn.Module):
 def build(rank, world_size, door=None, **options):
     import torch.distributed as dist
 
-    from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+    from lightning_zero3.strategies.collectives import make_collectives
+    from lightning_zero3.strategies.engine import Zero3Engine
 
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
@@ -131,7 +132,7 @@ def sent(rank, world_size, kind):
         model = nn.parallel.DistributedDataParallel(nn.Sequential(*[Block() for _ in range(BLOCKS)]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
-        from lightning_zero3.strategies.engine import PairwiseCollectives
+        from lightning_zero3.strategies.collectives import PairwiseCollectives
 
         options = IN_BF16 if kind == "bf16" else {"reduce_once": kind == "once"}
         model, optimizer, engine = build(rank, world_size, PairwiseCollectives(dist.group.WORLD), **options)
@@ -164,6 +165,10 @@ def test_bytes_of_an_accumulation_window(world_size):
     assert once <= ddp + gathers < each
 
 
+def runs_engine(file):
+    return "/strategies/engine/" in file or "/strategies/collectives/" in file
+
+
 def memory_of_a_step(rank, world_size):
     """Operations of engine code that allocate tensor memory in a step after the first."""
     import traceback
@@ -176,7 +181,7 @@ def memory_of_a_step(rank, world_size):
             out = func(*args, **(kwargs or {}))
             new = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in before and t.nbytes >= 1024]
             callers = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            if new and "/engine/" in callers[-1].filename:
+            if new and runs_engine(callers[-1].filename):
                 found.append((str(func), callers[-1].name))
             return out
 
@@ -214,13 +219,13 @@ def copies_of_a_step(rank, world_size, shared):
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from lightning_zero3.strategies.engine import PairwiseCollectives
+    from lightning_zero3.strategies.collectives import PairwiseCollectives
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal copied
             callers = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            ours = func is torch.ops.aten.copy_.default and "/engine/" in callers[-1].filename
+            ours = func is torch.ops.aten.copy_.default and runs_engine(callers[-1].filename)
             copied += args[0].nbytes if ours and args[0].dtype != torch.int64 else 0  # int64: votes
             return func(*args, **(kwargs or {}))
 
@@ -248,7 +253,8 @@ CALLS = """
 import sys, torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 

@@ -31,7 +31,8 @@ class Keeps(nn.Sequential):
 def train(rank, world_size, container, clamped, debug):
     import torch.distributed as dist
 
-    from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+    from lightning_zero3.strategies.collectives import make_collectives
+    from lightning_zero3.strategies.engine import Zero3Engine
 
     torch.manual_seed(1)
     model = container(*[Block(clamp=k == clamped) for k in range(BLOCKS)])

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from helpers.ranks import run_ranks
 from lightning_zero3 import WatchOptions, Zero3Strategy
+from lightning_zero3.strategies.collectives import HostClock, make_clock, make_collectives
 from lightning_zero3.strategies.device_waits import DeviceWaits, lanes_of
-from lightning_zero3.strategies.engine import HostClock, Zero3Engine, engine, make_clock, make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine, engine
 from lightning_zero3.strategies.engine.streams import make_lane
 
 

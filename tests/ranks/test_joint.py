@@ -6,8 +6,8 @@ from torch import nn
 
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
-from lightning_zero3.strategies.engine.collectives import GroupCollectives
+from lightning_zero3.strategies.collectives import GroupCollectives, make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
 
 
 class Block(nn.Module):

@@ -11,7 +11,8 @@ from torch import nn
 
 from helpers.models import Block
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
 
 WIDTH, DEPTH, VOCAB = 256, 4, 2000
 UNITS = [["embed"], *([f"blocks.{k}"] for k in range(DEPTH)), ["norm", "head"]]

@@ -8,7 +8,8 @@ from torch import nn
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.checkpoints.gather import gather_on_rank_zero
 from lightning_zero3.strategies.checkpoints.optimizer_state import load_optimizer_state, sliced_optimizer_state
-from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
 
 
 class Mixed(nn.Module):

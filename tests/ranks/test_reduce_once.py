@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import Zero3Engine, make_collectives
+from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
 
 WIDTH, MICRO_BATCHES = 16, 4
 

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import (
+from lightning_zero3.strategies.collectives import (
     GroupCollectives,
     PairwiseCollectives,
     SharedMemoryCollectives,
-    Zero3Engine,
     make_collectives,
+    make_hybrid_collectives,
 )
-from lightning_zero3.strategies.engine.hybrid import make_hybrid_collectives
-from lightning_zero3.strategies.engine.wire import narrow, widen
+from lightning_zero3.strategies.collectives.wire import narrow, widen
+from lightning_zero3.strategies.engine import Zero3Engine
 
 BF16 = torch.bfloat16
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import DivergenceError
+from lightning_zero3.strategies.collectives import DivergenceError
 
 READS = {
     "gradient": lambda module: module.net[0].weight.grad,

@@ -16,33 +16,8 @@ from collections.abc import Callable, MutableSequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from .collectives import GroupCollectives, LocalCollectives, Meeting, PairwiseCollectives, Pending
-from .door import make_collectives
-from .wire import RoundedSum
-
-
-def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalCollectives:
-    """The door for shards over ``shard_size`` neighbouring ranks; collective over all ranks.
-
-    Raises:
-        ValueError: the ranks do not divide into such groups.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if shard_size < 2 or world_size % shard_size:
-        raise ValueError(
-            f"shard_size={shard_size} must be at least 2 and divide the number of ranks, {world_size}. Take the number of "
-            "ranks on a node, or none to shard over all."
-        )
-    everyone = make_collectives(dist.group.WORLD, device)
-    if shard_size == world_size:
-        return everyone
-    mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replica", "shard"))
-    group = mesh.get_group("shard")
-    # All agreement is among everyone, so the shards of NCCL need no group on the host.
-    shards = make_collectives(group, device) if isinstance(everyone, PairwiseCollectives) else GroupCollectives(group)
-    return HybridCollectives(shards, everyone, mesh.get_group("replica"))
+from .group import LocalCollectives, Meeting, Pending
 
 
 class HybridCollectives(LocalCollectives):
@@ -118,7 +93,7 @@ class HybridCollectives(LocalCollectives):
 class _OverReplicas(Pending):
     """The sum of a shard over replicas follows the sum inside each."""
 
-    def __init__(self, inside: Pending | RoundedSum, replicas: dist.ProcessGroup) -> None:
+    def __init__(self, inside: Pending, replicas: dist.ProcessGroup) -> None:
         super().__init__(torch.empty(0))
         self._inside, self._replicas = inside, replicas
 

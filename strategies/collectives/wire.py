@@ -6,8 +6,6 @@ the buffer, and what arrives lands in the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,25 +35,3 @@ def widen(buffer: Tensor, dtype: torch.dtype) -> None:
         buffer[done:stop].copy_(high[done:stop])
         done = stop
     buffer[done:].copy_(high[done:].clone())
-
-
-class RoundedSum:
-    """A reduce-scatter of ``buffer`` [world_size * shard] in fp32, whose summands travel in ``dtype``.
-
-    Every rank's shard is rounded, the own one too, so that a sum does not depend on who computes it. Sums are taken in rank
-    order when all have arrived: they do not depend on timing.
-    """
-
-    def __init__(self, door: Any, buffer: Tensor, dtype: torch.dtype, label: int) -> None:
-        self._total = buffer[: buffer.numel() // door.world_size]  # over what has been sent by then
-        arriving = buffer.view(dtype)[buffer.numel() :]
-        self._exchange = door.all_to_all(narrow(buffer, dtype), arriving, label)
-        self._world_size = door.world_size
-
-    def wait(self) -> Tensor:
-        """See :meth:`~.collectives.Pending.wait`."""
-        first, *others = self._exchange.wait().view(self._world_size, -1)
-        self._total.copy_(first)
-        for summand in others:
-            self._total.add_(summand)
-        return self._total

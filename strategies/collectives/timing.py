@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .collectives import LocalCollectives, Pending
+from .group import LocalCollectives, Pending
 
 
 class HostClock:

@@ -1,0 +1,34 @@
+"""How ranks exchange tensors: one door, and what is behind it on a machine, between machines and on devices.
+
+====================  ==================================================================================================
+door                  the object that all exchanges of an engine go through; tests and timers substitute its methods
+label                 number that an exchange has on all ranks: those that come with different ones have parted
+trace                 labels since the ranks last agreed that they do the same
+board                 memory of one machine in which each rank posts the exchange that it has come to
+====================  ==================================================================================================
+"""
+
+from .door import make_collectives, make_hybrid_collectives
+from .group import DivergenceError, GroupCollectives, LocalCollectives, Meeting, Pending, first_difference
+from .pairwise import PairwiseCollectives
+from .shared import SharedMemoryCollectives
+from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
+from .wire import widen
+
+__all__ = [
+    "CallTimer",
+    "CollectiveTimer",
+    "DivergenceError",
+    "GroupCollectives",
+    "HostClock",
+    "LocalCollectives",
+    "Meeting",
+    "PairwiseCollectives",
+    "Pending",
+    "SharedMemoryCollectives",
+    "first_difference",
+    "make_clock",
+    "make_collectives",
+    "make_hybrid_collectives",
+    "widen",
+]

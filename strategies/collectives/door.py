@@ -1,0 +1,49 @@
+"""Which door to the other ranks is the right one here."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from .group import GroupCollectives, LocalCollectives
+from .hybrid import HybridCollectives
+from .pairwise import PairwiseCollectives
+from .shared import SharedMemoryCollectives
+
+
+def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> LocalCollectives:
+    """The door for ``group`` (None: a single process) and tensors on ``device``.
+
+    Host-side agreement uses gloo even beside NCCL, so that it never waits for the device.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return LocalCollectives()
+    backend = dist.get_backend(group)
+    if backend == "gloo" and device.type == "cpu":
+        return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)
+    ranks = dist.get_process_group_ranks(group)
+    control = group if backend in ("gloo", "fake") else dist.new_group(ranks, backend="gloo")
+    return GroupCollectives(group, control)
+
+
+def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalCollectives:
+    """The door for shards over ``shard_size`` neighbouring ranks; collective over all ranks.
+
+    Raises:
+        ValueError: the ranks do not divide into such groups.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if shard_size < 2 or world_size % shard_size:
+        raise ValueError(
+            f"shard_size={shard_size} must be at least 2 and divide the number of ranks, {world_size}. Take the number of "
+            "ranks on a node, or none to shard over all."
+        )
+    everyone = make_collectives(dist.group.WORLD, device)
+    if shard_size == world_size:
+        return everyone
+    mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replica", "shard"))
+    group = mesh.get_group("shard")
+    # All agreement is among everyone, so the shards of NCCL need no group on the host.
+    shards = make_collectives(group, device) if isinstance(everyone, PairwiseCollectives) else GroupCollectives(group)
+    return HybridCollectives(shards, everyone, mesh.get_group("replica"))

@@ -1,0 +1,258 @@
+"""The one door to ``torch.distributed``: every byte the engine exchanges goes through one of these objects.
+
+Tests substitute the object to count, delay or break a collective.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from .wire import narrow
+
+# The process group's own methods, under their names before and since torch 2.13: the functions of torch.distributed around
+# them add seven Python calls to each collective.
+_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+
+
+def _on_current_stream(options: Any) -> Any:
+    options.asyncOp = False
+    return options
+
+
+_GATHER_OPTIONS = _on_current_stream(AllgatherOptions())
+_REDUCE_OPTIONS = _on_current_stream(ReduceScatterOptions())  # a sum, unless said otherwise
+
+
+class Pending:
+    """A collective in flight. ``wait()`` returns its result and is called once."""
+
+    def __init__(self, result: Tensor, works: list[Any] | None = None) -> None:
+        self._result = result
+        self._works = works or []
+
+    def wait(self) -> Tensor:
+        """Block the host (CPU) or the current stream (CUDA) until the result is there."""
+        for work in self._works:
+            work.wait()
+        return self._result
+
+
+class DivergenceError(RuntimeError):
+    """Ranks exchange different things: one took another branch, or ran another number of steps."""
+
+
+class Meeting(enum.IntEnum):
+    """Labels of exchanges that concern no unit, and what a rank is about to do there."""
+
+    description: str
+
+    AGREEMENT = -1, "end its backward pass (or its part in an evaluation step)"
+    SUM = -2, "reduce a value over the ranks (a logged value, a norm, an early stop)"
+    VALUES = -3, "broadcast or all-gather values"
+    OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
+    BARRIER = -5, "wait for the others at a barrier"
+
+    def __new__(cls, label: int, description: str) -> Meeting:
+        """A member that is its label."""
+        member = int.__new__(cls, label)
+        member._value_, member.description = label, description
+        return member
+
+
+def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
+    """Where the exchanges of some rank stop to be rank 0's, in words; empty if they do not.
+
+    Args:
+        everyone: labels of each rank's exchanges since the last agreement; one that has done fewer says nothing.
+        describe: what a label stands for.
+    """
+    for rank, theirs in enumerate(everyone):
+        for number, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)):
+            if a != b:
+                return (
+                    f"The ranks ran different things. At exchange {number} of this step rank 0 came to {describe(a)}, rank "
+                    f"{rank} to {describe(b)}. All ranks must run the same modules in the same order; look for a branch or a "
+                    "loop that depends on a rank's own data."
+                )
+    return ""
+
+
+class LocalCollectives:
+    """One rank: everything is already where it belongs.
+
+    Attributes:
+        rank: among the ranks that share the model's shards, ``world_size`` in number.
+        global_rank: among all ranks: ``replicas`` groups that share shards.
+        trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since; another thread may
+            look at it.
+        describe: what a label stands for, for errors.
+        progress: index of the unit whose forward or backward ran last, and exchanges begun; others may look at it.
+    """
+
+    rank = 0
+    world_size = 1
+    global_rank = 0
+    replicas = 1
+
+    def __init__(self) -> None:
+        self._agreements = self._resumed = 0
+        self.trace = [0]
+        self.describe: Callable[[int], str] = str
+        self.progress: MutableSequence[int] | memoryview = [-1, 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is held between exchanges."""
+        return 0
+
+    def agreed(self) -> None:
+        """All ranks have compared what they did so far."""
+        self._agreements, self._resumed = self._agreements + 1, 0
+        self.trace[:] = [self._agreements << 16]
+
+    def forget_trace(self) -> None:
+        """From here on it cannot be told which exchange of this rank belongs to which of another."""
+        self.trace[:] = [-1]
+
+    def resume_trace(self) -> None:
+        """From here on it can, if it could not: all ranks begin a step."""
+        if self.trace[0] < 0:
+            self._resumed += 1
+            self.trace[:] = [(self._agreements << 16) + self._resumed]
+
+    def meet(self, meeting: Meeting) -> None:
+        """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+        """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at ``[r * shard, (r + 1) * shard)``."""
+        return Pending(buffer)
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+        """Sum ``buffer`` [world_size * shard] over ranks; the result is this rank's shard [shard] of the sum.
+
+        The result may be part of ``buffer``, which is overwritten.
+        """
+        return Pending(buffer)
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory [nbytes, uint8] that :meth:`all_gather` and :meth:`reduce_scatter` are fastest in; collective."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what rank r sends here."""
+        return Pending(arriving.copy_(sent))
+
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, label: int = 0) -> Pending:
+        """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``."""
+        return _RoundedSum(self, buffer, dtype, label)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
+        return tensor
+
+    def agree(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of an int64 CPU tensor over ranks; host side only, never waits for a device."""
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy contiguous ``tensor`` of rank ``source`` to all ranks in place."""
+        return tensor
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """``value`` of every rank, in rank order."""
+        return [value]
+
+
+class _RoundedSum(Pending):
+    """A reduce-scatter of ``buffer`` [world_size * shard] in fp32, whose summands travel in ``dtype``.
+
+    Every rank's shard is rounded, the own one too, so that a sum does not depend on who computes it. Sums are taken in rank
+    order when all have arrived: they do not depend on timing.
+    """
+
+    def __init__(self, door: LocalCollectives, buffer: Tensor, dtype: torch.dtype, label: int) -> None:
+        super().__init__(buffer[: buffer.numel() // door.world_size])  # over what has been sent by then
+        arriving = buffer.view(dtype)[buffer.numel() :]
+        self._exchange = door.all_to_all(narrow(buffer, dtype), arriving, label)
+        self._world_size = door.world_size
+
+    def wait(self) -> Tensor:
+        """See :meth:`~.group.Pending.wait`."""
+        first, *others = self._exchange.wait().view(self._world_size, -1)
+        self._result.copy_(first)
+        for summand in others:
+            self._result.add_(summand)
+        return self._result
+
+
+class GroupCollectives(LocalCollectives):
+    """Collectives of a process group (NCCL, or gloo with CUDA tensors)."""
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._group = group
+        self._control = control or group
+        self.rank = self.global_rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_gather`."""
+        self.progress[1] += 1
+        self.trace.append(label)
+        work = _all_gather(self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS)
+        return Pending(buffer, [work] if work is not None else None)
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        self.progress[1] += 1
+        self.trace.append(label)
+        shard = buffer.view(self.world_size, -1)[self.rank]
+        work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
+        return Pending(shard, [work] if work is not None else None)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        self.progress[1] += 1
+        self.trace.append(label)
+        # As bytes: gloo does not know every dtype.
+        dist.all_to_all_single(arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group)
+        return Pending(arriving)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See :meth:`LocalCollectives.all_reduce`."""
+        self.meet(Meeting.SUM)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
+        return tensor
+
+    def meet(self, meeting: Meeting) -> None:
+        """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
+        self.trace.append(meeting)
+
+    def agree(self, values: Tensor) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        self.progress[1] += 1
+        self.trace.append(Meeting.AGREEMENT)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """See :meth:`LocalCollectives.broadcast`."""
+        self.meet(Meeting.VALUES)
+        # As bytes: gloo does not know every dtype.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
+        return tensor
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """See :meth:`LocalCollectives.all_gather_object`."""
+        self.meet(Meeting.OBJECTS)
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values

@@ -1,0 +1,190 @@
+"""gloo on the CPU by direct exchange between pairs of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import DivergenceError, GroupCollectives, Meeting, Pending
+
+
+class PairwiseCollectives(GroupCollectives):
+    """Exchanges straight between the places that the data lives in.
+
+    gloo's reduce-scatter sends twice the necessary bytes and its all-gather copies through a scratch buffer as big as
+    the result; this does neither. Sums are taken in rank order,
+    whatever arrives first, so results do not depend on timing.
+
+    Every exchange begins with its label. Ranks that exchange different things find out at once, instead of mixing them or
+    waiting for each other for ever.
+    """
+
+    # Message tags. A payload's tag includes its label, so that payloads of different exchanges never meet.
+    _LABEL, _AGREE, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3, 4
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group, control)
+        self._labels: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []  # for labels to arrive in
+        self._held_ballots: dict[int, list[Tensor]] = {}
+        self._others = [r for r in range(self.world_size) if r != self.rank]
+        self._names = dist.get_process_group_ranks(group)
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staged = 0  # bytes of it taken by sums in flight
+        self._in_flight = 0
+
+    @property
+    def nbytes(self) -> int:
+        """See :meth:`LocalCollectives.nbytes`."""
+        return self._staging.nbytes
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_gather`."""
+        self.progress[1] += 1
+        tag = self._GATHER + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
+        shards = buffer.view(self.world_size, -1)
+        works += [self._group.recv([shards[r]], r, tag) for r in self._others]
+        works += [self._group.send([shards[self.rank]], r, tag) for r in self._others]
+        return Pending(buffer, works)
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        self.progress[1] += 1
+        tag = self._REDUCE + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
+        shards = buffer.view(self.world_size, -1)
+        staging = self._stage(shards.shape[1], buffer.dtype)
+        works += [self._group.send([shards[r]], r, tag) for r in self._others]
+        return _OrderedSum(shards, self.rank, staging, works, lambda t, r: self._group.recv([t], r, tag), self._landed)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        self.progress[1] += 1
+        tag = self._REDUCE + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
+        parts, rows = sent.view(self.world_size, -1), arriving.view(self.world_size, -1)
+        works += [self._group.recv([rows[r]], r, tag) for r in self._others]
+        works += [self._group.send([parts[r]], r, tag) for r in self._others]
+        rows[self.rank].copy_(parts[self.rank])
+        return Pending(arriving, works)
+
+    def meet(self, meeting: Meeting) -> None:
+        """See :meth:`LocalCollectives.meet`."""
+        self._exchange_label(meeting).wait()
+
+    def _exchange_label(self, label: int) -> _SameLabel:
+        mine = self._labels.get(label)
+        if mine is None:
+            mine = self._labels[label] = torch.tensor([label])
+        theirs = [self._spare.pop() if self._spare else torch.empty(1, dtype=torch.int64) for _ in self._others]
+        works = [self._control.recv([t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
+        works += [self._control.send([mine], r, self._LABEL) for r in self._others]
+        return _SameLabel(self, label, theirs, works)
+
+    def check_labels(self, label: int, theirs: list[Tensor]) -> None:
+        """Raise if another rank exchanges something else than ``label``."""
+        for rank, tensor in zip(self._others, theirs, strict=True):
+            self.require_same_label(label, rank, int(tensor))
+        self._spare += theirs
+
+    def require_same_label(self, label: int, rank: int, other: int) -> None:
+        """Raise if ``rank`` exchanges ``other`` and not ``label``."""
+        if other != label:
+            raise DivergenceError(
+                f"The ranks run different things: rank {self._names[self.rank]} is about to {self.describe(label)}, rank "
+                f"{self._names[rank]} to {self.describe(other)}. All ranks must run the same modules in the same order and "
+                "take the same number of steps; look for a branch or a loop that depends on a rank's own data."
+            )
+
+    def agree(self, values: Tensor) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        self.meet(Meeting.AGREEMENT)
+        if self.world_size > 8:  # pairs grow with the square of ranks
+            return super().agree(values)
+        self.progress[1] += 1
+        sent, *theirs = self._ballots(values.numel())
+        sent.copy_(values)
+        works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]
+        works += [self._control.send([sent], r, self._AGREE) for r in self._others]
+        for work in works:
+            work.wait()
+        for other in theirs:
+            torch.maximum(values, other, out=values)
+        return values
+
+    def _ballots(self, numel: int) -> list[Tensor]:
+        if numel not in self._held_ballots:
+            self._held_ballots[numel] = [torch.empty(numel, dtype=torch.int64) for _ in range(self.world_size)]
+        return self._held_ballots[numel]
+
+    def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory [1 or 2, numel] for arriving shards, which no other sum in flight uses."""
+        rows = min(2, len(self._others))
+        if not self._in_flight:
+            self._staged = 0
+        self._in_flight += 1
+        start, self._staged = self._staged, self._staged + rows * numel * dtype.itemsize
+        if self._staged > self._staging.numel():
+            self._staging = torch.empty(self._staged, dtype=torch.uint8)  # sums in flight keep the smaller one
+        return self._staging[start : self._staged].view(dtype).view(rows, numel)
+
+    def _landed(self) -> None:
+        self._in_flight -= 1
+
+
+class _SameLabel:
+    """The label of an exchange on its way to and from the other ranks."""
+
+    def __init__(self, door: PairwiseCollectives, label: int, theirs: list[Tensor], works: list[dist.Work]) -> None:
+        self._door, self._label, self._theirs, self._works = door, label, theirs, works
+
+    def wait(self) -> None:
+        """Until all labels are there; raises if they differ."""
+        for work in self._works:
+            work.wait()
+        self._door.check_labels(self._label, self._theirs)
+
+
+class _OrderedSum(Pending):
+    """Receives shards of the other ranks one after another and adds them in rank order."""
+
+    def __init__(
+        self,
+        shards: Tensor,  # [world, shard]
+        rank: int,
+        staging: Tensor,  # [1 or 2, shard]
+        works: list[Any],  # the label, then what is sent
+        receive: Callable[[Tensor, int], dist.Work],
+        landed: Callable[[], None],
+    ) -> None:
+        super().__init__(shards[rank], works)
+        self._sources = [r for r in range(len(shards)) if r != rank]
+        self._rank, self._receive, self._landed = rank, receive, landed
+        # The first two can arrive while the caller computes; more would need more memory.
+        self._arriving = [(receive(staging[k], r), staging[k]) for k, r in enumerate(self._sources[:2])]
+
+    def wait(self) -> Tensor:
+        """See :meth:`Pending.wait`."""
+        self._works[0].wait()
+        total, k = None, 0
+        for source in range(len(self._sources) + 1):
+            if source == self._rank:
+                # From here on the sum lies in the buffer: the staging is free when all have arrived.
+                total = self._result if total is None else torch.add(total, self._result, out=self._result)
+                continue
+            work, part = self._arriving[k]
+            work.wait()
+            k += 1
+            total = part if total is None else total.add_(part)
+            if part is not total and len(self._arriving) < len(self._sources):
+                # This half of the staging has been read: the next shard may come into it.
+                self._arriving.append((self._receive(part, self._sources[len(self._arriving)]), part))
+        for work in self._works[1:]:
+            work.wait()
+        self._landed()
+        return self._result
