@@ -201,7 +201,7 @@ class Watch:
         busy = sum(not w for w in samples) / len(samples)
         place, before = self.position.place(), self._reported
         self._reported = place
-        trace = list(self.door.trace) if place == before else []
+        trace = list(self.door.diary.trace) if place == before else []
         device = self.device_waits.take() if self.device_waits is not None else None
         return Beat(self._number, self._machine, os.getpid(), self.position.descriptor, place, busy, waits, code, device, trace)
 
@@ -261,7 +261,7 @@ class Watch:
 
     def _diagnose(self, beats: list[Beat]) -> None:
         # NCCL compares nothing, and whoever waits for the device never comes to the end of its backward, where the engine does.
-        if difference := first_difference(aligned(beats), self.door.describe):
+        if difference := first_difference(aligned(beats), self.door.diary.describe):
             self._condemn(_NOBODY, f"In step {beats[0].place.step}: {difference}")
             return
         if pair := self._deadlock.find(beats):

@@ -77,7 +77,7 @@ class WatchedStrategy(ProcessStrategy):
     def show_progress(self) -> None:
         """The engine writes where it is to where the watch looks."""
         if self.watch is not None and self._door is not None:
-            self._door.progress = self.watch.position.progress
+            self._door.diary.progress = self.watch.position.progress
             self.watch.unit_name, self.watch.door = self._unit_name, self._door
             if self.root_device.type == "cuda":
                 self.watch.device_waits = DeviceWaits(make_clock(self.root_device))

@@ -8,8 +8,9 @@ board                 memory of one machine in which each rank posts the exchang
 ====================  ==================================================================================================
 """
 
+from .diary import DivergenceError, Meeting, first_difference
 from .door import make_collectives, make_hybrid_collectives
-from .group import DivergenceError, GroupCollectives, LocalCollectives, Meeting, Pending, first_difference
+from .group import GroupCollectives, LocalCollectives, Pending
 from .pairwise import PairwiseCollectives
 from .shared import SharedMemoryCollectives
 from .timing import CallTimer, CollectiveTimer, HostClock, make_clock

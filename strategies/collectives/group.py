@@ -5,8 +5,6 @@ Tests substitute the object to count, delay or break a collective.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from .diary import Diary, Meeting
 from .wire import narrow
 
 # The process group's own methods, under their names before and since torch 2.13: the functions of torch.distributed around
@@ -45,56 +44,13 @@ class Pending:
         return self._result
 
 
-class DivergenceError(RuntimeError):
-    """Ranks exchange different things: one took another branch, or ran another number of steps."""
-
-
-class Meeting(enum.IntEnum):
-    """Labels of exchanges that concern no unit, and what a rank is about to do there."""
-
-    description: str
-
-    AGREEMENT = -1, "end its backward pass (or its part in an evaluation step)"
-    SUM = -2, "reduce a value over the ranks (a logged value, a norm, an early stop)"
-    VALUES = -3, "broadcast or all-gather values"
-    OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
-    BARRIER = -5, "wait for the others at a barrier"
-
-    def __new__(cls, label: int, description: str) -> Meeting:
-        """A member that is its label."""
-        member = int.__new__(cls, label)
-        member._value_, member.description = label, description
-        return member
-
-
-def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
-    """Where the exchanges of some rank stop to be rank 0's, in words; empty if they do not.
-
-    Args:
-        everyone: labels of each rank's exchanges since the last agreement; one that has done fewer says nothing.
-        describe: what a label stands for.
-    """
-    for rank, theirs in enumerate(everyone):
-        for number, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)):
-            if a != b:
-                return (
-                    f"The ranks ran different things. At exchange {number} of this step rank 0 came to {describe(a)}, rank "
-                    f"{rank} to {describe(b)}. All ranks must run the same modules in the same order; look for a branch or a "
-                    "loop that depends on a rank's own data."
-                )
-    return ""
-
-
 class LocalCollectives:
     """One rank: everything is already where it belongs.
 
     Attributes:
         rank: among the ranks that share the model's shards, ``world_size`` in number.
         global_rank: among all ranks: ``replicas`` groups that share shards.
-        trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since; another thread may
-            look at it.
-        describe: what a label stands for, for errors.
-        progress: index of the unit whose forward or backward ran last, and exchanges begun; others may look at it.
+        diary: of the exchanges.
     """
 
     rank = 0
@@ -103,30 +59,12 @@ class LocalCollectives:
     replicas = 1
 
     def __init__(self) -> None:
-        self._agreements = self._resumed = 0
-        self.trace = [0]
-        self.describe: Callable[[int], str] = str
-        self.progress: MutableSequence[int] | memoryview = [-1, 0]
+        self.diary = Diary()
 
     @property
     def nbytes(self) -> int:
         """Of memory that is held between exchanges."""
         return 0
-
-    def agreed(self) -> None:
-        """All ranks have compared what they did so far."""
-        self._agreements, self._resumed = self._agreements + 1, 0
-        self.trace[:] = [self._agreements << 16]
-
-    def forget_trace(self) -> None:
-        """From here on it cannot be told which exchange of this rank belongs to which of another."""
-        self.trace[:] = [-1]
-
-    def resume_trace(self) -> None:
-        """From here on it can, if it could not: all ranks begin a step."""
-        if self.trace[0] < 0:
-            self._resumed += 1
-            self.trace[:] = [(self._agreements << 16) + self._resumed]
 
     def meet(self, meeting: Meeting) -> None:
         """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
@@ -205,23 +143,23 @@ class GroupCollectives(LocalCollectives):
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
-        self.progress[1] += 1
-        self.trace.append(label)
+        self.diary.progress[1] += 1
+        self.diary.trace.append(label)
         work = _all_gather(self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS)
         return Pending(buffer, [work] if work is not None else None)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        self.progress[1] += 1
-        self.trace.append(label)
+        self.diary.progress[1] += 1
+        self.diary.trace.append(label)
         shard = buffer.view(self.world_size, -1)[self.rank]
         work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
         return Pending(shard, [work] if work is not None else None)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_to_all`."""
-        self.progress[1] += 1
-        self.trace.append(label)
+        self.diary.progress[1] += 1
+        self.diary.trace.append(label)
         # As bytes: gloo does not know every dtype.
         dist.all_to_all_single(arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group)
         return Pending(arriving)
@@ -234,12 +172,12 @@ class GroupCollectives(LocalCollectives):
 
     def meet(self, meeting: Meeting) -> None:
         """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
-        self.trace.append(meeting)
+        self.diary.trace.append(meeting)
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
-        self.progress[1] += 1
-        self.trace.append(Meeting.AGREEMENT)
+        self.diary.progress[1] += 1
+        self.diary.trace.append(Meeting.AGREEMENT)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
         return values
 

@@ -11,13 +11,12 @@ A step moves the weights inside rows only; between rows travels one shard of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import LocalCollectives, Meeting, Pending
+from .diary import Meeting
+from .group import LocalCollectives, Pending
 
 
 class HybridCollectives(LocalCollectives):
@@ -25,28 +24,9 @@ class HybridCollectives(LocalCollectives):
 
     def __init__(self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup) -> None:
         self._shards, self._everyone, self._replicas = shards, everyone, replicas
-        super().__init__()
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
-        self.trace = everyone.trace = shards.trace
-
-    @property
-    def describe(self) -> Callable[[int], str]:
-        """See :class:`LocalCollectives`."""
-        return self._shards.describe
-
-    @describe.setter
-    def describe(self, describe: Callable[[int], str]) -> None:
-        self._shards.describe = self._everyone.describe = describe
-
-    @property
-    def progress(self) -> MutableSequence[int] | memoryview:
-        """See :class:`LocalCollectives`."""
-        return self._shards.progress
-
-    @progress.setter
-    def progress(self, progress: MutableSequence[int] | memoryview) -> None:
-        self._shards.progress = self._everyone.progress = progress
+        self.diary = everyone.diary = shards.diary
 
     @property
     def nbytes(self) -> int:

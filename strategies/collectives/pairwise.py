@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import DivergenceError, GroupCollectives, Meeting, Pending
+from .diary import DivergenceError, Meeting
+from .group import GroupCollectives, Pending
 
 
 class PairwiseCollectives(GroupCollectives):
@@ -30,7 +31,7 @@ class PairwiseCollectives(GroupCollectives):
         super().__init__(group, control)
         self._labels: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []  # for labels to arrive in
-        self._held_ballots: dict[int, list[Tensor]] = {}
+        self._votes: dict[int, Tensor] = {}  # number of values -> [world_size, numel]
         self._others = [r for r in range(self.world_size) if r != self.rank]
         self._names = dist.get_process_group_ranks(group)
         self._staging = torch.empty(0, dtype=torch.uint8)
@@ -44,17 +45,12 @@ class PairwiseCollectives(GroupCollectives):
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
-        self.progress[1] += 1
-        tag = self._GATHER + self._TAGS * label
-        works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
-        works += [self._group.recv([shards[r]], r, tag) for r in self._others]
-        works += [self._group.send([shards[self.rank]], r, tag) for r in self._others]
-        return Pending(buffer, works)
+        return Pending(buffer, self._trade(label, self._GATHER, shards, [shards[self.rank]] * self.world_size))
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        self.progress[1] += 1
+        self.diary.progress[1] += 1
         tag = self._REDUCE + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
@@ -64,14 +60,19 @@ class PairwiseCollectives(GroupCollectives):
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_to_all`."""
-        self.progress[1] += 1
-        tag = self._REDUCE + self._TAGS * label
-        works: list[Any] = [self._exchange_label(label)]
         parts, rows = sent.view(self.world_size, -1), arriving.view(self.world_size, -1)
-        works += [self._group.recv([rows[r]], r, tag) for r in self._others]
-        works += [self._group.send([parts[r]], r, tag) for r in self._others]
+        works = self._trade(label, self._REDUCE, rows, parts)
         rows[self.rank].copy_(parts[self.rank])
         return Pending(arriving, works)
+
+    def _trade(self, label: int, kind: int, arriving: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor) -> list[Any]:
+        """Begin to send row r of ``sent`` to rank r and to receive row r of ``arriving`` from it."""
+        self.diary.progress[1] += 1
+        tag = kind if label < 0 else kind + self._TAGS * label
+        works: list[Any] = [self._exchange_label(label)]
+        works += [self._group.recv([arriving[r]], r, tag) for r in self._others]
+        works += [self._group.send([sent[r]], r, tag) for r in self._others]
+        return works
 
     def meet(self, meeting: Meeting) -> None:
         """See :meth:`LocalCollectives.meet`."""
@@ -95,32 +96,26 @@ class PairwiseCollectives(GroupCollectives):
     def require_same_label(self, label: int, rank: int, other: int) -> None:
         """Raise if ``rank`` exchanges ``other`` and not ``label``."""
         if other != label:
+            here, there = self._names[self.rank], self._names[rank]
             raise DivergenceError(
-                f"The ranks run different things: rank {self._names[self.rank]} is about to {self.describe(label)}, rank "
-                f"{self._names[rank]} to {self.describe(other)}. All ranks must run the same modules in the same order and "
-                "take the same number of steps; look for a branch or a loop that depends on a rank's own data."
+                f"The ranks run different things: rank {here} is about to {self.diary.describe(label)}, rank {there} to "
+                f"{self.diary.describe(other)}. All ranks must run the same modules in the same order and take the same number "
+                "of steps; look for a branch or a loop that depends on a rank's own data."
             )
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
-        self.meet(Meeting.AGREEMENT)
         if self.world_size > 8:  # pairs grow with the square of ranks
+            self.meet(Meeting.AGREEMENT)
             return super().agree(values)
-        self.progress[1] += 1
-        sent, *theirs = self._ballots(values.numel())
-        sent.copy_(values)
-        works = [self._control.recv([t], r, self._AGREE) for t, r in zip(theirs, self._others, strict=True)]
-        works += [self._control.send([sent], r, self._AGREE) for r in self._others]
-        for work in works:
+        numel = values.numel()
+        if numel not in self._votes:
+            self._votes[numel] = torch.empty(self.world_size, numel, dtype=torch.int64)
+        votes = self._votes[numel]
+        votes[self.rank] = values
+        for work in self._trade(Meeting.AGREEMENT, self._AGREE, votes, [votes[self.rank]] * self.world_size):
             work.wait()
-        for other in theirs:
-            torch.maximum(values, other, out=values)
-        return values
-
-    def _ballots(self, numel: int) -> list[Tensor]:
-        if numel not in self._held_ballots:
-            self._held_ballots[numel] = [torch.empty(numel, dtype=torch.int64) for _ in range(self.world_size)]
-        return self._held_ballots[numel]
+        return torch.amax(votes, 0, out=values)
 
     def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory [1 or 2, numel] for arriving shards, which no other sum in flight uses."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import BOARD_BYTES, Board
-from .group import Meeting, Pending
+from .diary import Meeting
+from .group import Pending
 from .pairwise import PairwiseCollectives
 
 _BALLOT_BYTES = 1 << 16  # for agreements
@@ -33,7 +34,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self.unread: list[_Gather] = []
         board.meanwhile = self._read
         self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, the block of each rank
-        self._votes = [block.view(torch.int64) for block in ballots]  # of each rank
+        self._ballots = [block.view(torch.int64) for block in ballots]  # of each rank
 
     @staticmethod
     def open(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
@@ -79,7 +80,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         everyones = self._everyones(buffer)
         if everyones is None:
             return super().all_gather(buffer, label)
-        self.progress[1] += 1
+        self.diary.progress[1] += 1
         return _Gather(self, label, buffer, everyones)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
@@ -87,7 +88,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         everyones = self._everyones(buffer)
         if everyones is None:
             return super().reduce_scatter(buffer, label)
-        self.progress[1] += 1
+        self.diary.progress[1] += 1
         mine = [shards[self.rank] for shards in everyones]
         return _Sum(self, label, mine[self.rank], mine)
 
@@ -96,16 +97,16 @@ class SharedMemoryCollectives(PairwiseCollectives):
         everyones = self._everyones(sent)
         if everyones is None:
             return super().all_to_all(sent, arriving, label)
-        self.progress[1] += 1
+        self.diary.progress[1] += 1
         return _Swap(self, label, arriving, [parts[self.rank] for parts in everyones])
 
     def agree(self, values: Tensor) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         if values.nbytes > _BALLOT_BYTES:
             return super().agree(values)
-        self.progress[1] += 1
-        self._votes[self.rank][: values.numel()] = values
-        return _Maximum(self, Meeting.AGREEMENT, values, self._votes).wait()
+        self.diary.progress[1] += 1
+        self._ballots[self.rank][: values.numel()] = values
+        return _Maximum(self, Meeting.AGREEMENT, values, self._ballots).wait()
 
     def _exchange_label(self, label: int) -> Any:
         return _Label(self, label)

@@ -15,7 +15,7 @@ class Agreement:
         self._units, self._collectives, self._used = units, collectives, used
         self._flags = torch.frombuffer(used, dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
         self._message = torch.empty(2 + len(units) + modules + len(used), dtype=torch.int64)
-        collectives.describe = self.describe
+        collectives.diary.describe = self.describe
 
     def reach(self, late: bytes, changed: bytes) -> tuple[bytes, bytes, bytes]:
         """Exchange; collective.
@@ -32,7 +32,7 @@ class Agreement:
         """
         if self._collectives.world_size == 1:
             return bytes(self._used), late, changed
-        trace = hash(tuple(self._collectives.trace[1:])) >> 2  # of integers: the same in every process
+        trace = hash(tuple(self._collectives.diary.trace[1:])) >> 2  # of integers: the same in every process
         message = self._message
         message[0], message[1] = trace, -trace
         units, modules = 2 + len(late), 2 + len(late) + len(changed)
@@ -40,9 +40,9 @@ class Agreement:
         message[modules:].copy_(self._flags)
         agreed = self._collectives.agree(message).tolist()
         if agreed[0] != -agreed[1]:
-            everyone = self._collectives.all_gather_object([*self._collectives.trace[1:], Meeting.AGREEMENT])
+            everyone = self._collectives.all_gather_object([*self._collectives.diary.trace[1:], Meeting.AGREEMENT])
             raise DivergenceError(first_difference(everyone, self.describe))
-        self._collectives.agreed()
+        self._collectives.diary.agreed()
         return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])
 
     def describe(self, label: int) -> str:

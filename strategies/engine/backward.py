@@ -114,7 +114,7 @@ class Backward:
         self._leave()
         if self._recomputed and unit not in self._recomputed:
             self._drop_recomputed()
-        self._collectives.progress[0] = unit.index
+        self._collectives.diary.progress[0] = unit.index
         if unit.gather():
             unit.use()
             self._current = unit

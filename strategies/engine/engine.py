@@ -180,9 +180,9 @@ class Zero3Engine:
         if gradients_over:
             self.gradients.take_away()
         if not torch.is_grad_enabled():
-            self.collectives.forget_trace()  # no backward will come to compare it
+            self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
-            self.collectives.resume_trace()
+            self.collectives.diary.resume()
         self.access.in_step = True
         if self._root is not None and self._root.gather():
             self._root.use()
@@ -265,7 +265,7 @@ class Zero3Engine:
         for unit in tuple(self.arena.in_use):
             unit.abandon()
         self._pass.abandon()
-        self.collectives.forget_trace()
+        self.collectives.diary.forget()
         self._saved.forget()
 
     def weights_changed(self) -> None:
@@ -281,7 +281,7 @@ class Zero3Engine:
         if graph_task() != NO_GRAPH_TASK:
             self._pass.recompute(unit)
             return
-        self.collectives.progress[0] = unit.index
+        self.collectives.diary.progress[0] = unit.index
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()

@@ -88,4 +88,4 @@ class JointSteps:
         # From here on ranks that run and ranks that assist have the same units in their slots (none), and the same trace.
         for unit in self._units:
             unit.release()
-        self._collectives.forget_trace()
+        self._collectives.diary.forget()

@@ -112,7 +112,7 @@ def plain(text: str) -> str:
     """Without the names of this machine."""
     text = re.sub(r" What this rank saw of it: .*", "", text)
     text = re.sub(r"(?<=on )\S+(?= has not )", "HOST", text).replace(f"{ROOT}/", "")
-    return text.removeprefix("lightning_zero3.strategies.collectives.group.") or "(nothing)"
+    return text.removeprefix("lightning_zero3.strategies.collectives.diary.") or "(nothing)"
 
 
 def across_hosts() -> list[str]:

@@ -1,0 +1,77 @@
+"""What a rank notes of its exchanges, and what is wrong where those of two ranks differ."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, MutableSequence, Sequence
+
+
+class DivergenceError(RuntimeError):
+    """Ranks exchange different things: one took another branch, or ran another number of steps."""
+
+
+class Meeting(enum.IntEnum):
+    """Labels of exchanges that concern no unit, and what a rank is about to do there."""
+
+    description: str
+
+    AGREEMENT = -1, "end its backward pass (or its part in an evaluation step)"
+    SUM = -2, "reduce a value over the ranks (a logged value, a norm, an early stop)"
+    VALUES = -3, "broadcast or all-gather values"
+    OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
+    BARRIER = -5, "wait for the others at a barrier"
+
+    def __new__(cls, label: int, description: str) -> Meeting:
+        """A member that is its label."""
+        member = int.__new__(cls, label)
+        member._value_, member.description = label, description
+        return member
+
+
+def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
+    """Where the exchanges of some rank stop to be rank 0's, in words; empty if they do not.
+
+    Args:
+        everyone: labels of each rank's exchanges since the last agreement; one that has done fewer says nothing.
+        describe: what a label stands for.
+    """
+    for rank, theirs in enumerate(everyone):
+        for number, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)):
+            if a != b:
+                return (
+                    f"The ranks ran different things. At exchange {number} of this step rank 0 came to {describe(a)}, rank "
+                    f"{rank} to {describe(b)}. All ranks must run the same modules in the same order; look for a branch or a "
+                    "loop that depends on a rank's own data."
+                )
+    return ""
+
+
+class Diary:
+    """What a rank has exchanged; another thread may look at it.
+
+    Attributes:
+        trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
+        describe: what a label stands for, for errors.
+        progress: index of the unit whose forward or backward ran last, and exchanges begun.
+    """
+
+    def __init__(self) -> None:
+        self._agreements = self._resumed = 0
+        self.trace = [0]
+        self.describe: Callable[[int], str] = str
+        self.progress: MutableSequence[int] | memoryview = [-1, 0]
+
+    def agreed(self) -> None:
+        """All ranks have compared what they did so far."""
+        self._agreements, self._resumed = self._agreements + 1, 0
+        self.trace[:] = [self._agreements << 16]
+
+    def forget(self) -> None:
+        """From here on it cannot be told which exchange of this rank belongs to which of another."""
+        self.trace[:] = [-1]
+
+    def resume(self) -> None:
+        """From here on it can, if it could not: all ranks begin a step."""
+        if self.trace[0] < 0:
+            self._resumed += 1
+            self.trace[:] = [(self._agreements << 16) + self._resumed]
