@@ -28,8 +28,9 @@ from .adapted import adapt, follow, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
-from .engine import FiniteCheck, UnitPolicy, Zero3Engine
+from .engine import UnitPolicy, Zero3Engine
 from .evaluation import EvaluationStrategy
+from .finite import FiniteCheck
 from .ledger import by_category, by_unit
 from .param_groups import ParamGroups
 from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype

@@ -6,6 +6,7 @@ chunk                 one flat buffer of a unit's parameters that share dtype an
 shard                 this rank's contiguous 1/N of a chunk
 piece                 the part of a shard that belongs to one optimizer group
 flat tensor           this rank's pieces of one optimizer group, end to end; what the optimizer steps on
+arena                 the memory of all slots; it knows which units hold which part
 slot                  the full-size place in the arena that a unit is gathered into; its parameters are views of it
 gather, release       fill the slot from all ranks' shards; give its memory up to another unit
 reduce                sum a unit's gradients over ranks into the flat gradients (reduce-scatter, mean)
@@ -15,15 +16,12 @@ visit                 a unit's turn in backward
 """
 
 from .engine import Zero3Engine
-from .finite import FiniteCheck, NonFiniteError
 from .partition import UnitPolicy, find_units
 from .replay import ReplayedStep, bring, unit_around
 from .resting import ResidencyError, is_sharded
 from .unit import Unit
 
 __all__ = [
-    "FiniteCheck",
-    "NonFiniteError",
     "ReplayedStep",
     "ResidencyError",
     "UnitPolicy",

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from torch.autograd import Variable
 
-from ..collectives import LocalCollectives
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
@@ -24,7 +23,6 @@ class Backward:
 
     Args:
         units: all of the model's.
-        collectives: told of progress.
         reducer: takes the gradients.
         gradients: the books of who has one.
         agreement: what ranks tell each other at the end.
@@ -42,7 +40,6 @@ class Backward:
     def __init__(
         self,
         units: list[Unit],
-        collectives: LocalCollectives,
         reducer: Reducer,
         gradients: Gradients,
         agreement: Agreement,
@@ -50,7 +47,7 @@ class Backward:
         joint: JointSteps,
         saved: SavedTensors,
     ) -> None:
-        self._units, self._collectives, self._reducer, self._gradients = units, collectives, reducer, gradients
+        self._units, self._reducer, self._gradients = units, reducer, gradients
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
         self.schedule = BackwardSchedule()
         self.active, self.muted, self.used = False, frozenset[int](), gradients.used
@@ -114,7 +111,6 @@ class Backward:
         self._leave()
         if self._recomputed and unit not in self._recomputed:
             self._drop_recomputed()
-        self._collectives.diary.progress[0] = unit.index
         if unit.gather():
             unit.use()
             self._current = unit

@@ -24,7 +24,7 @@ from .build import (
     optimizer_names,
 )
 from .gradients import Gradients
-from .hooks import Collector, copy_views, install, watch_outputs
+from .hooks import Collector, copy_views, install, transform, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
 from .order import ForwardOrder
@@ -37,8 +37,6 @@ from .streams import make_lane
 from .structure import Structure, check_optimizer
 from .unit import Arena, Unit
 from .whole import WholeReducer
-
-transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
 
 
 def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -129,7 +127,6 @@ class Zero3Engine:
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self._pass.assist(unit))
         self._pass = Backward(
             self.units,
-            self.collectives,
             self.reducer,
             self.gradients,
             agreement,
@@ -281,7 +278,6 @@ class Zero3Engine:
         if graph_task() != NO_GRAPH_TASK:
             self._pass.recompute(unit)
             return
-        self.collectives.diary.progress[0] = unit.index
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()

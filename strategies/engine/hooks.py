@@ -17,6 +17,7 @@ from .chunk import Entry
 from .resting import take_gradient
 from .unit import Unit
 
+transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
 Collector = Callable[[Tensor], None]
 
 

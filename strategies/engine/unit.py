@@ -170,6 +170,7 @@ class Unit:
 
     def use(self) -> None:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
+        self._collectives.diary.progress[0] = self.index
         if self.phase is Phase.GATHERING:
             self.arrive()
         if not self.pins:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .engine import Zero3Engine, transform
-from .hooks import tensors
-from .shards import FlatGroup
+from .engine import Zero3Engine
+from .engine.hooks import tensors, transform
+from .engine.shards import FlatGroup
 
 
 class NonFiniteError(FloatingPointError):
