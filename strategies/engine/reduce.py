@@ -109,6 +109,7 @@ class Reducer:
         layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
+        self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None
 
@@ -148,12 +149,13 @@ class Reducer:
         return collect
 
     def _claim(self, place: _Range) -> None:
-        for other in self._ranges.values():
-            if other.open and overlap(other.region, place.region):
+        for other in tuple(self._open):
+            if overlap(other.region, place.region):
                 self.reduce(other.unit)
         if self._flying is not None and overlap(self._flying.region, place.region):
             self.finish()  # hazard: overwriting gradients that are being sent
         place.open = True
+        self._open.append(place)
 
     def is_open(self, unit: Unit) -> bool:
         """Whether gradients of ``unit`` wait to be reduced now."""
@@ -189,6 +191,7 @@ class Reducer:
                 self._accumulate(place)
             self._mark = self._lane.mark()
         place.open, self._flying = False, place
+        self._open.remove(place)
         if unit.announce is not None:
             self.finish()  # ranks that assist do so at once, and may wait until all have their sums
 
@@ -228,11 +231,10 @@ class Reducer:
 
     def drop(self, first: int, last: int) -> None:
         """Gradients of the parameters numbered [first, last) were cleared: forget what is held of them."""
-        for place in self._ranges.values():
-            if place.open:
-                for index, entry in enumerate(place.unit.trained):
-                    if first <= entry.number < last:
-                        place.written[index] = False
+        for place in self._open:
+            for index, entry in enumerate(place.unit.trained):
+                if first <= entry.number < last:
+                    place.written[index] = False
 
     def show(self, shown: bytes) -> None:
         """Gradients are complete. A resting parameter's ``grad`` reads them from the shards, see access.py."""
@@ -249,6 +251,7 @@ class Reducer:
         if self._flying is not None:
             self._flying.dropped = True  # not awaited here: the other ranks may never send
         self.held = False
-        for place in self._ranges.values():
+        for place in self._open:
             place.open = False
             place.written[:] = [False] * len(place.views)
+        self._open = []
