@@ -82,7 +82,7 @@ class EvaluationStrategy(WatchedStrategy):
                 context = self.engine.step()
                 with self.engine.joint.run(context) if turn.joint else context:
                     if not turn.joint:
-                        self.engine.collectives.resume_trace()  # all ranks run this step, from here to the next one
+                        self.engine.collectives.diary.resume()  # all ranks run this step, from here to the next one
                     output = step(*args, **kwargs)
                 if self._signals is not None and not turn.joint:  # all ranks run this step
                     self._signals.between_batches()
