@@ -14,7 +14,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from helpers.parity import RTOL, trainer
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import GroupCollectives
+from lightning_zero3.strategies.collectives import GroupCollectives
 
 pytestmark = [
     pytest.mark.timeout(300),
