@@ -77,7 +77,7 @@ def exchanges_beside_nccl(folder, world):
 
         def step(batch, batch_idx):
             module.layer(batch.float()[:, None])
-            traces.append(list(module.trainer.strategy.engine.collectives.trace))
+            traces.append(list(module.trainer.strategy.engine.collectives.diary.trace))
 
         module.test_step = step
         make_trainer(folder, {}, every=0).test(module, verbose=False)
