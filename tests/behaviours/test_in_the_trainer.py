@@ -36,20 +36,28 @@ REFUSED = [name for name, cls in MODULES.items() if cls.refused]
 
 
 @pytest.fixture(scope="module")
-def sharded(request):
+def runs(request):
+    """What every rank found, of zero3 and of its references."""
     names = [name for name in RIGHT if any(f"[{name}]" in item.name for item in request.session.items)]
-    return run_ranks(run_all, 2, names, "zero3", timeout=30 + 10 * len(names))
+    like_ddp = [name for name in names if MODULES[name].reference == "ddp"]
+    alone = [name for name in names if name not in like_ddp]
+    timeout = 30 + 10 * len(names)
+    return {
+        "zero3": run_ranks(run_all, 2, names, "zero3", timeout=timeout),
+        "ddp": run_ranks(run_all, 2, like_ddp, "ddp", timeout=timeout),
+        "one process": run_ranks(run_all, 1, alone, "auto", timeout=timeout),
+    }
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_as_the_reference(name, sharded):
-    ranks = [found[name] for found in sharded]
+def test_as_the_reference(name, runs):
+    ranks = [found[name] for found in runs["zero3"]]
     if MODULES[name].reference == "ddp":
-        reference = [found[name] for found in run_ranks(run_all, 2, [name], "ddp", timeout=60)]
+        reference = [found[name] for found in runs["ddp"]]
         for (seen, _), (expected, _) in zip(ranks, reference, strict=True):
             torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
     else:
-        reference = [found[name] for found in run_ranks(run_all, 1, [name], "auto", timeout=60)]
+        reference = [found[name] for found in runs["one process"]]
         torch.testing.assert_close(sum(torch.tensor(seen) for seen, _ in ranks) / 2, torch.tensor(reference[0][0]))
     assert len(reference[0][0]) >= 9
     torch.testing.assert_close(ranks[0][1], reference[0][1])
