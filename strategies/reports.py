@@ -82,9 +82,13 @@ class Reports:
         last = False
         while not last:
             last = self._stopping
-            with suppress(RuntimeError, ValueError):  # the store's errors, and of what is in it
+            try:
                 self._talk()
                 self.answered = time.monotonic()
+            except dist.DistNetworkError:
+                return  # the store is gone for good; that it does not answer tells, without torch's words on each attempt
+            except (RuntimeError, ValueError):
+                pass  # the store's errors, and of what is in it
             if not last:
                 self._news.wait(BEAT_S)
                 self._news.clear()
