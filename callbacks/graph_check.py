@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 
 from .graph_lines import definition
-from .graph_watch import Problem, Watch
+from .graph_watch import Problem
 
 _OPTIONS_OF_ZERO3 = {
     "stop_on_nonfinite": "looks at values on the host.",
@@ -94,11 +92,3 @@ def check_allocator(settings: str, world_size: int, environ: Mapping[str, str]) 
     if "expandable_segments:True" in settings and world_size > 1 and environ.get("NCCL_GRAPH_REGISTER") != "0":
         found.append("NCCL registers the memory of graphs, which hangs with expandable_segments. Set NCCL_GRAPH_REGISTER=0.")
     return found
-
-
-def check_output(output: Any, watch: Watch, module: LightningModule) -> None:
-    """Note what cannot be repeated of what ``training_step`` returned."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        where = definition(module.training_step)
-        watch.add("`training_step` returned no loss. Return one that is zero, so that every step is the same.", where)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +19,7 @@ from .graph_batch import StaticInputs, UnsupportedBatch, signature, tensors_in
 from .graph_check import check_device, report
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_state import Guard, Snapshot
-from .graph_watch import Problem, Watch, compare
+from .graph_watch import Problem, Shape, Watch
 
 MAX_RECAPTURES = 5
 
@@ -141,13 +140,6 @@ class _Replay(torch.autograd.Function):
         return None, None, *ctx.call.replay_backward(gradients)
 
 
-@dataclass
-class _Shape:
-    watches: list[Watch] = field(default_factory=list)  # the last two
-    watched: int = 0
-    call: _CapturedCall | None = None
-
-
 class CapturedModule:
     """Stands in for the ``forward`` of a module while it trains.
 
@@ -174,7 +166,7 @@ class CapturedModule:
         self._name, self._module, self._graphs, self._strategy = name, module, graphs, strategy
         self._warmup, self._max_graphs, self._refuse = warmup, max_graphs, refuse
         self._eager, self._own = module.forward, module.__dict__.get("forward")
-        self._shapes: dict[Hashable, _Shape] = {}
+        self._shapes: dict[Hashable, Shape] = {}
         self._guard: Guard | None = None
         self._engine: Zero3Engine | None = None
         self._unit: Unit | None = None
@@ -192,12 +184,14 @@ class CapturedModule:
     @property
     def input_nbytes(self) -> int:
         """Memory of the inputs."""
-        return sum(shape.call.input_nbytes for shape in self._shapes.values() if shape.call is not None)
+        return sum(call.input_nbytes for call in self._captured())
+
+    def _captured(self) -> list[_CapturedCall]:
+        return [shape.graphs for shape in self._shapes.values() if shape.graphs is not None]
 
     def _drop(self) -> None:
-        for shape in self._shapes.values():
-            if shape.call is not None:
-                shape.call.reset()
+        for call in self._captured():
+            call.reset()
         self._shapes, self._guard = {}, None
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,23 +208,21 @@ class CapturedModule:
             self.recaptures += 1
             if self.recaptures > MAX_RECAPTURES:
                 return self._give_up([Problem(f"Its graphs went out of date {self.recaptures} times.")], inputs)
-        shape = self._shapes.setdefault(key, _Shape())
+        shape = self._shapes.setdefault(key, Shape())
         if shape.watched < self._warmup:
             return self._watch(shape, inputs)
-        captured = [s.call for s in self._shapes.values() if s.call is not None]
-        if shape.call is None and len(captured) >= self._max_graphs:
+        if shape.graphs is None and len(self._captured()) >= self._max_graphs:
             return self._eager(*args, **kwargs)
-        if shape.call is None:
-            problems = shape.watches[-1].problems + compare(*shape.watches)
-            if problems:
+        if shape.graphs is None:
+            if problems := shape.problems():
                 return self._give_up(problems, inputs)
-            shape.call = self._capture(shape.watches[-1], inputs)
-            if shape.call is None:
+            shape.graphs = self._capture(shape.watches[-1], inputs)
+            if shape.graphs is None:
                 return self._give_up(shape.watches[-1].problems, inputs)
-        if shape.call.is_busy:
+        if shape.graphs.is_busy:
             return self._eager(*args, **kwargs)  # it runs twice before a backward
         self.replays += 1
-        return shape.call(inputs, list(self._module.parameters()))
+        return shape.graphs(inputs, list(self._module.parameters()))
 
     def _follow_engine(self) -> None:
         engine = getattr(self._strategy, "engine", None)
@@ -242,12 +234,12 @@ class CapturedModule:
         if in_checkpoint():
             raise ValueError("a checkpoint runs it, and again in the backward. Put the checkpoint inside of the module.")
 
-    def _watch(self, shape: _Shape, inputs: Any) -> Any:
+    def _watch(self, shape: Shape, inputs: Any) -> Any:
         watch, snapshot = Watch(self._strategy.root_device, inputs), Snapshot(self._module)
         with watch.watching(None, forward=True):
             output = self._eager(*inputs[0], **inputs[1])
         watch.add_changes(snapshot.changes())
-        shape.watches, shape.watched = [*shape.watches[-1:], watch], shape.watched + 1
+        shape.add(watch)
         return output
 
     def _capture(self, watch: Watch, inputs: Any) -> _CapturedCall | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,26 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from ..strategies.engine import ReplayedStep
 from ..strategies.position import Activity
 from .graph_batch import UnsupportedBatch, signature
-from .graph_check import check_output, check_trainer, report
+from .graph_check import check_trainer, report
 from .graph_device import CudaGraphs, SoftwareGraphs
+from .graph_lines import definition
 from .graph_optimizer import CapturedOptimizer, check_optimizer
 from .graph_state import Guard, Snapshot
-from .graph_step import CapturedStep, StaticGradients
-from .graph_watch import Problem, Watch, WatchedIndex, compare
+from .graph_step import CapturedStep, StaticGradients, loss_of
+from .graph_watch import Problem, Shape, Watch, WatchedIndex, compare
 from .memory_ranks import RankGatherer
 
 MAX_RECAPTURES = 5
 _HASH_BITS = 2**52 - 1  # ranks exchange floats
 _ELSEWHERE = "On another rank the step cannot be captured; that rank says why."
-
-
-@dataclass
-class _Shape:
-    """What is known of batches of one signature."""
-
-    watches: list[Watch] = field(default_factory=list)  # of eager steps so far; the last two
-    watched: int = 0
-    step: CapturedStep | None = None
 
 
 class StepRunner:
@@ -69,10 +60,10 @@ class StepRunner:
         self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
         self._with_optimizers, self._optimizers = optimizer, list[CapturedOptimizer]()
         self._gradients = StaticGradients()
-        self._shapes: dict[Hashable, _Shape] = {}
+        self._shapes: dict[Hashable, Shape] = {}
         self._guard: Guard | None = None
         self._current: CapturedStep | None = None
-        self._watching: _Shape | None = None
+        self._watching: Shape | None = None
         self._refused = self._replayed = False
         self._silent = False  # the first rank does not know what is wrong
         self._stale: str | None = None  # why all graphs are out of date
@@ -121,23 +112,25 @@ class StepRunner:
 
     def drop(self) -> None:
         """Free all graphs; what runs next runs eagerly and is captured anew."""
-        for shape in self._shapes.values():
-            if shape.step is not None:
-                shape.step.reset()
+        for step in self._steps():
+            step.reset()
         for optimizer in self._optimizers:
             optimizer.reset()
         self._shapes = {}
         self._guard = self._current = None
         self._graphs.renew()
 
+    def _steps(self) -> list[CapturedStep]:
+        return [shape.graphs for shape in self._shapes.values() if shape.graphs is not None]
+
     @property
     def captured(self) -> int:
         """Number of signatures that have graphs."""
-        return sum(shape.step is not None for shape in self._shapes.values())
+        return len(self._steps())
 
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""
-        inputs = sum(shape.step.input_nbytes for shape in self._shapes.values() if shape.step is not None)
+        inputs = sum(step.input_nbytes for step in self._steps())
         return {"pool": self._graphs.pool_nbytes(), "inputs": inputs, "gradients": self._gradients.nbytes}
 
     def summary(self) -> str:
@@ -163,17 +156,17 @@ class StepRunner:
         key = self._agree(key)
         if self._refused:
             return self._eager_step(*args)
-        shape = self._shapes.setdefault(key, _Shape())
+        shape = self._shapes.setdefault(key, Shape())
         new_epoch, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
-        if shape.watched < self._warmup or (new_epoch and shape.step is not None):
+        if shape.watched < self._warmup or (new_epoch and shape.graphs is not None):
             return self._watch(shape, batch, rest)
-        if shape.step is None and (self.captured >= self._max_graphs or not self._may_capture(shape)):
+        if shape.graphs is None and (self.captured >= self._max_graphs or not self._may_capture(shape)):
             return self._eager_step(*args)
-        if shape.step is None:
-            shape.step = self._capture(shape, batch, rest)
+        if shape.graphs is None:
+            shape.graphs = self._capture(shape, batch, rest)
         else:
-            shape.step.fill(batch)
-        self._current = shape.step
+            shape.graphs.fill(batch)
+        self._current = shape.graphs
         self._replayed = True
         self.replays += 1
         model = self._trainer.strategy.model
@@ -181,7 +174,7 @@ class StepRunner:
             model.require_forward_param_sync = model.require_backward_grad_sync  # as its forward does
         watch = getattr(self._trainer.strategy, "watch", None)
         with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
-            return shape.step.replay_forward(self._module)
+            return shape.graphs.replay_forward(self._module)
 
     def _key(self, batch: Any) -> Hashable:
         model = self._trainer.strategy.model
@@ -217,7 +210,7 @@ class StepRunner:
         else:
             rank_zero_info(f"CUDAGraphStep: {reason}; the training step is captured again")
 
-    def _watch(self, shape: _Shape, batch: Any, rest: list) -> Any:
+    def _watch(self, shape: Shape, batch: Any, rest: list) -> Any:
         """An eager step, observed."""
         watch = Watch(self._trainer.strategy.root_device, batch)
         rest = [WatchedIndex(value, watch) if type(value) is int else value for value in rest]
@@ -225,14 +218,15 @@ class StepRunner:
         with watch.watching(self._module, forward=True):
             output = self._eager_step(batch, *rest)
         watch.add_changes(snapshot.changes())
-        check_output(output, watch, self._module)
-        shape.watches = [*shape.watches[-1:], watch]
-        shape.watched += 1
+        if not isinstance(loss_of(output), Tensor):
+            what = "`training_step` returned no loss. Return one that is zero, so that every step is the same."
+            watch.add(what, definition(self._module.training_step))
+        shape.add(watch)
         self._watching = shape
         return output
 
-    def _may_capture(self, shape: _Shape) -> bool:
-        problems = shape.watches[-1].problems + compare(*shape.watches)
+    def _may_capture(self, shape: Shape) -> bool:
+        problems = shape.problems()
         everyone = self._ranks.gather([bool(problems)])
         self._silent = not everyone[0, 0]
         if everyone.any() and not problems:
@@ -241,7 +235,7 @@ class StepRunner:
             self._refuse(problems)
         return not problems
 
-    def _capture(self, shape: _Shape, batch: Any, rest: list) -> CapturedStep:
+    def _capture(self, shape: Shape, batch: Any, rest: list) -> CapturedStep:
         watch = shape.watches[-1]
         engine = getattr(self._trainer.strategy, "engine", None)
         books = self._gradients if engine is None else ReplayedStep(engine)
@@ -270,7 +264,7 @@ class StepRunner:
         elif shape is not None:
             with shape.watches[-1].watching(self._module, forward=False):
                 run()
-            if shape.step is not None and (problems := compare(*shape.watches)):
+            if shape.graphs is not None and (problems := compare(*shape.watches)):
                 self._stale = problems[0].what
         else:
             run()

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -286,6 +286,29 @@ def compare(before: Watch, after: Watch) -> list[Problem]:
             Problem(f"Not every step runs {extra.name}: a branch in Python, of which a graph would keep one side.", extra.place)
         ]
     return _compare_logs(before.tape, after.tape)
+
+
+@dataclass
+class Shape:
+    """What is known of inputs of one signature.
+
+    Attributes:
+        watches: of the last two eager runs.
+        watched: number of eager runs.
+        graphs: that were captured.
+    """
+
+    watches: list[Watch] = field(default_factory=list)
+    watched: int = 0
+    graphs: Any = None
+
+    def add(self, watch: Watch) -> None:
+        """One more eager run was watched."""
+        self.watches, self.watched = [*self.watches[-1:], watch], self.watched + 1
+
+    def problems(self) -> list[Problem]:
+        """Why it cannot be captured."""
+        return self.watches[-1].problems + compare(*self.watches)
 
 
 def _other_way(a: Operation, b: Operation) -> Problem:
