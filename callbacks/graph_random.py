@@ -32,7 +32,12 @@ class RandomStates:
 
     def __init__(self, source: ModuleType) -> None:
         self._source = source
+        self._began = 0
         self.place = HOME
+
+    def begin(self) -> None:
+        """An eager forward begins."""
+        self._began = _offset(self._source.get_rng_state())
 
     @contextmanager
     def following(self, forward: bool, on_save: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -42,13 +47,12 @@ class RandomStates:
             self.offsets: list[int] = []
             self._saved: list[tuple[Tensor, int]] = []  # states and their places
             self._visited: set[int] = set()
-            begin = _offset(self._save(real_get))
 
         def save(*args: object) -> Tensor:
             with _disable_current_modes():
                 state = self._save(lambda: real_get(*args))
                 if forward:
-                    self.offsets.append(_offset(state) - begin)
+                    self.offsets.append(_offset(state) - self._began)
             place = len(self._saved) if forward else HOME if self.place == HOME else LOST
             self._saved.append((state, place))
             on_save()
@@ -118,11 +122,11 @@ class CapturedRandomStates(RandomStates):
 
     def begin_forward(self) -> None:
         """Before the forward is replayed."""
-        self._began = self._generator.initial_seed(), self._generator.get_offset()
+        self._replayed_from = self._generator.initial_seed(), self._generator.get_offset()
 
     def begin_backward(self) -> None:
         """Before the backward is replayed."""
-        seed, offset = self._began
+        seed, offset = self._replayed_from
         for state, further in zip(self.states, self._eager_offsets, strict=True):
             state.manual_seed(seed)
             state.set_offset(offset + further)

@@ -141,6 +141,8 @@ class Watch(TorchDispatchMode):
         profiler, self._forward = sys.getprofile(), forward
         collecting = gc.isenabled()
         gc.disable()  # callbacks of the garbage collector are no part of the step
+        if forward:
+            self.random.begin()
         listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
         with listening, self.random.following(forward, self._note_save), self:
             sys.setprofile(self._on_call)

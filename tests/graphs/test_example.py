@@ -1,9 +1,10 @@
-"""The example runs as it stands, and shows what it says."""
+"""The example runs as it stands, and shows what it says; so does the table of equality."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
+from graphs.make_table import CASES, STRATEGIES, TABLE
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda_graph.py"
 
@@ -29,3 +30,9 @@ def test_the_refused_step_is_named():
     example = load()
     with pytest.warns(UserWarning, match=r"(?s)cannot be captured.*cuda_graph\.py:\d+: `if self\.refused and loss\.item\(\)"):
         example.fit(example.CUDAGraphStep(software=True), epochs=1, refused=True)
+
+
+def test_the_table_has_all_cases_and_no_difference():
+    text = TABLE.read_text()
+    assert all(text.count(f"\n| {case} | equal |") == len(STRATEGIES) for case in CASES)
+    assert "differ" not in text

@@ -69,10 +69,10 @@ class Device:
         state.offset += count
         return state.seed, state.offset - count
 
-    def capture(self, states, program, forward):
+    def capture(self, states, program, forward, watched):
         self.kernels = []
         try:
-            with states.following(forward):
+            with states.following(forward), watched.following(forward):
                 program()
             return self.kernels
         finally:
@@ -112,6 +112,7 @@ def step(device):
 def test_replays_draw_what_eager_steps_draw(monkeypatch):
     device, watched = Device(monkeypatch), RandomStates(torch.cuda)
     forward, backward = step(device)
+    watched.begin()
     with watched.following(forward=True):
         forward()
     with watched.following(forward=False):
@@ -120,7 +121,8 @@ def test_replays_draw_what_eager_steps_draw(monkeypatch):
 
     states = CapturedRandomStates(torch.device("cuda", 0), watched.offsets)
     forward, backward = step(device)
-    captured = device.capture(states, forward, True), device.capture(states, backward, False)
+    captured = device.capture(states, forward, True, watched), device.capture(states, backward, False, watched)
+    assert watched.place == HOME
     for seed in (7, 7, 23):  # the user may seed anew between steps
         begin = torch.tensor(list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8)
         torch.cuda.set_rng_state(begin)
@@ -139,4 +141,4 @@ def test_a_capture_that_saves_other_states_is_an_error(monkeypatch):
     device = Device(monkeypatch)
     states = CapturedRandomStates(torch.device("cuda", 0), [4])
     with pytest.raises(RuntimeError, match="other random states than the eager one"):
-        device.capture(states, step(device)[0], True)
+        device.capture(states, step(device)[0], True, RandomStates(torch.cuda))
