@@ -81,6 +81,7 @@ def compare(mine: Run, reference: Run) -> list[str]:
         pair = [[value for name, value in run.seen if name in names] for run in (mine, reference)]
         if column.startswith("weights"):
             pair = [[*values, run.state] for values, run in zip(pair, (mine, reference), strict=True)]
+        assert all(pair), column
         found.append(same(*pair))
     return [*found, same(dict(mine.calls), dict(reference.calls))]
 
