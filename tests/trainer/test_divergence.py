@@ -52,7 +52,7 @@ def _fit(rank, world_size, read, other):
     return module.message
 
 
-@pytest.mark.parametrize("read, other", zip(READS, ELSEWHERE, strict=True))
+@pytest.mark.parametrize("read, other", list(zip(READS, ELSEWHERE, strict=True)))
 def test_both_ranks_are_told(read, other):
     for rank, message in enumerate(run_ranks(_fit, 2, read, other, timeout=60)):
         assert f"rank {rank} is about to" in message
