@@ -18,10 +18,8 @@ from ..strategies.engine import Unit, Zero3Engine, bring, unit_around
 from .graph_batch import StaticInputs, UnsupportedBatch, signature, tensors_in
 from .graph_check import check_device, report
 from .graph_device import CudaGraphs, SoftwareGraphs
-from .graph_state import Guard, Snapshot
+from .graph_state import MAX_RECAPTURES, Guard, Snapshot
 from .graph_watch import Problem, Shape, Watch
-
-MAX_RECAPTURES = 5
 
 
 def in_checkpoint() -> bool:

@@ -20,12 +20,11 @@ from .graph_check import check_trainer, report
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_lines import definition
 from .graph_optimizer import CapturedOptimizer, check_optimizer
-from .graph_state import Guard, Snapshot
+from .graph_state import MAX_RECAPTURES, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
 from .graph_watch import Problem, Shape, Watch, WatchedIndex, compare
 from .memory_ranks import RankGatherer
 
-MAX_RECAPTURES = 5
 _HASH_BITS = 2**52 - 1  # ranks exchange floats
 _ELSEWHERE = "On another rank the step cannot be captured; that rank says why."
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+MAX_RECAPTURES = 5  # in a run: what goes out of date more often is not worth it
 _PLAIN = (int, float, complex, bool, str, type(None), torch.dtype)
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

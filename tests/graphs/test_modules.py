@@ -151,6 +151,17 @@ def test_a_backward_that_cannot_be_captured_leaves_its_module_eager():
     assert_same_run(mine, reference)
 
 
+class NeverTheSame(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step % 3 == 0:  # after each capture
+            pl_module.net[3].p = 0.1 + 0.001 * trainer.global_step
+
+
+def test_a_module_that_changes_again_and_again_is_given_up():
+    with pytest.raises(GraphCaptureError, match="Module 'net': Its graphs went out of date 6 times"):
+        fit(Net(), NeverTheSame(), CUDAGraphStep(software=True, strict=True, warmup=2, modules=["net"]))
+
+
 class Early(Net):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
