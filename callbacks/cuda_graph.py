@@ -43,7 +43,7 @@ class CUDAGraphStep(Callback):
         modules: capture only these modules, by patterns of their names (``["encoder", "blocks.*"]``), for a model whose step
             cannot be captured as a whole. Everything else may be as it likes, manual optimization included. Of a module that
             runs several times before a backward, the first run is replayed. With `zero3` on several ranks, modules that are
-            units, or inside of one.
+            units, or inside of one, and get inputs of the same shapes on all ranks.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 
     Raises:

@@ -166,6 +166,7 @@ class CapturedModule:
         self._eager, self._own = module.forward, module.__dict__.get("forward")
         self._shapes: dict[Hashable, Shape] = {}
         self._guard: Guard | None = None
+        self._names: set[str] = set()  # of attributes that its graphs depend on
         self._engine: Zero3Engine | None = None
         self._unit: Unit | None = None
         self._refused = False
@@ -189,8 +190,9 @@ class CapturedModule:
 
     def _drop(self) -> None:
         for call in self._captured():
-            call.reset()
-        self._shapes, self._guard = {}, None
+            if not call.is_busy:  # else its backward comes, and frees it
+                call.reset()
+        self._shapes, self._guard, self._names = {}, None, set()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._refused or not torch.is_grad_enabled():
@@ -251,7 +253,8 @@ class CapturedModule:
         if watch.problems:
             call.reset()
             return None
-        self._guard = Guard(self._module, [], watch.names)
+        self._names |= watch.names
+        self._guard = Guard(self._module, [], self._names)
         return call
 
     def _give_up(self, problems: list[Problem], inputs: Any) -> Any:

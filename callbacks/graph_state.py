@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 MAX_RECAPTURES = 5  # in a run: what goes out of date more often is not worth it
 _PLAIN = (int, float, complex, bool, str, type(None), torch.dtype)
+_ABSENT = object()  # what a class may have a value for
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Lightning's own, written around every hook.
@@ -75,8 +76,8 @@ class Guard:
                     self._held += table.values()
                 else:
                     self._empty.append(table)
-            found = [n for n in names & each.__dict__.keys() if isinstance(each.__dict__[n], _PLAIN)]
-            self._plain.append((path, each.__dict__, found, [each.__dict__[n] for n in found]))
+            found = [n for n in names if isinstance(each.__dict__.get(n, getattr(type(each), n, _ABSENT)), _PLAIN)]
+            self._plain.append((path, each.__dict__, found, [each.__dict__.get(n, _ABSENT) for n in found]))
             for name, tensor in (*each._parameters.items(), *each._buffers.items()):
                 if tensor is not None:
                     self._tensors.append((f"{path}.{name}".lstrip("."), tensor, _address(tensor), tensor.requires_grad))
@@ -96,8 +97,8 @@ class Guard:
             if tuple(map(id, table.values())) != ids:
                 return f"a module, parameter, buffer or hook of {path or 'the module'} was added, replaced or removed"
         for path, table, names, values in self._plain:
-            if [table.get(n) for n in names] != values:
-                name = next(n for n, v in zip(names, values, strict=True) if table.get(n) != v)
+            if [table.get(n, _ABSENT) for n in names] != values:
+                name = next(n for n, v in zip(names, values, strict=True) if table.get(n, _ABSENT) != v)
                 return f"`{path}.{name}` changed to {table.get(name)!r}".replace("`.", "`")
         for name, tensor, address, needs_grad in self._tensors:
             if tensor.requires_grad is not needs_grad:

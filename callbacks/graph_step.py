@@ -23,6 +23,7 @@ class StaticGradients:
     def __init__(self) -> None:
         self._held: dict[Tensor, Tensor] = {}
         self._cleared: list[Tensor] = []
+        self._made: list[Tensor] = []  # parameters whose gradients the last backward was the first to ask for
 
     def begin_backward(self, parameters: list[Tensor]) -> None:
         """Make ``parameter.grad`` the static one; it keeps the value, or is zero where there was no gradient.
@@ -30,6 +31,7 @@ class StaticGradients:
         Lightning, users and Lightning's validation set gradients to None, or to other tensors, as they like.
         """
         self._cleared = [p for p in parameters if p.grad is None]
+        self._made = [p for p in parameters if p not in self._held]
         for parameter in parameters:
             mine = self._held.get(parameter)
             if mine is None:
@@ -48,6 +50,7 @@ class StaticGradients:
         parameters[:] = [p for p, grad, version in before if grad._version != version]
         for parameter in set(self._cleared).difference(parameters):
             parameter.grad = None
+        for parameter in set(self._made).difference(parameters):  # graphs of other shapes may add to older ones
             self._held.pop(parameter)
 
     def capture_forward(self) -> AbstractContextManager[None]:

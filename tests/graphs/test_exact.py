@@ -5,8 +5,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
 
-from helpers.recorded import Net, assert_same, assert_same_run, fit
+from helpers.recorded import CLASSES, Net, assert_same, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.memory_ledger import measure
@@ -58,6 +59,26 @@ def test_zero3_on_one_rank_too(case):
     callback = Counting(software=True, strict=True)
     mine = fit(Net(**arguments), callback, **options, strategy=Zero3Strategy())
     assert callback.replays >= 5
+    assert_same_run(mine, reference)
+
+
+class TwoHeads(Net):
+    """Batches of another length have a head of their own."""
+
+    def __init__(self):
+        super().__init__(batch_size=8)
+        self.other = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return (self.head if len(x) == 8 else self.other)(self.net(x))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_shapes_train_layers_of_their_own(strategy):
+    reference = fit(TwoHeads(), strategy=strategy, max_epochs=6)
+    callback = Counting(software=True, strict=True)
+    mine = fit(TwoHeads(), callback, strategy=strategy, max_epochs=6)
+    assert callback.captured == 2
     assert_same_run(mine, reference)
 
 
