@@ -47,10 +47,7 @@ class DeviceWaits:
             lanes: that the compute stream will wait for.
         """
         if self._lanes:
-            for lane in self._lanes:
-                del lane.join  # the class's appears again
-            self._lanes = ()
-            self._marks.append(self._clock.mark())
+            self.end_step()
         elif self._marks:
             if self._clock.is_done(self._marks[-1]):
                 self._working, self._marks = self._read(), []
@@ -58,6 +55,14 @@ class DeviceWaits:
             self._wanted, self._marks, self._lanes = False, [self._clock.mark()], lanes
             for lane in lanes:
                 lane.join = self._marked(lane.join)  # type: ignore[method-assign]
+
+    def end_step(self) -> None:
+        """What follows is no training, or another step."""
+        if self._lanes:
+            for lane in self._lanes:
+                del lane.join  # the class's appears again
+            self._lanes = ()
+            self._marks.append(self._clock.mark())
 
     def _marked(self, join: Callable[[Any], None]) -> Callable[[Any], None]:
         def marked(mark: Any) -> None:

@@ -33,6 +33,7 @@ _ACTIVITIES = {
     "load_checkpoint": Activity.LOADING,
     "on_train_batch_start": Activity.BETWEEN,
 }
+_TRAINING = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
 
 
 def _watched(method: Callable[..., Any], activity: Activity) -> Callable[..., Any]:
@@ -43,6 +44,8 @@ def _watched(method: Callable[..., Any], activity: Activity) -> Callable[..., An
         if activity is Activity.BETWEEN:
             self._begin_step(self.watch)
             return method(self, *args, **kwargs)
+        if activity not in _TRAINING and self.watch.device_waits is not None:
+            self.watch.device_waits.end_step()
         with self.watch.doing(activity):
             return method(self, *args, **kwargs)
 
@@ -95,6 +98,8 @@ class WatchedStrategy(ProcessStrategy):
     def stop_watch(self) -> None:
         """The run is over on this rank."""
         if self.watch is not None:
+            if self.watch.device_waits is not None:
+                self.watch.device_waits.end_step()
             self.watch.stop()
             self.watch = None
 

@@ -90,6 +90,20 @@ def test_what_a_graph_captures_is_not_marked():
     assert waits.take() == 1.0
 
 
+def test_a_step_ends_where_a_validation_begins():
+    device = Device()
+    waits, lane = DeviceWaits(device), SideStream(device, 1.0)
+    waits.take()
+    waits.begin_step([lane])
+    device.now += 1.0
+    waits.end_step()
+    lane.join(None)
+    waits.end_step()
+    device.passed = device.now
+    waits.begin_step([lane])
+    assert waits.take() == 1.0
+
+
 def joins_of_a_step(rank, world_size):
     """Waits in a step of a model of three units, of which the slots hold two: seconds of a device that waits 1 s each time."""
     device, joined = Device(), []
