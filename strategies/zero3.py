@@ -215,7 +215,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             unit_policy=self.unit_policy,
             debug=self._debug,
             slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
-            # Two let NCCL overlap a unit's reduction with the next unit's backward; on the CPU there is nothing to win.
             wire_dtype=lambda name, p: torch.float32 if name in kept else wire,
             reduce_dtype=self._reduce_dtype,
             reduce_once=self._reduce_once,

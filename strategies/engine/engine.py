@@ -167,23 +167,23 @@ class Zero3Engine:
         """Around everything that runs the model: the forward and loss of a micro-batch, an evaluation step.
 
         Args:
-            gradients_over: those of the last step will be cleared before the backward. On the CPU their memory is free from
-                here on, which is when activations begin to need it.
+            gradients_over: those of the last step will be cleared before the backward. Between ranks on the CPU their memory is
+                free from here on, which is when activations begin to need it.
         """
         if self.access.in_step:
             yield
             return
         self.open_step()
-        if gradients_over:
-            self.gradients.take_away()
         if not torch.is_grad_enabled():
             self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.diary.resume()
-        self.access.in_step = True
-        if self._root is not None and self._root.gather():
-            self._root.use()
         try:
+            self.access.in_step = True
+            if gradients_over:
+                self.gradients.take_away()
+            if self._root is not None and self._root.gather():
+                self._root.use()
             with self._saved.watch():
                 yield
         except BaseException:

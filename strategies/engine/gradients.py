@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import sys
+
+from torch import Tensor, nn
 
 from .chunk import Entry
 from .reduce import Reducer
@@ -59,11 +61,14 @@ class Gradients:
     def full(self, unit: Unit, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
         if self.over and entry.trained:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because it is cleared before "
-                "the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or define "
-                "`on_before_zero_grad` in the module: then gradients stay until that hook is over."
-            )
+            if not _is_clearing():
+                raise ResidencyError(
+                    f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
+                    "it before the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or "
+                    "define `on_before_zero_grad` in the module: then gradients stay until that hook is over. For gradients "
+                    "of a backward inside of `training_step`, call the module's `zero_grad()` first."
+                )
+            self.over = False  # they are gone as the user wants it
         if not entry.trained or not self.has_gradient(entry):
             return None
         if entry.name not in self._full:
@@ -136,3 +141,11 @@ class Gradients:
         """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
         parts = [entry.part for entry in self.owned(group) if not used[entry.number]]
         return [(part.start, part.start + part.span.stop - part.span.start) for part in parts]
+
+
+def _is_clearing() -> bool:
+    """Whether `Module.zero_grad` asks, which looks at each gradient before it clears it."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module.zero_grad.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -149,7 +149,7 @@ class Reducer:
         return collect
 
     def _claim(self, place: _Range) -> None:
-        for other in tuple(self._open):
+        for other in sorted(self._open, key=lambda opened: opened.unit.index):  # alike on all ranks
             if overlap(other.region, place.region):
                 self.reduce(other.unit)
         if self._flying is not None and overlap(self._flying.region, place.region):

@@ -266,8 +266,12 @@ class Unit:
 
     def abandon(self) -> None:
         """After an exception: no use is left, however many were open."""
+        incomplete = self.phase is Phase.GATHERING
         self.phase, self.pins = Phase.IN_USE, 1
         self.unuse()
+        if incomplete:
+            self._pending = []
+            self.release()
 
     def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gather other tensors laid out like the parameters, e.g. optimizer state; collective.

@@ -17,7 +17,7 @@ class Reader(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
-        self.reads, self.found, self.nbytes = reads, [], []
+        self.reads, self.found, self.nbytes, self.losses = reads, [], [], []
 
     def look(self, place):
         if place == self.reads and self.trainer.global_step:
@@ -47,6 +47,20 @@ class InHook(Reader):
         self.look("on_before_zero_grad")
 
 
+class Adversarial(Reader):
+    """A backward of its own inside of `training_step`, as of attacks on the input."""
+
+    def training_step(self, batch):
+        x = batch.clone().requires_grad_()
+        self.zero_grad()
+        self.net(x).square().mean().backward()
+        self.found.append(self.net[0].weight.grad.clone())
+        self.zero_grad()
+        loss = super().training_step(batch + 0.1 * x.grad.sign())
+        self.losses.append(loss.detach())
+        return loss
+
+
 class InCallback(pl.Callback):
     def on_before_zero_grad(self, trainer, module, optimizer):
         module.look("callback")
@@ -64,17 +78,25 @@ def _fit(rank, world_size):
             except RuntimeError as raised:
                 error = str(raised)
             runs[strategy, reads] = module.found, module.nbytes, error
+        module = Adversarial("nowhere")
+        trainer(strategy, world_size).fit(module)
+        runs[strategy] = module.found, module.losses
     return runs
 
 
+def _assert_close(mine, theirs):
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=RTOL * float(theirs.abs().max()))
+
+
 def test_freed_unless_a_hook_can_look():
-    for runs in run_ranks(_fit, 2):
+    ranks = run_ranks(_fit, 2)
+    for runs in ranks:
         for reads in READERS[:-1]:
             (expected, _, _), (found, nbytes, error) = runs["ddp", reads], runs["zero3", reads]
             assert error is None
             assert len(found) == {"nobody": 0, "on_train_batch_end": 2}.get(reads, 1)
             for mine, theirs in zip(found, expected, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=RTOL * float(theirs.abs().max()))
+                _assert_close(mine, theirs)
             kept = reads in ("on_before_zero_grad", "callback")
             # Windows of two micro-batches: there are gradients to add to in the second ones, and in the third old ones.
             assert [n > 0 for n in nbytes] == [False, True, kept, True], reads
@@ -82,3 +104,8 @@ def test_freed_unless_a_hook_can_look():
         error = runs["zero3", "training_step"][2]
         assert "'net.0.weight' was freed when `training_step` began" in error
         assert "`on_train_batch_end`" in error
+        (found, losses), (_, expected) = runs["zero3"], runs["ddp"]
+        assert len(losses) == 4
+        _assert_close(torch.stack(losses), torch.stack(expected))
+        # In a step ddp's gradients are a rank's own.
+        _assert_close(torch.stack(found), torch.stack([torch.stack(r["ddp"][0]) for r in ranks]).mean(0))
