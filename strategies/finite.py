@@ -127,7 +127,7 @@ class FiniteCheck:
         Raises:
             NonFiniteError: on all ranks, if the loss or a gradient of any is not finite.
         """
-        if self._gradients:
+        if self._gradients and not self.engine.reducer.held:  # else they are not summed yet
             for group in self.engine.groups:
                 if group.trained:
                     self._look(3, "", group.grad)
@@ -140,7 +140,7 @@ class FiniteCheck:
             raise NonFiniteError(self._explain(step, first))
 
     def _explain(self, step: int, finding: _Finding) -> str:
-        weights, gradients = (self._parameters(flat) for flat in (lambda g: g.data, lambda g: g.grad))
+        weights, gradients = (self._parameters(flat) for flat in (lambda g: g.data, lambda g: g.grad if g.trained else None))
         everyone: list[Any] = self._door.all_gather_object((finding, weights, gradients))
         first = min(found for found, *_ in everyone)
         ranks = [found.rank for found, *_ in everyone if (found.stage, found.turn) == (first.stage, first.turn)]

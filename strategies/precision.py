@@ -12,6 +12,7 @@ from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -153,7 +154,8 @@ def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> torch.a
 
 def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
     """Unscale here what a fused ``optimizer`` would unscale itself, without hearing of infinities on other ranks."""
-    scaler.unscale_(optimizer)
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:  # the user may have done so
+        scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     found.update({device: ranks.clamp(max=1).reshape(()) for device, ranks in found.items()})  # fused kernels skip at exactly 1
 
