@@ -226,6 +226,9 @@ def plot(summary, added, by_ranks, path):
     if added:
         axes[0][-1].barh(list(added), list(added.values()))
         axes[0][-1].set_title("ms that a block of width 16 adds")
+    if added or by_ranks:
+        axes[0][-1].set_visible(bool(added))
+        axes[1][-1].set_visible(bool(by_ranks))
     for entry, sizes in by_ranks.items():
         axes[1][-1].plot(list(sizes), [peak / 1e6 for _, peak in sizes.values()], marker="o", label=entry)
         axes[1][-1].set_title("tiny plain: peak of a rank, MB, by ranks")

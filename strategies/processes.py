@@ -250,7 +250,7 @@ class ProcessStrategy(ParallelStrategy):
             self._door.meet(meeting)
 
     def communication_seconds(self) -> float:
-        """Time in gathers, reductions and agreements on this rank since the first call, see :class:`~.engine.CollectiveTimer`.
+        """Time in gathers, reductions and agreements on this rank since the first call, by a ``CollectiveTimer``.
 
         The first call begins to measure, after the model has been set up.
         """

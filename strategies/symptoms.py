@@ -30,7 +30,7 @@ class Beat:
         code: the user's line that ran then.
         device: share of a step, measured in the last second, in which its device did not wait for others', 0 to 1; None if
             none was.
-        trace: of its exchanges, see :class:`~.engine.LocalCollectives`; empty if it has moved since the last report.
+        trace: of its exchanges, see :class:`~.collectives.diary.Diary`; empty if it has moved since the last report.
     """
 
     number: int
