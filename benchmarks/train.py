@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import socket
 import statistics
 import subprocess
@@ -71,7 +72,7 @@ def launch(job, world_size, counter=None, limit_s=600):
         files = sorted(Path(folder).glob("*.json"))
         if len(files) == world_size:
             return [json.loads(file.read_text()) for file in files]
-    lines = [line for text in said for line in text.splitlines() if "Error" in line or "Exception" in line]
+    lines = [line for text in said for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
     return lines[0] if lines else f"exit codes {[rank.returncode for rank in ranks]}"
 
 

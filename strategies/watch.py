@@ -30,8 +30,6 @@ from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
 
-# CPython 3.11.0 to 3.11.4 may lock up for ever where garbage is collected while it lists frames (python/cpython#106883).
-_FRAMES_MAY_LOCK = (3, 11) <= sys.version_info < (3, 11, 5)
 _NOBODY = -1  # alone is behind it
 _SAMPLES = 10  # of the training thread, for each beat
 _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
@@ -185,7 +183,8 @@ class Watch:
 
     def _frame(self) -> FrameType | None:
         """What the training thread runs."""
-        collects = _FRAMES_MAY_LOCK and gc.isenabled()
+        # Where garbage is collected while frames are listed, CPython 3.11 may lock up for ever (python/cpython#106883).
+        collects = gc.isenabled()
         if collects:
             gc.disable()
         try:
