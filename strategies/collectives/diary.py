@@ -52,7 +52,7 @@ class Diary:
     Attributes:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
         describe: what a label stands for, for errors.
-        progress: index of the unit whose use began last, and exchanges begun.
+        progress: index of the unit whose forward or backward came last, and exchanges begun.
     """
 
     def __init__(self) -> None:

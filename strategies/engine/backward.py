@@ -116,7 +116,7 @@ class Backward:
             self._current = unit
         following = self.schedule.upcoming()
         if following is not None:
-            self._units[following].gather()
+            self._units[following].gather(ahead=True)
 
     def _leave(self) -> None:
         unit, self._current = self._current, None

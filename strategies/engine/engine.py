@@ -285,7 +285,7 @@ class Zero3Engine:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
-            self.units[following].gather()
+            self.units[following].gather(ahead=True)
 
     def _leave_forward(self, unit: Unit, outputs: Any) -> Any:
         if unit.lent or transform() is not None:

@@ -107,8 +107,14 @@ class Unit:
             f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
         )
 
-    def gather(self) -> bool:
-        """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there."""
+    def gather(self, ahead: bool = False) -> bool:
+        """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there.
+
+        Args:
+            ahead: of its use, while another unit runs.
+        """
+        if not ahead:
+            self._collectives.diary.progress[0] = self.index  # before anything that may wait for other ranks
         if self.lent:
             return False
         if self.phase is not Phase.RESTING:
@@ -170,7 +176,6 @@ class Unit:
 
     def use(self) -> None:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
-        self._collectives.diary.progress[0] = self.index
         if self.phase is Phase.GATHERING:
             self.arrive()
         if not self.pins:

@@ -33,7 +33,7 @@ class WholeUnit(Unit):
         for chunk in self.chunks:
             chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.memory.device)
 
-    def gather(self) -> bool:
+    def gather(self, ahead: bool = False) -> bool:
         """Always there."""
         return True
 
