@@ -77,7 +77,7 @@ def launch(job, world_size, counter=None, limit_s=600):
 
 
 def build_counter(folder):
-    """heap.c as a library; None where there is no C compiler (the tables then say 0)."""
+    """heap.c as a library; None where there is no C compiler (the tables then say "-")."""
     library = Path(folder) / "heap.so"
     done = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "heap.c"], check=False)
     return library if done.returncode == 0 else None
@@ -179,8 +179,8 @@ def show(size, case, rows, reference):
             f"{row['cpu_ratio']:.2f}",
             f"{row['first_step_s']:.1f}",
             f"{row['wire_mb']:.1f}",
-            f"{row['live_mb']:.1f}",
-            f"{row['peak_mb']:.1f}",
+            f"{row['live_mb']:.1f}" if row["live_mb"] else "-",
+            f"{row['peak_mb']:.1f}" if row["peak_mb"] else "-",
             f"{row['loss_difference']:.1e}",
         )
     return table
