@@ -82,6 +82,29 @@ def test_shapes_train_layers_of_their_own(strategy):
     assert_same_run(mine, reference)
 
 
+class Predicts(Net):
+    def predict_step(self, batch, batch_idx):
+        return self(batch["x"])
+
+    predict_dataloader = Net.val_dataloader
+
+
+def _predictions(strategy, *callbacks):
+    """What a run predicts after two epochs, and after two more."""
+    run = fit(Predicts(), *callbacks, strategy=strategy)
+    early = run.trainer.predict(run.module)
+    run.trainer.fit_loop.max_epochs = 4
+    run.trainer.fit(run.module)
+    return early, run.trainer.predict(run.module)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_prediction_runs_eagerly_beside_it(strategy):
+    mine, reference = _predictions(strategy, CUDAGraphStep(software=True, strict=True)), _predictions(strategy)
+    assert len(mine[0]) == len(mine[1]) == 11
+    assert_same(mine, reference)
+
+
 def test_the_program_of_a_step_runs_until_the_capture_and_at_the_start_of_each_epoch():
     module, calls = Net(), []
     step = module.training_step

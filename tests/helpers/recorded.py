@@ -66,7 +66,7 @@ class Net(pl.LightningModule):
         x = torch.randn(SAMPLES, WIDTH, generator=generator)
         data = TensorDataset(x, torch.randint(CLASSES, (SAMPLES,), generator=generator))
         order = torch.Generator().manual_seed(3) if shuffle else None
-        return DataLoader(data, self.batch_size, shuffle=shuffle, generator=order, collate_fn=_as_dict)
+        return DataLoader(data, batch_size=self.batch_size, shuffle=shuffle, generator=order, collate_fn=_as_dict)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(1, shuffle=True)
