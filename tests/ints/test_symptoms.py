@@ -1,5 +1,6 @@
 """What the reports of all ranks say, and what a process leaves behind when it is killed."""
 
+import json
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from torch.distributed import distributed_c10d
 from lightning_zero3.strategies.collectives import GroupCollectives, LocalCollectives, first_difference
 from lightning_zero3.strategies.position import Activity, Neighbour, Place, Position, machine
 from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
-from lightning_zero3.strategies.watch import Watch
+from lightning_zero3.strategies.watch import Watch, WatchOptions
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
 
@@ -159,3 +160,27 @@ def test_the_place_of_a_killed_process_can_be_read():
     assert neighbour.place() == Place(Activity.BACKWARD, step=7, unit=2, exchanges=99)
     assert neighbour.words == "last words"
     neighbour.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="pidfd_open is Linux's")
+@pytest.mark.parametrize(
+    "told, known",
+    [("Rank 1 raised 'ValueError: sample 17' in set-up, step 0.",) * 2, (None, "its own output says why, unless it was killed")],
+)
+def test_the_end_of_a_process_that_nobody_could_look_into_is_not_called_a_death(told, known):
+    child = os.fork()
+    if not child:
+        os._exit(1)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is left there: without memory, with its process id
+    store = dist.HashStore()
+    store.set("1", replace(beat(1, activity=Activity.SETUP), pid=child).pack())
+    watch = Watch(WatchOptions(), store, 0, 2)
+    try:
+        if told is not None:
+            time.sleep(0.3)
+            store.set("verdict", json.dumps({"rank": 1, "text": told}))
+        assert watch._known.wait(20)
+        assert known in watch._verdict["text"] and "died without a word" not in watch._verdict["text"]
+    finally:
+        watch.stop()
+        os.waitpid(child, 0)
