@@ -139,10 +139,11 @@ class ParamGroups:
         engine.adopt_gradients()
         engine.reducer.hide()
         new = self._shard()
-        if _names(new) != _names(engine):
+        renamed = sorted(_names(new) - _names(engine))
+        if renamed:
             raise ValueError(
-                f"Param groups were edited after parameters had been renamed (by pruning): {_names(new) - _names(engine)}. Edit "
-                "them before, or prune before `trainer.fit`."
+                f"Param groups were edited after parameters had been given other names, as pruning does: {', '.join(renamed)}. "
+                "Edit the groups before, or prune before `trainer.fit`."
             )
         for index, optimizer in enumerate(self._optimizers):
             if self._stepping[index] is Stepping.ELEMENTS:
