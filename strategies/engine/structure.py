@@ -53,12 +53,18 @@ class Structure:
                 raise ValueError(f"Parameter {name!r} was removed after the model was sharded. {_REMEDY}")
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse param groups that hold parameters of the model: an optimizer steps on flat shards.
+def check_optimizer(optimizer: Optimizer, in_backward: bool) -> None:
+    """Refuse steps that would not see their gradients.
 
     Raises:
-        ValueError: such a group was added since the forward of this step.
+        RuntimeError: gradients are being made, and are not yet summed over the ranks.
+        ValueError: a group that holds parameters of the model, and not flat shards, was added since the forward of this step.
     """
+    if in_backward:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was stepped inside of a backward pass (in a hook of a parameter, for instance), where "
+            "gradients have not been summed over the ranks. Step it after it."
+        )
     for index, group in enumerate(optimizer.param_groups):
         if any(is_sharded(p) for p in group["params"]):
             raise ValueError(
