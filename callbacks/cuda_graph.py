@@ -21,13 +21,16 @@ class CUDAGraphStep(Callback):
     optimizer, schedulers, validation. It is for models whose layers are so small that Python is slower than the GPU.
 
     The first `warmup` batches of a shape run eagerly and are watched. If the step does anything that a replay would not repeat
-    (waits for a value, computes with a Python number that changes, updates a metric, prints, keeps state in Python), the reason
-    and the line are named, and training goes on eagerly. Changes of the module later on (weights in other memory, layers frozen
-    or replaced, another mode, an attribute that the step mentions, settings of torch) are noticed before each replay; numbers
-    that live elsewhere, at the first step of each epoch, which runs eagerly and is compared. Then the step is captured again.
+    (waits for a value, computes with a Python number or a tensor of outside that is another one each time, updates a metric,
+    prints, keeps state in Python), the reason and the line are named, and training goes on eagerly. What the step reads is
+    compared before each replay: weights, buffers, hooks and modes; attributes of modules that it mentions, whatever they hold
+    (containers and settings objects, too); globals; numbers of the optimizer, where it mentions them; settings of torch. What
+    belongs to no module, is no global and changes within an epoch (a number that a function has in a closure, or the trainer
+    in an attribute) is found at the next epoch's first step of each shape, which runs eagerly and is compared. Whatever is
+    found leads to a new capture.
 
-    What the step reads must therefore not change within an epoch, unless it is a tensor or an attribute of a module. Forward
-    hooks may compute with tensors; what else they do happens only in eager steps.
+    Forward hooks may compute with tensors; what else they do happens only in eager steps. Gradients lie in the same memory in
+    all steps on a single device and with `ddp`: keep a copy, not `parameter.grad` itself, beyond a step.
 
     Works on a single device, with `zero3`, whose gathers and reductions are captured too, and with `ddp` where every parameter
     is used. Ranks decide together in each step, by one small exchange of the hosts; with NCCL, `ddp` runs eleven steps before
@@ -43,7 +46,7 @@ class CUDAGraphStep(Callback):
         modules: capture only these modules, by patterns of their names (``["encoder", "blocks.*"]``), for a model whose step
             cannot be captured as a whole. Everything else may be as it likes, manual optimization included. Of a module that
             runs several times before a backward, the first run is replayed. With `zero3` on several ranks, modules that are
-            units, or inside of one, and get inputs of the same shapes on all ranks.
+            units, or inside of one. They exchange nothing inside, so each rank decides for itself, whatever inputs it has.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 
     Raises:

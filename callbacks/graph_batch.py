@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)
+from .graph_values import constant, is_constant
 
 
 class UnsupportedBatch(TypeError):
@@ -22,12 +22,14 @@ def signature(value: Any, where: str = "batch") -> Hashable:
     """Structure, shapes, strides and dtypes of the tensors in a batch, and the values of everything else.
 
     Raises:
-        UnsupportedBatch: an object that is neither a tensor, a constant, nor a known container of them.
+        UnsupportedBatch: an object that is neither a dense tensor, a constant, nor a known container of them.
     """
-    if type(value) in (Tensor, torch.nn.Parameter):
+    if type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    if isinstance(value, _CONSTANTS):
-        return value
+    if is_constant(value):
+        return constant(value)
+    if isinstance(value, PackedSequence):  # lengths are numbers, which recurrent layers read on the host
+        return PackedSequence, signature(value.data, where), tuple(value.batch_sizes.tolist())
     if isinstance(value, Mapping):
         return type(value), tuple((key, signature(item, f"{where}[{key!r}]")) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -35,8 +37,8 @@ def signature(value: Any, where: str = "batch") -> Hashable:
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), tuple(signature(getattr(value, f.name), f"{where}.{f.name}") for f in fields(value))
     raise UnsupportedBatch(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}. The inputs of a graph are tensors and constants in "
-        "lists, tuples, dicts and dataclasses."
+        f"{where} is a {'sparse ' if isinstance(value, Tensor) else ''}{type(value).__module__}.{type(value).__qualname__}. "
+        "What goes into a graph and comes out are dense tensors and constants in lists, tuples, dicts and dataclasses."
     )
 
 

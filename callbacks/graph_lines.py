@@ -17,9 +17,18 @@ ELSEWHERE = "in the backward pass, or in a library"
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_utilities", "lightning_zero3", "contextlib", "functools"}
 
 
+# Who they call is called by no user: a step, or the functions of a backward.
+_NOBODYS = {"lightning_zero3.callbacks.graph_runner", "lightning_zero3.callbacks.graph_step", "torch.autograd.graph"}
+
+
+def is_library(module: str) -> bool:
+    """Whether the module of this name runs on behalf of the user's code."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
 def is_users(frame: FrameType) -> bool:
     """Whether its code belongs to no library."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+    return not is_library(frame.f_globals.get("__name__", ""))
 
 
 def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
@@ -29,7 +38,7 @@ def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
         name = frame.f_globals.get("__name__", "")
         if is_users(frame):
             return frame.f_code.co_filename, frame.f_lineno
-        if name in ("lightning_zero3.callbacks.graph_runner", "lightning_zero3.callbacks.graph_step"):
+        if name in _NOBODYS:
             return None
         frame = frame.f_back
     return None
@@ -61,8 +70,8 @@ def definition(function: Callable[..., Any]) -> Place:
 
 
 def line_of_attribute(name: str, codes: Iterable[CodeType]) -> Place:
-    """The first line that assigns an attribute of this name, or else mentions one."""
-    for operations in (("STORE_ATTR",), ("LOAD_ATTR", "LOAD_METHOD")):
+    """The first line that assigns an attribute or global of this name, or else mentions one."""
+    for operations in (("STORE_ATTR", "STORE_GLOBAL"), ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF")):
         for code in codes:
             for instruction in dis.get_instructions(code):
                 if instruction.opname in operations and instruction.argval == name:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import nn
 
-from ..strategies.engine import Unit, Zero3Engine, bring, unit_around
-from .graph_batch import StaticInputs, UnsupportedBatch, signature, tensors_in
+from ..strategies.engine import Unit, Zero3Engine, unit_around
+from .graph_batch import UnsupportedBatch, signature
+from .graph_call import CapturedCall
 from .graph_check import check_device, report
+from .graph_compare import MOST_SIGNATURES, Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_state import MAX_RECAPTURES, Guard, Snapshot
-from .graph_watch import Problem, Shape, Watch
+from .graph_watch import Problem, Watch
 
 
 def in_checkpoint() -> bool:
@@ -44,100 +42,6 @@ def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
-class _Token:
-    """Lives as long as the autograd graph of one replay."""
-
-
-class _CapturedCall:
-    """Forward and backward of one module for inputs of one signature, in memory of their own."""
-
-    def __init__(self, graphs: CudaGraphs | SoftwareGraphs, watch: Watch, unit: Unit | None) -> None:
-        graphs = graphs.apart()  # between its forward and its backward other graphs are replayed
-        self._forward, self._backward = graphs.make_pair(watch.generators, watch.random.offsets)
-        self._watch, self._unit = watch, unit
-        self._replay: weakref.ref[_Token] | None = None
-        self.count = 0  # of replays
-
-    def capture(self, forward: Callable[..., Any], inputs: Any, parameters: list[Tensor]) -> None:
-        """Record ``forward`` of ``inputs``, (args, kwargs), and its backward, which is watched, too."""
-        self._inputs = StaticInputs(inputs)
-        args, kwargs = self._inputs.batch
-        with self._forward.capture(), self._watch.random.following(forward=True):
-            output = forward(*args, **kwargs)
-        self._outputs = tensors_in(output)
-        self._needs_grad = [t.requires_grad for t in self._outputs]
-        ends = [t for t in self._outputs if t.requires_grad]
-        self._seeds = [torch.zeros_like(t, requires_grad=False) for t in ends]
-        self._starts = [t for t in [*tensors_in(self._inputs.batch), *parameters] if t.requires_grad]
-        self._gradients: tuple[Tensor | None, ...] = ()
-        if ends:
-            with self._backward.capture(), self._watch.watching(None, forward=False):
-                self._gradients = torch.autograd.grad(ends, self._starts, self._seeds, allow_unused=True)
-        self._structure = apply_to_collection(output, Tensor, Tensor.detach)
-        self._outputs = [t.detach() for t in self._outputs]
-
-    @property
-    def is_busy(self) -> bool:
-        """A replay waits for its backward, which needs what lies in the graph's memory."""
-        return self._replay is not None and self._replay() is not None
-
-    def __call__(self, inputs: Any, parameters: list[Tensor]) -> Any:
-        given = [t for t in [*tensors_in(inputs), *parameters] if t.requires_grad]
-        results = iter(_Replay.apply(self, inputs, *given))
-        return apply_to_collection(self._structure, Tensor, lambda _: next(results))
-
-    def replay_forward(self, inputs: Any) -> tuple[list[Tensor], list[bool], _Token]:
-        """Outputs in memory of their own; which need gradients; and what shows that they are needed."""
-        self._inputs.fill(inputs)
-        self._forward.replay()
-        token = _Token()
-        self._replay = weakref.ref(token)
-        self.count += 1
-        return [t.clone() for t in self._outputs], self._needs_grad, token
-
-    def bring_weights(self) -> None:
-        """In their slot is where the graphs read them."""
-        if self._unit is not None:
-            bring(self._unit)
-
-    def replay_backward(self, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Gradients of the inputs and parameters that need one."""
-        for seed, gradient in zip(self._seeds, [g for g, n in zip(gradients, self._needs_grad, strict=True) if n], strict=True):
-            seed.copy_(gradient)
-        self._backward.replay()
-        self._replay = None
-        return [None if g is None else g.clone() for g in self._gradients]
-
-    @property
-    def input_nbytes(self) -> int:
-        """Memory of the inputs of both graphs."""
-        return self._inputs.nbytes + sum(t.nbytes for t in self._seeds)
-
-    def reset(self) -> None:
-        """Free the graphs."""
-        self._forward.reset()
-        self._backward.reset()
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _CapturedCall, inputs: Any, *given: Tensor) -> tuple[Tensor, ...]:
-        outputs, needs_grad, ctx.token = call.replay_forward(inputs)
-        ctx.call, ctx.count = call, call.count
-        ctx.mark_non_differentiable(*[t for t, needed in zip(outputs, needs_grad, strict=True) if not needed])
-        ctx.save_for_backward(*[t for t in given if isinstance(t, nn.Parameter)])  # autograd compares their versions
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.call.bring_weights()
-        _ = ctx.saved_tensors  # raises if weights were written since
-        if ctx.count != ctx.call.count:
-            raise RuntimeError("A captured module ran again before a second backward of its earlier run. Run backward first.")
-        return None, None, *ctx.call.replay_backward(gradients)
-
-
 class CapturedModule:
     """Stands in for the ``forward`` of a module while it trains.
 
@@ -145,7 +49,7 @@ class CapturedModule:
         name: of the module.
         module: to be captured.
         graphs: makes graphs.
-        strategy: that it trains with.
+        trainer: that trains.
         warmup: eager runs with inputs of one signature before the capture.
         max_graphs: signatures that are captured.
         refuse: is told why the module cannot be captured.
@@ -156,17 +60,19 @@ class CapturedModule:
         name: str,
         module: nn.Module,
         graphs: CudaGraphs | SoftwareGraphs,
-        strategy: Strategy,
+        trainer: Trainer,
         warmup: int,
         max_graphs: int,
         refuse: Callable[[list[Problem]], None],
     ) -> None:
-        self._name, self._module, self._graphs, self._strategy = name, module, graphs, strategy
+        self._name, self._module, self._graphs = name, module, graphs
+        self._trainer, self._strategy = trainer, trainer.strategy
         self._warmup, self._max_graphs, self._refuse = warmup, max_graphs, refuse
         self._eager, self._own = module.forward, module.__dict__.get("forward")
         self._shapes: dict[Hashable, Shape] = {}
         self._guard: Guard | None = None
         self._names: set[str] = set()  # of attributes that its graphs depend on
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}  # likewise
         self._engine: Zero3Engine | None = None
         self._unit: Unit | None = None
         self._refused = False
@@ -185,14 +91,14 @@ class CapturedModule:
         """Memory of the inputs."""
         return sum(call.input_nbytes for call in self._captured())
 
-    def _captured(self) -> list[_CapturedCall]:
+    def _captured(self) -> list[CapturedCall]:
         return [shape.graphs for shape in self._shapes.values() if shape.graphs is not None]
 
     def _drop(self) -> None:
         for call in self._captured():
             if not call.is_busy:  # else its backward comes, and frees it
                 call.reset()
-        self._shapes, self._guard, self._names = {}, None, set()
+        self._shapes, self._guard, self._names, self._globals = {}, None, set(), {}
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._refused or not torch.is_grad_enabled():
@@ -203,17 +109,23 @@ class CapturedModule:
             self._follow_engine()
         except (UnsupportedBatch, ValueError) as error:
             return self._give_up([Problem(str(error))], inputs)
-        if self._guard is not None and self._guard.changed():
-            self._drop()
-            self.recaptures += 1
-            if self.recaptures > MAX_RECAPTURES:
-                return self._give_up([Problem(f"Its graphs went out of date {self.recaptures} times.")], inputs)
-        shape = self._shapes.setdefault(key, Shape())
-        if shape.watched < self._warmup:
-            return self._watch(shape, inputs)
-        if shape.graphs is None and len(self._captured()) >= self._max_graphs:
+        if self._unit is not None and self._unit.lent:
+            return self._eager(*args, **kwargs)  # inside of `gathered`: weights are elsewhere, until it ends
+        if self._guard is not None and self._guard.changed() and not self._recapture():
+            return self._give_up([Problem(f"Its graphs went out of date {self.recaptures} times.")], inputs)
+        return self._run_shape(self._shapes.setdefault(key, Shape()), inputs)
+
+    def _run_shape(self, shape: Shape, inputs: Any) -> Any:
+        args, kwargs = inputs
+        is_full = shape.graphs is None and len(self._captured()) >= self._max_graphs
+        if is_full or len(self._shapes) > MOST_SIGNATURES:
             return self._eager(*args, **kwargs)
+        if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
+            return self._watch(shape, inputs)
         if shape.graphs is None:
+            given = shape.watches[-1].given
+            if given and not any(given):
+                return self._watch(shape, inputs)  # its backward is to come, or there was none
             if problems := shape.problems():
                 return self._give_up(problems, inputs)
             shape.graphs = self._capture(shape.watches[-1], inputs)
@@ -224,29 +136,42 @@ class CapturedModule:
         self.replays += 1
         return shape.graphs(inputs, list(self._module.parameters()))
 
+    def _recapture(self) -> bool:
+        """Drop the graphs; whether there may be others."""
+        self._drop()
+        self.recaptures += 1
+        return self.recaptures <= MAX_RECAPTURES
+
     def _follow_engine(self) -> None:
         engine = getattr(self._strategy, "engine", None)
         if engine is not None and engine is not self._engine:  # optimizers with other groups of parameters have another one
             self._drop()
             self._engine, self._unit = engine, unit_around(engine, self._module)
-        if self._unit is not None and not self._unit.pins:
+        if self._unit is not None and not (self._unit.pins or self._unit.lent):
             raise ValueError("it reads weights that are not gathered while it runs.")
         if in_checkpoint():
             raise ValueError("a checkpoint runs it, and again in the backward. Put the checkpoint inside of the module.")
 
     def _watch(self, shape: Shape, inputs: Any) -> Any:
         watch, snapshot = Watch(self._strategy.root_device, inputs), Snapshot(self._module)
+        diary = [] if self._engine is None else self._engine.collectives.diary.trace
+        before = len(diary)
         with watch.watching(None, forward=True):
-            output = self._eager(*inputs[0], **inputs[1])
+            output = watch.note_output(self._eager(*inputs[0], **inputs[1]))
         watch.add_changes(snapshot.changes())
-        shape.add(watch)
+        if watch.exchanges or len(diary) != before:
+            watch.add("It exchanges something with other ranks, which need not capture it at the same time.", watch.exchanges)
+        watch.follow_gradients(output)
+        shape.add(watch, self._trainer.current_epoch)
+        if shape.graphs is not None and compare(*shape.watches):
+            self._recapture()
         return output
 
-    def _capture(self, watch: Watch, inputs: Any) -> _CapturedCall | None:
+    def _capture(self, watch: Watch, inputs: Any) -> CapturedCall | None:
         """None if the backward does what a graph cannot repeat; ``watch`` knows what."""
-        call = _CapturedCall(self._graphs, watch, self._unit)
+        call = CapturedCall(self._name, self._graphs, watch)
         try:
-            call.capture(self._eager, inputs, list(self._module.parameters()))
+            call.capture(self._eager, inputs, self._module)
         except RuntimeError:
             if not watch.problems:
                 raise
@@ -254,7 +179,8 @@ class CapturedModule:
             call.reset()
             return None
         self._names |= watch.names
-        self._guard = Guard(self._module, [], self._names)
+        self._globals |= watch.globals
+        self._guard = Guard(self._module, [], self._names, self._globals.values())
         return call
 
     def _give_up(self, problems: list[Problem], inputs: Any) -> Any:
@@ -294,14 +220,14 @@ class ModulesRunner:
     def install(self) -> None:
         """From now on the modules run through this object."""
         self._graphs.enter()
-        problems, strategy = check_device(self._trainer), self._trainer.strategy
+        problems = check_device(self._trainer)
         modules = find_modules(self._root, self._patterns)
         if problems:
             self._refuse(problems)
             return
         for name, module in modules.items():
             self.captured[name] = CapturedModule(
-                name, module, self._graphs, strategy, self._warmup, self._max_graphs, self._refuse
+                name, module, self._graphs, self._trainer, self._warmup, self._max_graphs, self._refuse
             )
 
     def _refuse(self, problems: list[Problem]) -> None:

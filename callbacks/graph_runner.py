@@ -15,17 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..strategies.engine import ReplayedStep
 from ..strategies.position import Activity
-from .graph_batch import UnsupportedBatch, signature
+from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_trainer, report
+from .graph_compare import MOST_SIGNATURES, Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_lines import definition
 from .graph_optimizer import CapturedOptimizer, check_optimizer
 from .graph_state import MAX_RECAPTURES, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
-from .graph_watch import Problem, Shape, Watch, WatchedIndex, compare
+from .graph_watch import Problem, Watch, WatchedIndex
 from .memory_ranks import RankGatherer
 
-_HASH_BITS = 2**52 - 1  # ranks exchange floats
+_UNKNOWN = -1
 _ELSEWHERE = "On another rank the step cannot be captured; that rank says why."
 
 
@@ -63,11 +64,12 @@ class StepRunner:
         self._guard: Guard | None = None
         self._current: CapturedStep | None = None
         self._watching: Shape | None = None
+        self._watched_inputs: list[Tensor] = []
+        self._numbers: dict[Hashable, int] = {}  # of signatures, as they came
         self._refused = self._replayed = False
         self._silent = False  # the first rank does not know what is wrong
         self._stale: str | None = None  # why all graphs are out of date
         self._ranks = RankGatherer()
-        self._epoch = trainer.current_epoch
         self.steps = self.replays = self.recaptures = 0
         self._eager_step = trainer.strategy.training_step
         self._plugin = trainer.strategy.precision_plugin
@@ -153,13 +155,14 @@ class StepRunner:
         except UnsupportedBatch as error:
             key = Problem(str(error))
         key = self._agree(key)
-        if self._refused:
+        if self._refused or _UNKNOWN in key:
             return self._eager_step(*args)
         shape = self._shapes.setdefault(key, Shape())
-        new_epoch, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
-        if shape.watched < self._warmup or (new_epoch and shape.graphs is not None):
+        if shape.graphs is None and self.captured >= self._max_graphs:
+            return self._eager_step(*args)
+        if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
             return self._watch(shape, batch, rest)
-        if shape.graphs is None and (self.captured >= self._max_graphs or not self._may_capture(shape)):
+        if shape.graphs is None and not self._may_capture(shape):
             return self._eager_step(*args)
         if shape.graphs is None:
             shape.graphs = self._capture(shape, batch, rest)
@@ -182,24 +185,28 @@ class StepRunner:
             return signature(batch), model.require_backward_grad_sync, model.require_forward_param_sync
         return signature(batch)
 
-    def _agree(self, key: Hashable) -> Hashable:
-        """The key of this micro-batch on all ranks, which so take the same decisions in all that follows."""
+    def _agree(self, key: Hashable) -> tuple[float, ...]:
+        """The keys of this micro-batch on all ranks, which so take the same decisions in all that follows."""
         if self._stale is None and self._guard is not None:
             self._stale = self._guard.changed()
-        refused, stale = isinstance(key, Problem), self._stale is not None
+        number, refused, stale = self._number_of(key), isinstance(key, Problem), self._stale is not None
+        agreed: tuple[float, ...] = (number,)
         if self._ranks.world_size > 1:
-            everyone = self._ranks.gather([hash(key) & _HASH_BITS, refused, stale])
+            everyone = self._ranks.gather([number, refused, stale])
             _, refused, stale = map(bool, everyone.sum(0).tolist())
             self._silent = not everyone[0, 1]
-            agreed: Hashable = tuple(everyone[:, 0].tolist())
-        else:
-            agreed = key
+            agreed = tuple(everyone[:, 0].tolist())
         if refused:
             self._refuse([key if isinstance(key, Problem) else Problem(_ELSEWHERE)])
         elif stale:
             reason, self._stale = self._stale or "on another rank something changed", None
             self._recapture(reason)
         return agreed
+
+    def _number_of(self, key: Hashable) -> int:
+        if key not in self._numbers and len(self._numbers) < MOST_SIGNATURES:
+            self._numbers[key] = len(self._numbers)
+        return self._numbers.get(key, _UNKNOWN)
 
     def _recapture(self, reason: str) -> None:
         self.drop()
@@ -216,12 +223,13 @@ class StepRunner:
         snapshot = Snapshot(self._module)
         with watch.watching(self._module, forward=True):
             output = self._eager_step(batch, *rest)
+        output = watch.note_output(output)
         watch.add_changes(snapshot.changes())
         if not isinstance(loss_of(output), Tensor):
             what = "`training_step` returned no loss. Return one that is zero, so that every step is the same."
             watch.add(what, definition(self._module.training_step))
-        shape.add(watch)
-        self._watching = shape
+        shape.add(watch, self._trainer.current_epoch)
+        self._watching, self._watched_inputs = shape, tensors_in(batch)
         return output
 
     def _may_capture(self, shape: Shape) -> bool:
@@ -240,8 +248,14 @@ class StepRunner:
         books = self._gradients if engine is None else ReplayedStep(engine)
         step = CapturedStep(self._graphs.make_pair(watch.generators, watch.random.offsets), books)
         step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
-        self._names = watch.names if self._guard is None else self._names | watch.names
-        self._guard = Guard(self._module, self._trainer.optimizers, self._names)
+        if self._guard is None:
+            self._names, self._globals = set(), {}
+        self._names |= watch.names
+        self._globals |= watch.globals
+        if watch.mentions("param_groups", "get_last_lr"):
+            groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+            self._globals |= {(id(group), name): (group, name) for group in groups for name in group if name != "params"}
+        self._guard = Guard(self._module, self._trainer.optimizers, self._names, self._globals.values())
         return step
 
     def _refuse(self, problems: list[Problem]) -> None:
@@ -261,8 +275,11 @@ class StepRunner:
         if step is not None:
             step.replay_backward(run)
         elif shape is not None:
-            with shape.watches[-1].watching(self._module, forward=False):
+            watch, inputs, self._watched_inputs = shape.watches[-1], self._watched_inputs, []
+            with watch.watching(self._module, forward=False):
                 run()
+            if any(tensor.grad is not None for tensor in inputs):
+                watch.add("A tensor of the batch gets a gradient, which a replay would leave with its copy of the batch.")
             if shape.graphs is not None and (problems := compare(*shape.watches)):
                 self._stale = problems[0].what
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +10,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from .graph_lines import is_library
+from .graph_values import Everything, address, freeze, is_constant, is_itself
+
 MAX_RECAPTURES = 5  # in a run: what goes out of date more often is not worth it
-_PLAIN = (int, float, complex, bool, str, type(None), torch.dtype)
-_ABSENT = object()  # what a class may have a value for
+_ABSENT = object()
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Lightning's own, written around every hook.
-_IGNORED = {"_current_fx_name", "_metric_attributes", "log", *_TABLES, *_HOOKS}
+_IGNORED = {"_current_fx_name", "_metric_attributes", "log", *_TABLES, *(vars(nn.Module()).keys() - {"training"})}
+# Hooks of all modules.
+_GLOBAL_HOOKS = [
+    table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(table, dict)
+]
 
 
 def _modules(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules but metrics, whose state changes by design."""
+    """All modules but metrics, whose state changes by design; those in attributes that are lists or dicts, too."""
     seen: set[nn.Module] = set()
     waiting = [(name, root)]
     while waiting:
@@ -29,7 +35,14 @@ def _modules(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]
             continue
         seen.add(module)
         yield name, module
-        waiting += [(f"{name}.{n}".lstrip("."), child) for n, child in module._modules.items() if child is not None]
+        waiting += [(f"{name}.{n}".lstrip("."), child) for n, child in _children(module) if isinstance(child, nn.Module)]
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from module._modules.items()
+    for name, value in module.__dict__.items():
+        if name not in _IGNORED and isinstance(value, list | tuple | dict):
+            yield from ((name, each) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def _flags() -> tuple:
@@ -43,73 +56,127 @@ def _flags() -> tuple:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.allow_tf32,
+        torch.is_grad_enabled(),
+        *(setting(device) for device in ("cpu", "cuda") for setting in (torch.is_autocast_enabled, torch.get_autocast_dtype)),
     )
-
-
-def _address(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return 0 if tensor.is_sparse or not tensor.numel() else tensor.data_ptr()
 
 
 class Guard:
     """Tells when graphs of a module's step are out of date.
 
-    Compared before each replay, so it is made for speed: flat lists, and loops that run in C.
+    Compared before each replay, so it is made for speed: flat lists, and little Python for each module.
 
     Args:
         module: whose step was captured.
         optimizers: whose groups of parameters are the same.
         names: of the attributes that the program of the step mentions; others may change as they like.
+        globals: tables, and names in them, of what else it reads.
     """
 
-    def __init__(self, module: nn.Module, optimizers: list[Optimizer], names: set[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        names: set[str],
+        globals: Iterable[tuple[dict[str, Any], str]] = (),
+    ) -> None:
+        self._names = (names | {"training"}) - _IGNORED
         self._tables: list[tuple[str, dict, tuple[int, ...]]] = []
         self._empty: list[dict] = []
-        self._plain: list[tuple[str, dict, list[str], list]] = []
-        self._tensors: list[tuple[str, Tensor, int, bool]] = []
+        self._sizes: list[tuple[str, dict, int]] = []
+        self._values: list[tuple[str, Mapping, str, Any, Any]] = []
+        self._tensors: list[tuple[str, Tensor, int, bool, list[int]]] = []
         self._held: list[Any] = []  # ids belong to objects that live
-        names = (names | {"training"}) - _IGNORED
+        for table in _GLOBAL_HOOKS:
+            self._add_table("torch", table)
+        classes: dict[type, None] = {}
         for path, each in _modules(module):
             for table in (getattr(each, t) for t in (*_TABLES, *_HOOKS) if isinstance(getattr(each, t), dict)):
-                if table:
-                    self._tables.append((path, table, tuple(map(id, table.values()))))
-                    self._held += table.values()
-                else:
-                    self._empty.append(table)
-            found = [n for n in names if isinstance(each.__dict__.get(n, getattr(type(each), n, _ABSENT)), _PLAIN)]
-            self._plain.append((path, each.__dict__, found, [each.__dict__.get(n, _ABSENT) for n in found]))
+                self._add_table(path, table)
+            classes.update(dict.fromkeys(type(each).__mro__))
+            self._sizes.append((path, each.__dict__, len(each.__dict__)))
+            self._add_values(path, each.__dict__, self._names & each.__dict__.keys())
             for name, tensor in (*each._parameters.items(), *each._buffers.items()):
                 if tensor is not None:
-                    self._tensors.append((f"{path}.{name}".lstrip("."), tensor, _address(tensor), tensor.requires_grad))
+                    where = f"{path}.{name}".lstrip(".")
+                    self._tensors.append((where, tensor, address(tensor), tensor.requires_grad, _hooks_of(tensor)))
+        for cls in classes:
+            self._add_values(cls.__name__, vars(cls), _settings_of(cls, self._names))
+        for table, name in globals:
+            self._add_values(table.get("__name__", ""), table, [name])
         self._flags = _flags()
         self._lists = [(group["params"], list(group["params"])) for o in optimizers for group in o.param_groups]
         self._groups = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
 
+    def _add_table(self, path: str, table: dict) -> None:
+        if table:
+            self._tables.append((path, table, tuple(map(id, table.values()))))
+            self._held += table.values()
+        else:
+            self._empty.append(table)
+
+    def _add_values(self, path: str, table: Mapping[str, Any], names: Iterable[str]) -> None:
+        for name in sorted(names):
+            value = table[name]
+            frozen = freeze(value, self._names)
+            self._values.append((path, table, name, value if is_itself(value, frozen) else _ABSENT, frozen))
+
     def changed(self) -> str | None:
         """What is not as it was at the capture, in words; None if all is."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters of `zero3` do not tell their address otherwise
-            return self._changed()
+            return self._tables_changed() or self._values_changed() or self._tensors_changed() or self._rest_changed()
 
-    def _changed(self) -> str | None:
+    def _tables_changed(self) -> str | None:
         if any(map(len, self._empty)):
             return "a module, parameter, buffer or hook was added"
         for path, table, ids in self._tables:
             if tuple(map(id, table.values())) != ids:
                 return f"a module, parameter, buffer or hook of {path or 'the module'} was added, replaced or removed"
-        for path, table, names, values in self._plain:
-            if [table.get(n, _ABSENT) for n in names] != values:
-                name = next(n for n, v in zip(names, values, strict=True) if table.get(n, _ABSENT) != v)
-                return f"`{path}.{name}` changed to {table.get(name)!r}".replace("`.", "`")
-        for name, tensor, address, needs_grad in self._tensors:
+        return None
+
+    def _values_changed(self) -> str | None:
+        for path, table, size in self._sizes:
+            if len(table) != size and (
+                added := self._names & table.keys() - {n for _, t, n, _, _ in self._values if t is table}
+            ):
+                return f"`{path}.{min(added)}` was assigned".replace("`.", "`")
+        for path, table, name, value, frozen in self._values:
+            if (now := table.get(name)) is not value and freeze(now, self._names) != frozen:
+                told = repr(now) if is_constant(now) else "something else"
+                return f"`{path}.{name}` changed to {told}".replace("`.", "`")
+        return None
+
+    def _tensors_changed(self) -> str | None:
+        for name, tensor, place, needs_grad, hooks in self._tensors:
             if tensor.requires_grad is not needs_grad:
                 return f"{name} was {'frozen' if needs_grad else 'unfrozen'}"
-            if _address(tensor) != address:
+            if address(tensor) != place:
                 return f"{name} lies in other memory"
+            if (hooks or tensor._backward_hooks or tensor._post_accumulate_grad_hooks) and hooks != _hooks_of(tensor):
+                return f"a hook of {name} was added or removed"
+        return None
+
+    def _rest_changed(self) -> str | None:
         if any(len(o.param_groups) != count for o, count in self._groups):
             return "a group of parameters was added to the optimizer"
         if any(list(map(id, now)) != list(map(id, then)) for now, then in self._lists):
             return "parameters joined or left the optimizer"
-        return None if _flags() == self._flags else "a setting of torch changed (determinism, precision, cuDNN, attention)"
+        return None if _flags() == self._flags else "a setting of torch changed (determinism, precision, autocast, attention)"
+
+
+def _hooks_of(tensor: Tensor) -> list[int]:
+    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return [id(hook) for table in tables if table for hook in table.values()]
+
+
+def _settings_of(cls: type, names: set[str]) -> set[str]:
+    """Attributes of a class that are data."""
+    found = names & vars(cls).keys() if not is_library(cls.__module__) else set()
+    return {n for n in found if is_constant(vars(cls)[n]) or isinstance(vars(cls)[n], Tensor | list | tuple | dict | set)}
 
 
 class Snapshot:
@@ -119,18 +186,17 @@ class Snapshot:
         self._before = [(path, each, _attributes(each)) for path, each in _modules(module)]
 
     def changes(self) -> list[str]:
-        """Names of the attributes that were assigned since, and of lists, dicts and sets that grew or shrank."""
+        """Names of the attributes that were assigned since, or hold something else."""
         found = []
         for path, module, before in self._before:
             after = _attributes(module)
             for name in before.keys() | after.keys():
-                (old, size), (new, new_size) = before.get(name, (None, 0)), after.get(name, (None, 0))
-                if (old is not new and not (isinstance(new, _PLAIN) and old == new)) or size != new_size:
+                if before.get(name) != after.get(name):
                     found.append(f"{path}.{name}".lstrip("."))
         return sorted(found)
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, int]]:
+def _attributes(module: nn.Module) -> dict[str, Any]:
     values = {k: v for k, v in module.__dict__.items() if k not in _IGNORED}
     values |= {k: v for table in _TABLES for k, v in getattr(module, table).items()}
-    return {k: (v, len(v) if isinstance(v, list | dict | set) else 0) for k, v in values.items()}
+    return {k: freeze(v, Everything()) for k, v in values.items()}

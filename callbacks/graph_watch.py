@@ -6,24 +6,27 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torchmetrics.metric
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .graph_batch import tensors_in
+from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_lines import ELSEWHERE, Place, describe_line, is_users, line_of_attribute, runs_engine, user_line
 from .graph_random import HOME, LOST, RandomStates
 from .graph_software import memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
+from .graph_values import freeze, is_constant, is_opaque
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,14 @@ class Operation:
     constants: tuple
     shapes: tuple
     place: Place
+    sources: tuple = ()  # memory of the tensors that the step did not make, nor get; 0 for others
 
 
 # Calls whose answers change from step to step, or which would happen only once.
 _CHANGES = "is read, and changes while the graph would keep the value of its capture"
 _ONCE = "is called, and would be called only once, at the capture"
-_REMEDY_NUMBER = "Keep the number in a buffer of the module and fill it in `on_train_batch_start`: `self.weight.fill_(...)`."
-_REMEDY_HOOK = "Move it to `on_train_batch_end`, which gets what `training_step` returns."
+REMEDY_NUMBER = "Keep the number in a buffer of the module and fill it in `on_train_batch_start`: `self.weight.fill_(...)`."
+REMEDY_HOOK = "Move it to `on_train_batch_end`, which gets what `training_step` returns."
 
 
 def _code(function: Any) -> CodeType:
@@ -59,13 +63,14 @@ def _code(function: Any) -> CodeType:
 
 
 _PYTHON_CALLS = {
-    _code(LightningModule.global_step): f"`global_step` {_CHANGES}. {_REMEDY_NUMBER}",
-    _code(LightningModule.current_epoch): f"`current_epoch` {_CHANGES}. {_REMEDY_NUMBER}",
-    _code(Trainer.global_step): f"`trainer.global_step` {_CHANGES}. {_REMEDY_NUMBER}",
-    _code(Trainer.current_epoch): f"`trainer.current_epoch` {_CHANGES}. {_REMEDY_NUMBER}",
-    _code(LightningModule.logger): f"`self.logger` is used, and would be used only once. Use `self.log`. {_REMEDY_HOOK}",
-    _code(LightningModule.loggers): f"`self.loggers` is used, and would be used only once. Use `self.log`. {_REMEDY_HOOK}",
-    _code(LightningModule.print): f"`self.print` {_ONCE}. {_REMEDY_HOOK}",
+    _code(LightningModule.global_step): f"`global_step` {_CHANGES}. {REMEDY_NUMBER}",
+    _code(LightningModule.current_epoch): f"`current_epoch` {_CHANGES}. {REMEDY_NUMBER}",
+    _code(Trainer.global_step): f"`trainer.global_step` {_CHANGES}. {REMEDY_NUMBER}",
+    _code(Trainer.current_epoch): f"`trainer.current_epoch` {_CHANGES}. {REMEDY_NUMBER}",
+    _code(LightningModule.logger): f"`self.logger` is used, and would be used only once. Use `self.log`. {REMEDY_HOOK}",
+    _code(LightningModule.loggers): f"`self.loggers` is used, and would be used only once. Use `self.log`. {REMEDY_HOOK}",
+    _code(LightningModule.print): f"`self.print` {_ONCE}. {REMEDY_HOOK}",
+    _code(LightningModule.log): f"`self.log` of a module in the middle of a graph {_ONCE}. {REMEDY_HOOK}",
     _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
 }
 _SETS_RANDOM_STATE = (torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed)
@@ -76,17 +81,20 @@ _LOST = (
     "inside of a re-entrant one. Make the outer one with `use_reentrant=False`."
 )
 _LEFT = "The backward pass leaves the random state elsewhere. Restore the state that it found, as `torch.random.fork_rng` does."
+_CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)  # of what a program is made
 _METRICS = torchmetrics.metric.__file__
-_METRIC = f"A torchmetrics metric is used, and would be updated only once. {_REMEDY_HOOK}"
+_METRIC = f"A torchmetrics metric is used, and would be updated only once. {REMEDY_HOOK}"
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
 
 
 def _builtin_problem(function: Any) -> str | None:
     if function is print:
-        return f"`print` {_ONCE}. {_REMEDY_HOOK}"
+        return f"`print` {_ONCE}. {REMEDY_HOOK}"
     if function in _CLOCKS:
-        return f"The time {_CHANGES}. {_REMEDY_HOOK}"
+        return f"The time {_CHANGES}. {REMEDY_HOOK}"
     owner = getattr(function, "__self__", None)
+    if isinstance(owner, Tensor) and function.__name__ in ("numpy", "tolist"):
+        return f"`Tensor.{function.__name__}` reads values on the host: a graph would keep those of its capture. {REMEDY_HOOK}"
     if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
         return f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
     return None
@@ -101,7 +109,12 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         problems: found so far.
-        operations: of the forward, in their order.
+        operations: of the forward, and of the user's functions in the backward, in their order.
+        globals: that the user's code mentions, as tables and names.
+        values: of these, and of numbers in closures, in a form to be compared.
+        returned: likewise, what the program returned.
+        given: for each output that needs a gradient, whether it got one, where that is followed.
+        exchanges: where something was exchanged with other ranks.
         names: of all attributes that the program mentions.
         tape: what was logged.
         generators: that random operations drew from, other than the default.
@@ -111,13 +124,20 @@ class Watch(TorchDispatchMode):
     def __init__(self, device: torch.device, inputs: Any) -> None:
         super().__init__()
         self._device = device
-        self._inputs = set(map(memory_of, tensors_in(inputs)))
+        self._inputs = set(map(_memory, tensors_in(inputs)))
         self.problems: list[Problem] = []
         self.operations: list[Operation] = []
         self.names: set[str] = set()
         self.generators: list[torch.Generator] = []
         self.random = RandomStates(torch.cuda if device.type == "cuda" else torch)
         self.tape = LogTape()
+        self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self.values: dict[Hashable, Any] = {}
+        self.returned: Hashable = None
+        self.given: list[bool] = []
+        self.exchanges: Place = None
+        self._made: set[int] = set()  # memory
+        self._held: list[torch.UntypedStorage] = []  # a graph knows their addresses
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
 
     def add(self, what: str, place: Place = None) -> None:
@@ -128,11 +148,10 @@ class Watch(TorchDispatchMode):
 
     def add_changes(self, names: list[str]) -> None:
         """Note attributes that the program changed."""
-        codes = [code for code, is_users in self._codes.items() if is_users]
         for name in names:
             self.add(
                 f"The step assigns or extends `self.{name}`; replays would not. Write into a buffer: `self.{name}.copy_(...)`.",
-                line_of_attribute(name.rpartition(".")[2], codes),
+                line_of_attribute(name.rpartition(".")[2], self.codes),
             )
 
     @contextmanager
@@ -158,6 +177,37 @@ class Watch(TorchDispatchMode):
             self.add(_LEFT)
         for code in self._codes:
             self.names.update(code.co_names)
+        self.values.update({key: freeze(table.get(name), self.names) for key, (table, name) in self.globals.items()})
+
+    @property
+    def codes(self) -> list[CodeType]:
+        """Of the user's that ran."""
+        return [code for code, is_users in self._codes.items() if is_users]
+
+    def mentions(self, *names: str) -> bool:
+        """Whether the user's code has one of these names."""
+        return any(name in code.co_names for code in self.codes for name in names)
+
+    def note_output(self, output: Any) -> Any:
+        """What the program returns; gives back what the caller should see of it."""
+        if any(isinstance(value, WatchedIndex) for value in tree_leaves(output)):
+            self.add(f"`batch_idx` is returned, and changes while the graph would keep the value of its capture. {REMEDY_HOOK}")
+            output = apply_to_collection(output, WatchedIndex, plain)
+        try:
+            self.returned = signature(output, "What is returned")
+        except UnsupportedBatch as error:
+            self.add(str(error))
+        return output
+
+    def follow_gradients(self, output: Any) -> None:
+        """Note which tensors of ``output`` the backward that comes has gradients for."""
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        self.given = [False] * len(outputs)
+        for number, tensor in enumerate(outputs):
+            tensor.register_hook(partial(self._note_gradient, number))
+
+    def _note_gradient(self, number: int, gradient: Tensor) -> None:
+        self.given[number] = True
 
     def _log_unwatched(self, log: Callable[..., None], name: str, value: Any, options: dict[str, Any]) -> None:
         if isinstance(value, torchmetrics.Metric):
@@ -172,10 +222,13 @@ class Watch(TorchDispatchMode):
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
-            self._codes.setdefault(code, is_users(frame))
+            if code not in self._codes:
+                self._codes[code] = is_users(frame)
+                if self._codes[code]:
+                    self._note_surroundings(frame)
             what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
             if code in _SETS_RANDOM_STATE and self._forward:  # a checkpoint does in backward
-                what = f"`torch.{code.co_name}` {_ONCE}. {_REMEDY_HOOK}"
+                what = f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
             if what is not None:
                 self.add(what, user_line(frame.f_back))
         elif event == "c_call":
@@ -183,28 +236,48 @@ class Watch(TorchDispatchMode):
             if what is not None and (place := user_line(frame)) is not None and not runs_engine(frame):
                 self.add(what, place)
 
+    def _note_surroundings(self, frame: FrameType) -> None:
+        code, table = frame.f_code, frame.f_globals
+        for name in code.co_names:
+            value = table.get(name)
+            inside = vars(value) if isinstance(value, ModuleType) and not is_opaque(value.__name__) else {}
+            found = [(table, name), *((inside, each) for each in code.co_names if each in inside)]
+            self.globals.update({(id(t), n): (t, n) for t, n in found if n in t and not isinstance(t[n], _CODE)})
+        for name in code.co_freevars:
+            value = frame.f_locals.get(name)
+            if all(map(is_constant, value if isinstance(value, list | tuple) else [value])):
+                self.values[code, name] = freeze(value, ())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if runs_engine():
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         place = user_line() or ELSEWHERE
         leaves = tree_leaves((args, kwargs))
         tensors = [v for v in leaves if isinstance(v, Tensor)]
+        if "c10d" in func.namespace:
+            self.exchanges = place
         if waits_for_device(func, args):
             self.add(
                 f"{func.overloadpacket} needs a value, or a size that depends on values, on the host: nobody has computed it "
                 "when the graph is captured. Keep it on the device (`torch.where` for `if` and for masks; log the tensor).",
                 place,
             )
-        if any(memory_of(t) in self._inputs for t in written_by(func, args, kwargs)):
+        if any(_memory(t) in self._inputs for t in written_by(func, args, kwargs)):
             self.add("The step writes into its inputs; a replay would write into copies of them.", place)
         self._check_devices(func, tensors, kwargs, place)
         if self.random.place == LOST and _RANDOM in func.tags:
             self.add(_LOST.format(func.overloadpacket), place)
         self.generators += [v for v in leaves if isinstance(v, torch.Generator) and v not in self.generators]
-        if self._forward:
+        if self._forward or place is not ELSEWHERE:
             self._note(func, leaves, tensors, place)
-        return func(*args, **kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        result = func(*args, **kwargs)
+        memory = [{_memory(v) for v in tree_leaves(values) if isinstance(v, Tensor)} for values in (result, (args, kwargs))]
+        self._made |= memory[0] - memory[1]
+        return result
 
     def _note_save(self) -> None:
         if self._forward:
@@ -216,7 +289,10 @@ class Watch(TorchDispatchMode):
             with _disable_current_modes():
                 constants += tensors[0].flatten().tolist()  # `torch.tensor(number)`
         shapes = tuple(t.shape for t in tensors)
-        self.operations.append(Operation(str(func.overloadpacket), tuple(map(_plain, constants)), shapes, place))
+        given = [] if func.overloadpacket is torch.ops.aten.lift_fresh or not self._forward else tensors
+        sources = tuple(0 if memory in self._made or memory in self._inputs else memory for memory in map(_memory, given))
+        self._held += [t.untyped_storage() for t, memory in zip(given, sources, strict=True) if memory]
+        self.operations.append(Operation(str(func.overloadpacket), tuple(map(plain, constants)), shapes, place, sources))
 
     def _check_devices(self, func: Any, tensors: list[Tensor], kwargs: dict, place: Place) -> None:
         """Nothing may come from, or go to, another device than that of the graph."""
@@ -235,7 +311,11 @@ class Watch(TorchDispatchMode):
             self.add(f"{func.overloadpacket} copies a tensor to {target}, which waits for the device. Keep it there.", place)
 
 
-def _plain(value: Any) -> Any:
+def _memory(tensor: Tensor) -> int:
+    return memory_of(tensor) if tensor.layout is torch.strided else 0
+
+
+def plain(value: Any) -> Any:
     """Something that equals itself: NaN does not, and objects may not."""
     if isinstance(value, WatchedIndex):
         return int.__int__(value)
@@ -257,7 +337,7 @@ class WatchedIndex(int):
 
 def _tell(name: str) -> Callable[..., Any]:
     def method(self: WatchedIndex, *args: Any) -> Any:
-        self.watch.add(f"`batch_idx` {_CHANGES}. {_REMEDY_NUMBER}", user_line())
+        self.watch.add(f"`batch_idx` {_CHANGES}. {REMEDY_NUMBER}", user_line())
         return getattr(int, name)(self, *args)
 
     return method
@@ -268,75 +348,3 @@ _CONVERSIONS = "eq ne lt le gt ge bool int float index str repr format"
 for _name in f"{_ARITHMETIC} {_CONVERSIONS}".split():
     setattr(WatchedIndex, f"__{_name}__", _tell(f"__{_name}__"))
 WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]
-
-
-def compare(before: Watch, after: Watch) -> list[Problem]:
-    """What two steps with batches of the same shapes did differently; the first difference only."""
-    for a, b in zip(before.operations, after.operations, strict=False):
-        if a.name != b.name:
-            return [_other_way(a, b)]
-        if a.constants != b.constants:
-            x, y = next((x, y) for x, y in zip(a.constants, b.constants, strict=False) if x != y)
-            what = f"A Python number that changes goes into {b.name}: {x}, then {y}. A graph would keep the first."
-            return [Problem(f"{what} {_REMEDY_NUMBER}", b.place or a.place)]
-        if a.shapes != b.shapes:
-            return [Problem(f"Shapes change from step to step in {b.name}: {_sizes(a)}, then {_sizes(b)}.", b.place)]
-    if len(before.operations) != len(after.operations):
-        longer = max(before.operations, after.operations, key=len)
-        extra = longer[min(len(before.operations), len(after.operations))]
-        return [
-            Problem(f"Not every step runs {extra.name}: a branch in Python, of which a graph would keep one side.", extra.place)
-        ]
-    return _compare_logs(before.tape, after.tape)
-
-
-@dataclass
-class Shape:
-    """What is known of inputs of one signature.
-
-    Attributes:
-        watches: of the last two eager runs.
-        watched: number of eager runs.
-        graphs: that were captured.
-    """
-
-    watches: list[Watch] = field(default_factory=list)
-    watched: int = 0
-    graphs: Any = None
-
-    def add(self, watch: Watch) -> None:
-        """One more eager run was watched."""
-        self.watches, self.watched = [*self.watches[-1:], watch], self.watched + 1
-
-    def problems(self) -> list[Problem]:
-        """Why it cannot be captured."""
-        return self.watches[-1].problems + compare(*self.watches)
-
-
-def _other_way(a: Operation, b: Operation) -> Problem:
-    return Problem(
-        f"Steps run different operations, {a.name} ({describe_line(a.place)}), then {b.name}: a branch in Python that "
-        "depends on values which change. A graph would keep one side.",
-        b.place or a.place,
-    )
-
-
-def _sizes(operation: Operation) -> str:
-    return " ".join(str(list(shape)) for shape in operation.shapes)
-
-
-def _compare_logs(before: LogTape, after: LogTape) -> list[Problem]:
-    names, others = [c.name for c in before.calls], [c.name for c in after.calls]
-    if names != others:
-        name = min(set(names) ^ set(others), default=(names + others)[0])
-        place = next((c.place for c in before.calls + after.calls if c.name == name), None)
-        return [
-            Problem(f"`self.log({name!r}, ...)` is not called in every step: a graph would always, or never, log it.", place)
-        ]
-    for a, b in zip(before.calls, after.calls, strict=True):
-        if not isinstance(b.value, Tensor | torchmetrics.Metric) and _plain(a.value) != _plain(b.value):
-            what = f"`self.log({b.name!r}, ...)` logs a Python number that changes: {a.value}, then {b.value}. {_REMEDY_HOOK}"
-            return [Problem(what, b.place)]
-        if {k: repr(v) for k, v in a.options.items()} != {k: repr(v) for k, v in b.options.items()}:
-            return [Problem(f"The options of `self.log({b.name!r}, ...)` change.", b.place)]
-    return []

@@ -17,7 +17,7 @@ visit                 a unit's turn in backward
 
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
-from .replay import ReplayedStep, bring, unit_around
+from .replay import ReplayedStep, unit_around
 from .resting import ResidencyError, is_sharded
 from .unit import Unit
 
@@ -27,7 +27,6 @@ __all__ = [
     "UnitPolicy",
     "Unit",
     "Zero3Engine",
-    "bring",
     "find_units",
     "is_sharded",
     "unit_around",

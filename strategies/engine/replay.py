@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .engine import Zero3Engine
-from .resting import ResidencyError
 from .unit import Phase, Unit
 
 
@@ -114,17 +113,3 @@ def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:
             f"its weights are gathered unit by unit ({names}) while it runs. Name modules that are units, or are inside of one."
         )
     return units[0] if units else None
-
-
-def bring(unit: Unit) -> None:
-    """When this returns the unit's values are in its slot; collective if they were not.
-
-    Raises:
-        ResidencyError: a unit in use has the memory.
-    """
-    if not unit.gather():
-        raise ResidencyError(
-            f"The captured backward of a module needs the weights of unit {unit.name} where another unit is in use. Leave the "
-            "module out of `CUDAGraphStep(modules=...)`."
-        )
-    unit.arrive()

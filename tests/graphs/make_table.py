@@ -47,6 +47,7 @@ STRATEGIES = {
     "one device": (1, lambda: "auto"),
     "zero3, one rank": (1, Zero3Strategy),
     "zero3, two ranks": (2, partial(Zero3Strategy, unit_policy=[nn.Linear])),
+    "ddp, two ranks": (2, lambda: "ddp"),
 }
 COLUMNS = {
     "weights and optimizer": ["optimizer"],
@@ -86,16 +87,24 @@ def compare(mine: Run, reference: Run) -> list[str]:
     return [*found, same(dict(mine.calls), dict(reference.calls))]
 
 
+def make(strategy, **arguments):
+    net = Net(**arguments)
+    if strategy() == "ddp":  # which allows no layer that is trained and unused
+        net.unused.requires_grad_(False)
+    return net
+
+
 def row(case, strategy, devices, folder):
     """What came out of one case, and how many micro-batches were replayed."""
     arguments, options = CASES[case]
+    net = partial(make, strategy, **arguments)
     options = {"strategy": strategy, "devices": devices, "max_epochs": 4, **options}
     if "ckpt_path" in options:
         save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
-        fit(Net(**arguments), save, **{**options, "ckpt_path": None, "max_epochs": 2}, enable_checkpointing=True)
+        fit(net(), save, **{**options, "ckpt_path": None, "max_epochs": 2}, enable_checkpointing=True)
         options["ckpt_path"] = f"{folder}/{options['ckpt_path']}"
     callback = Counting(software=True, strict=True)
-    runs = [fit(Net(**arguments), *extra, **options) for extra in ([], [callback])]
+    runs = [fit(net(), *extra, **options) for extra in ([], [callback])]
     return [*compare(runs[1], runs[0]), callback.counts]
 
 
@@ -115,7 +124,8 @@ def main():
         "# Captured runs beside eager ones",
         "Written by `tests/graphs/make_table.py`: each case is trained twice from the same seed, eagerly and with "
         "`CUDAGraphStep`, and all that a callback sees of both runs is compared bit by bit (`nan` is `nan`, `0.0` is `-0.0`). "
-        "Replayed are micro-batches; the others are watched, as the first ones of each epoch. With the software graph on the "
+        "Replayed are micro-batches; the others are watched, as the first ones of each shape in each epoch (with `ddp` also of "
+        "each place in a window of accumulation, which differ in what is exchanged). With the software graph on the "
         f"CPU, Python {sys.version.split()[0]}, torch {torch.__version__}; `pytest -m gpu tests/graphs` compares on a GPU.",
     ]
     for setup, (devices, _) in STRATEGIES.items():

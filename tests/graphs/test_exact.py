@@ -1,5 +1,7 @@
 """A captured run is the eager run, bit by bit, in everything that Lightning promises."""
 
+from array import array
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -106,11 +108,11 @@ def test_prediction_runs_eagerly_beside_it(strategy):
 
 
 def test_the_program_of_a_step_runs_until_the_capture_and_at_the_start_of_each_epoch():
-    module, calls = Net(), []
+    module, calls = Net(), array("q")  # what holds lists would be noticed to change
     step = module.training_step
     module.training_step = lambda batch, batch_idx: calls.append(batch_idx) or step(batch, batch_idx)
-    fit(module, CUDAGraphStep(software=True, warmup=3))
-    assert calls == [0, 1, 2, 3, 0]
+    fit(module, CUDAGraphStep(software=True, warmup=3, strict=True))
+    assert list(calls) == [0, 1, 2, 3, 0]
 
 
 def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):

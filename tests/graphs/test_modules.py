@@ -1,12 +1,14 @@
 """Chosen modules as graphs, in steps that cannot be captured as a whole."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.recorded import Net, assert_same_run, fit
+from helpers.recorded import CLASSES, Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graph_check import GraphCaptureError
@@ -78,6 +80,53 @@ class Branches(Net):
             self.net[2].scale = 3.0
 
 
+class Pair(nn.Linear):
+    """Its second output and bias get gradients only if somebody asks for them."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight), x.sum(1, keepdim=True) * self.bias
+
+
+class Unasked(Net):
+    """Weight decay changes a weight whose gradient is zero, and leaves one that has none."""
+
+    with_second = ()
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.head = Pair(16, CLASSES)
+
+    def forward(self, x):
+        first, second = self.head(self.frozen(self.net(x)))
+        return first + second if self.global_step in self.with_second else first
+
+
+class Outside(nn.Module):
+    def __init__(self, owner):
+        super().__init__()
+        self.factor_of = [partial(getattr, owner)]
+
+    def forward(self, x):
+        return x * self.factor_of[0]("current").value
+
+
+class Current:
+    """Belongs to no module that is captured."""
+
+    __slots__ = ("value",)
+
+
+class Annealed(Net):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.current = Current()
+        self.current.value = 1.0
+        self.net[2] = Outside(self)
+
+    def on_train_epoch_start(self):
+        self.current.value = 1.0 if self.current_epoch < 3 else 0.5
+
+
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         self.replays = {name: captured.replays for name, captured in self._runner.captured.items()}
@@ -101,8 +150,10 @@ CASES = {
     "checkpoint": (Checkpointed, "auto", {}),
     "a change before the backward": (ChangesBetween, "auto", {}),
     "numbers of two shapes": (Branches, "auto", {"max_epochs": 6}),
+    "an output that nobody needs": (Unasked, "auto", {"max_epochs": 3}),
+    "a number outside": (Annealed, "auto", {"max_epochs": 5}),
 }
-CHANGES = ("a change", "a change before the backward", "numbers of two shapes")
+CHANGES = ("a change", "a change before the backward", "numbers of two shapes", "a number outside")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -181,6 +232,17 @@ def test_a_backward_that_cannot_be_captured_leaves_its_module_eager():
     with pytest.warns(UserWarning, match="a module cannot be captured"):
         mine = fit(HasLooksBack(), CUDAGraphStep(software=True, modules=["net"]))
     assert_same_run(mine, reference)
+
+
+class AskedLate(Unasked):
+    with_second = (8,)
+
+
+def test_gradients_of_other_outputs_than_before_are_an_error():
+    with pytest.raises(
+        RuntimeError, match="Not the outputs of module 'head' that got gradients in its eager runs get them now"
+    ):
+        fit(AskedLate(), CUDAGraphStep(software=True, modules=["head"]))
 
 
 class NeverTheSame(Callback):

@@ -35,6 +35,15 @@ class Changes(Callback):
             pl_module.net[3].p = 0.05
 
 
+class LooksInside(Callback):
+    """Runs a captured layer with weights that are its own for once."""
+
+    def on_train_batch_start(self, trainer, pl_module: pl.LightningModule, batch, batch_idx):
+        if batch_idx == 4:
+            with trainer.strategy.gathered(pl_module.head):
+                pl_module.head(torch.ones(1, 16))
+
+
 class Expandable(AllocatorConfig):
     """NCCL and the graphs of several ranks need more for it, which it sees to."""
 
@@ -56,6 +65,25 @@ class WaitsOnRankOne(AllUsed):
         if self.global_rank == 1:
             output["loss"].item()
         return output
+
+
+class Uneven(Net):
+    """Ranks get batches of other shapes, each at another time; some losses know layers in the middle only."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.net[1].register_forward_hook(lambda module, args, output: self.middle.append(output))
+        self.middle = []
+
+    def training_step(self, batch, batch_idx):
+        rows = 3 if self.global_rank and batch_idx % 3 or self.global_step > 8 and batch_idx % 2 else 4
+        output = super().training_step({k: v[:rows] for k, v in batch.items()}, batch_idx)
+        if batch_idx % 3 == 2:  # its backward finds weights where no unit's hook has brought them
+            output["loss"] = self.middle[-1].square().mean()
+        return output
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.middle.clear()
 
 
 class Fused(Net):
@@ -93,7 +121,7 @@ def ddp_both_ways(rank, world_size):
 
 def test_ranks_of_ddp_decide_together():
     first, second = run_ranks(ddp_both_ways, 2, timeout=250)
-    assert first["accumulation"] == second["accumulation"] and first["accumulation"][0] > 8
+    assert first["accumulation"] == second["accumulation"] and first["accumulation"][0] >= 8
     assert first["a change on one rank"] == second["a change on one rank"] and first["a change on one rank"][1] == 1
     assert len(first["refused"]) == len(second["refused"]) == 1
     assert "On another rank the step cannot be captured" in first["refused"][0]
@@ -129,6 +157,16 @@ ZERO3 = {
     "modules that are units": {"captured": {"modules": ["net.[04]", "head"]}, "batch_size": 8, "accumulate_grad_batches": 2},
     "modules inside of units": {"captured": {"modules": ["net.0", "net.1"]}, "unit_policy": nested, "precision": "bf16-mixed"},
 }
+UNEVEN = "modules, other shapes on each rank"
+ZERO3[UNEVEN] = {
+    "module": Uneven,
+    "captured": {"modules": ["net.0", "net.1", "head"]},
+    "callbacks": [LooksInside],
+    "unit_policy": nested,
+    "accumulate_grad_batches": 2,
+    "max_epochs": 8,
+    **UNVALIDATED,
+}
 OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
 
 
@@ -152,9 +190,11 @@ def zero3_both_ways(rank, world_size, folder):
 
 def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     first, second = run_ranks(zero3_both_ways, 2, str(tmp_path), timeout=400)
+    uneven = first.pop(UNEVEN), second.pop(UNEVEN)
+    assert uneven[0] != uneven[1] and min(uneven)[0] >= 8, uneven  # each rank decided for itself
     assert first == second
     assert {name for name, (_, recaptures) in first.items() if recaptures} == {"a change on one rank"}
-    assert min(replays for replays, _ in first.values()) >= 8, first
+    assert min(replays for replays, _ in first.values()) >= 6, first
 
 
 def hybrid_both_ways(rank, world_size):

@@ -1,5 +1,8 @@
 """What makes a captured step out of date is noticed, and leads to a capture of the new one: never to a wrong number."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -12,8 +15,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from torch import nn
+from torch.utils.data import DataLoader
 
-from helpers.recorded import Net, assert_same_run, fit
+from helpers.recorded import CLASSES, Net, assert_same_run, fit
 from lightning_zero3.callbacks import CUDAGraphStep
 
 
@@ -111,6 +115,118 @@ def test_a_change_of_the_module_leads_to_a_new_capture(changes):
     assert (callback.recaptures, callback.captured) == (len(changes), 1) and callback.replays > 10
     torch.set_float32_matmul_precision("highest")
     assert_same_run(mine, fit(Net(optimizer="sgd"), Does(changes), **options))
+
+
+ALPHA = 1.0
+
+
+class Settings(Net):
+    """Computes with numbers, tensors and functions that are kept in all kinds of places."""
+
+    gamma = 1.0
+
+    def __init__(self):
+        super().__init__(optimizer="sgd")
+        self.save_hyperparameters({"beta": 1.0})
+        self.weights, self.config, self.activation = [1.0, 2.0], SimpleNamespace(delta=1.0), torch.tanh
+        self.shift, self.shifts = torch.zeros(CLASSES), [torch.zeros(CLASSES)]
+        self.teacher = [nn.Dropout(0.5)]
+
+    def forward(self, x):
+        scores = self.activation(super().forward(x)) * self.weights[0] * self.hparams.beta + self.shift + self.shifts[0]
+        scores = scores * self.config.delta * self.gamma * ALPHA + self.teacher[0](scores.detach())
+        return scores * self.optimizers().param_groups[0]["weight_decay"]
+
+
+def global_number(module):
+    globals()["ALPHA"] = 0.5
+
+
+def number_of_the_optimizer(module):
+    module.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.2
+
+
+def hook_of_all(module):
+    seen = torch.nn.modules.module.register_module_forward_hook
+    module.handle = seen(lambda m, args, output: output * 0.5 if isinstance(m, nn.GELU) else None)
+
+
+SETTINGS = [
+    [
+        lambda m: m.weights.__setitem__(0, 0.5),
+        lambda m: m.hparams.update(beta=0.5),
+        lambda m: setattr(m.config, "delta", 0.5),
+        lambda m: setattr(m, "activation", torch.sigmoid),
+        lambda m: setattr(m, "shift", torch.ones(CLASSES)),
+    ],
+    [
+        lambda m: m.shifts.__setitem__(0, torch.ones(CLASSES)),
+        lambda m: m.teacher[0].eval(),
+        lambda m: setattr(type(m), "gamma", 0.5),
+        lambda m: setattr(m.head, "forward", partial(m.head.forward)),
+        number_of_the_optimizer,
+    ],
+    [
+        global_number,
+        lambda m: m.head.weight.register_hook(lambda gradient: gradient * 0.5) and None,
+        hook_of_all,
+        lambda m: torch.set_autocast_enabled("cpu", True),
+    ],
+]
+
+
+def fit_settings(changes, *callbacks):
+    """And leave nothing behind."""
+    module = Settings()
+    try:
+        return fit(module, *callbacks, Does(changes), limit_val_batches=0, max_epochs=4)
+    finally:
+        globals()["ALPHA"], Settings.gamma = 1.0, 1.0
+        torch.set_autocast_enabled("cpu", False)
+        if hasattr(module, "handle"):
+            module.handle.remove()
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=["attributes", "settings", "torch"])
+def test_what_a_step_computes_with_is_noticed_wherever_it_is_kept(changes):
+    callback = Watching(software=True, strict=True)
+    mine = fit_settings(changes, callback)
+    assert (callback.recaptures, callback.captured) == (len(changes), 1) and callback.replays > 10
+    assert_same_run(mine, fit_settings(changes))
+
+
+class Kinds(Net):
+    """The first batch of an epoch has another shape; batches hold constants that are equal and not the same."""
+
+    constants = (True, 1, 1.0, 0.0, -0.0)
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step({k: batch[k] for k in "xy"}, batch_idx)
+        loss = output["loss"] * self.trainer.factor if len(batch["x"]) == 4 else output["loss"]
+        return {
+            "loss": loss,
+            "of": torch.ones(2, dtype=torch.int64) * batch["constant"],
+            "inverse": 1 / (loss * 0 * batch["constant"]),
+        }
+
+    def on_train_epoch_start(self):
+        self.trainer.factor = 1.0 / (1 + self.trainer.current_epoch)
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(1)
+
+        def batch(rows, constant):
+            return {"x": torch.randn(rows, 12, generator=generator), "y": torch.arange(rows), "constant": constant}
+
+        return DataLoader([batch(3, 1), *(batch(4, c) for c in self.constants for _ in range(5))], batch_size=None)
+
+
+def test_every_shape_is_looked_at_in_each_epoch_and_constants_are_told_apart():
+    options = {"limit_val_batches": 0, "max_epochs": 3}
+    callback = Watching(software=True, strict=True, max_graphs=6)
+    mine = fit(Kinds(), callback, **options)
+    assert callback.recaptures == 2 and callback.replays > 10
+    assert_same_run(mine, fit(Kinds(), **options))
 
 
 def in_place(module):
