@@ -84,7 +84,7 @@ def build_counter(folder):
 
 
 def measure(kind, sizes, cases, rounds, steps, world_size, counter):
-    """{size: {case: {entry: {...}}}} of all rounds."""
+    """{size: {case: {entry: {...}}}} of all rounds, after each case."""
     results = {}
     chosen = [(size, case) for size in sizes for case in CASES[size] if not cases or case in cases]
     with Progress() as progress:
@@ -108,7 +108,7 @@ def measure(kind, sizes, cases, rounds, steps, world_size, counter):
                         record["live"], record["peak"] = (max(rank[key] for rank in ranks) for key in ("live", "peak"))
                     else:
                         record["runs"].append(ranks)
-    return results
+            yield results
 
 
 def memory_against_ranks(counter):
@@ -214,6 +214,8 @@ def plot(summary, added, by_ranks, path):
 
     panels = [(f"{s} {c}", r) for s, cases in summary.items() if not s.startswith("thin") for c, r in cases.items()]
     columns = len(panels) + bool(added or by_ranks)
+    if not columns:
+        return
     figure, axes = pyplot.subplots(2, columns, figsize=(4 * columns, 6), squeeze=False)
     for column, (title, rows) in enumerate(panels):
         shown = {entry: row for entry, row in rows.items() if "ratio" in row}
@@ -237,6 +239,29 @@ def plot(summary, added, by_ranks, path):
         axes[1][-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def write(about, results, by_ranks, reference, stem):
+    """What was measured until now, as ``stem``.json, .txt and .png."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    summary = {s: {c: summarize(records, reference) for c, records in cases.items()} for s, cases in results.items()}
+    added = per_unit(summary)
+    raw = {s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()} for s, cases in results.items()}
+    stem.with_suffix(".json").write_text(
+        json.dumps({**about, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
+    )
+    with stem.with_suffix(".txt").open("w") as file:
+        console = Console(file=file, width=170)
+        console.print(json.dumps(about, indent=1))
+        for size, cases in summary.items():
+            for case, rows in cases.items():
+                console.print(show(size, case, rows, reference))
+        if added:
+            console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
+        if by_ranks:
+            console.print(show_by_ranks(by_ranks))
+    plot(summary, added, by_ranks, stem.with_suffix(".png"))
 
 
 def main():
@@ -254,12 +279,6 @@ def main():
         ENTRIES[options.kind] = options.entries
     world_size = options.ranks or (2 if options.kind == "cpu" else 1)
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        counter = build_counter(folder) if options.kind == "cpu" else None
-        results = measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter)
-        by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
-    reference = REFERENCE[options.kind]
-    summary = {s: {c: summarize(records, reference) for c, records in cases.items()} for s, cases in results.items()}
     about = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores"
@@ -270,24 +289,13 @@ def main():
         "ranks": world_size,
         "rounds": options.rounds,
     }
-    added = per_unit(summary)
-    options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"train-{options.kind}-{'-'.join(options.sizes)}"
-    raw = {s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()} for s, cases in results.items()}
-    stem.with_suffix(".json").write_text(
-        json.dumps({**about, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
-    )
-    with stem.with_suffix(".txt").open("w") as file:
-        for console in (Console(), Console(file=file, width=170)):
-            console.print(json.dumps(about, indent=1))
-            for size, cases in summary.items():
-                for case, rows in cases.items():
-                    console.print(show(size, case, rows, reference))
-            if added:
-                console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
-            if by_ranks:
-                console.print(show_by_ranks(by_ranks))
-    plot(summary, added, by_ranks, stem.with_suffix(".png"))
+    with tempfile.TemporaryDirectory() as folder:
+        counter = build_counter(folder) if options.kind == "cpu" else None
+        by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
+        for results in measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter):
+            write(about, results, by_ranks, REFERENCE[options.kind], stem)  # a run that is cut short leaves the cases before
+    print(stem.with_suffix(".txt").read_text())
 
 
 if __name__ == "__main__":

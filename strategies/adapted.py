@@ -132,6 +132,47 @@ class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
         src_pl_module.store(buffers=False)
 
 
+class _Pruning(ModelPruning):
+    """Sees the weights that it prunes whole, and gives rank 0's masks to all ranks.
+
+    Torch prunes a parameter under its old identity, by another name: the shards stay, and the masks are buffers.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._strategy = trainer.strategy
+        with self._strategy.gathered():  # sharded, if the trainer has trained it before
+            super().setup(trainer, pl_module, stage)
+
+    @override
+    def _run_pruning(self, current_epoch: int) -> None:
+        with self._strategy.gathered(self._pruned(), modify=True):
+            super()._run_pruning(current_epoch)
+            for module, name in self._parameters_to_prune:
+                mask = module._buffers.get(f"{name}_mask")
+                if mask is not None:
+                    mask.copy_(self._strategy.engine.collectives.broadcast(mask.contiguous()))
+
+    @override
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        with self._strategy.gathered(self._pruned(), modify=True):
+            super().make_pruning_permanent(module)
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        parameters, state = dict(pl_module.named_parameters(remove_duplicate=False)), checkpoint["state_dict"]
+        masked = [key.removesuffix("_mask") for key in state if f"{key.removesuffix('_mask')}_orig" in parameters]
+        for name in masked if self._make_pruning_permanent else ():
+            original, mask = parameters[f"{name}_orig"], state.pop(f"{name}_mask")
+            del state[f"{name}_orig"]
+            with self._strategy.gathered([original]):
+                state[name] = (mask.to(original) * original.detach()).cpu()
+
+    def _pruned(self) -> list[nn.Parameter]:
+        found = [m._parameters.get(f"{name}_orig", m._parameters.get(name)) for m, name in self._parameters_to_prune]
+        return list({id(p): p for p in found if p is not None}.values())  # one may be tied to another
+
+
 class _ModelCheckpoint(ModelCheckpoint):
     """`save_last="link"`: the link leads to something at any moment, and to a checkpoint that is whole."""
 
@@ -145,14 +186,13 @@ class _ModelCheckpoint(ModelCheckpoint):
 _ADAPTED: dict[type[Callback], type] = {
     ModelCheckpoint: _ModelCheckpoint,
     BaseFinetuning: _Finetuning,
+    ModelPruning: _Pruning,
     WeightAveraging: _WeightAveraging,
     StochasticWeightAveraging: _StochasticWeightAveraging,
 }
 
 
 _REFUSED: dict[type[Callback], str] = {
-    ModelPruning: "replaces parameters during training, and Zero3Strategy shards them for good. Use `torch.nn.utils.prune` "
-    "before `trainer.fit`: masks that are made then stay.",
     BatchSizeFinder: "tries sizes until a process is out of memory, which the other ranks would wait for: Lightning allows it "
     "with no distributed strategy. Try each size in a short run of its own (`Trainer(max_steps=3)`), with `CUDAMemoryTracker` "
     "to see what it takes.",

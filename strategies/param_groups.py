@@ -139,6 +139,12 @@ class ParamGroups:
         engine.adopt_gradients()
         engine.reducer.hide()
         new = self._shard()
+        renamed = sorted(_names(new) - _names(engine))
+        if renamed:
+            raise ValueError(
+                f"Param groups were edited after parameters had been given other names, as pruning does: {', '.join(renamed)}. "
+                "Edit the groups before, or prune before `trainer.fit`."
+            )
         for index, optimizer in enumerate(self._optimizers):
             if self._stepping[index] is Stepping.ELEMENTS:
                 _move_state(engine, new, index, optimizer, before[index])
@@ -164,6 +170,10 @@ class ParamGroups:
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _names(engine: Zero3Engine) -> set[str]:
+    return {entry.name for unit in engine.units for entry in unit.entries}
 
 
 def _flats(engine: Zero3Engine, index: int) -> list[FlatGroup]:

@@ -152,10 +152,10 @@ class Neighbour:
             os.close(memory)
 
     @property
-    def words(self) -> str:
-        """See :meth:`Position.leave_words`; empty if it left none."""
+    def words(self) -> str | None:
+        """See :meth:`Position.leave_words`; empty if it left none, None if they cannot be read."""
         if not self._memory:
-            return ""
+            return None
         length = memoryview(self._memory).cast("q")[_WORDS_LENGTH]
         return self._memory[_WORDS_START : _WORDS_START + length].decode(errors="replace")
 

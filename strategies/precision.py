@@ -60,7 +60,7 @@ class _ShardedClipping(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale gradients so that their global 2-norm is at most ``clip_val``, as ``torch.nn.utils.clip_grad_norm_``."""
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad.as_subclass(Tensor) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = global_norm(grads, self._sum_over_ranks)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
         for grad in grads:

@@ -109,44 +109,65 @@ class Straggler:
         ranks = [[history[rank] for history in self._history] for rank in range(len(beats))]
         found = self._slow_host(ranks, unit_name)
         # Devices wait for a rank whose host is late, too.
-        return found if found is not None or self._warned["it"] is not None else self._slow_device(ranks)
+        return found if found is not None or self._warned["it worked"] is not None else self._slow_device(ranks, unit_name)
 
     def _slow_host(self, ranks: list[list[Beat]], unit_name: Callable[[int], str]) -> str | None:
-        found = self._compare("it", [_mean([b.busy for b in beats]) for beats in ranks])
+        found = self._compare("it worked", _busy(ranks))
         if found is None:
             return None
-        where: Counter[str] = Counter()
-        for beat in ranks[found[0]]:
-            at = f" ({beat.code})" if beat.code else ""
-            where[beat.place.where(unit_name) + at] += round(100 * beat.busy)
-        step = ranks[found[0]][-1].place.step
-        return f"{found[1]} It was most often in {where.most_common(1)[0][0]}; it is at step {step} now."
+        at_step = ranks[found[0]][-1].place.step
+        return f"{found[1]} It was most often in {_most_often(ranks[found[0]], unit_name)}; it is at step {at_step} now."
 
-    def _slow_device(self, ranks: list[list[Beat]]) -> str | None:
+    def _slow_device(self, ranks: list[list[Beat]], unit_name: Callable[[int], str]) -> str | None:
         shares = [[b.device for b in beats if b.device is not None] for beats in ranks]
-        if not all(shares) or (found := self._compare("its GPU", list(map(_mean, shares)))) is None:
+        if not all(shares) or (found := self._compare("its GPU did not wait for theirs", list(map(_mean, shares)))) is None:
             return None
-        host = ranks[found[0]][-1].machine.split()[0]
+        slowest, text = found
+        hosts, host = _busy(ranks), ranks[slowest][-1].machine.split()[0]
+        others = _median_without(hosts, slowest)
+        # A GPU that gets no work from its host does not wait for other GPUs, either.
+        late = f"its host hands it work too late (most often it was in {_most_often(ranks[slowest], unit_name)})"
+        if hosts[slowest] - others >= _RECOVERED_SHARE:
+            return (
+                f"{text} Its host worked {hosts[slowest]:.0%} of the time, the others {others:.0%}: perhaps {late}; or that "
+                "GPU has more to do or is slower."
+            )
         return (
-            f"{found[1]} That GPU is slower (`nvidia-smi -q -d PERFORMANCE` on {host} tells of "
-            "heat and power limits), something else runs on it, or this rank's batches are larger."
+            f"{text} That GPU is slower (`nvidia-smi -q -d PERFORMANCE` on {host} tells of heat and power limits), something "
+            f"else runs on it, this rank's batches are larger, or {late}."
         )
 
-    def _compare(self, who: str, shares: list[float]) -> tuple[int, str] | None:
-        """The rank that has become slow, and how much more it (or its device) worked."""
+    def _compare(self, did: str, shares: list[float]) -> tuple[int, str] | None:
+        """The rank that has become slow, and how much more of the time than the others it ``did``."""
         slowest = max(range(len(shares)), key=shares.__getitem__)
-        others = sorted(s for r, s in enumerate(shares) if r != slowest)
-        median = others[len(others) // 2]
+        median = _median_without(shares, slowest)
         ahead = shares[slowest] - median
-        if ahead < _RECOVERED_SHARE or slowest != self._warned.get(who):
-            self._warned[who] = None
-        if ahead < _SLOW_SHARE or self._warned[who] is not None:
+        if ahead < _RECOVERED_SHARE or slowest != self._warned.get(did):
+            self._warned[did] = None
+        if ahead < _SLOW_SHARE or self._warned[did] is not None:
             return None
-        self._warned[who] = slowest
+        self._warned[did] = slowest
         return slowest, (
-            f"Rank {slowest} holds the others up: in the last {self._beats} s {who} worked {shares[slowest]:.0%} of the time, "
+            f"Rank {slowest} holds the others up: in the last {self._beats} s {did} {shares[slowest]:.0%} of the time, "
             f"the others {median:.0%}."
         )
+
+
+def _busy(ranks: list[list[Beat]]) -> list[float]:
+    return [_mean([b.busy for b in beats]) for beats in ranks]
+
+
+def _most_often(beats: list[Beat], unit_name: Callable[[int], str]) -> str:
+    where: Counter[str] = Counter()
+    for beat in beats:
+        at = f" ({beat.code})" if beat.code else ""
+        where[beat.place.where(unit_name) + at] += round(100 * beat.busy)
+    return where.most_common(1)[0][0]
+
+
+def _median_without(shares: list[float], rank: int) -> float:
+    others = sorted(share for r, share in enumerate(shares) if r != rank)
+    return others[len(others) // 2]
 
 
 def _mean(shares: Sequence[float]) -> float:

@@ -80,6 +80,7 @@ class Watch:
         self._trained = threading.current_thread().ident
         self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
         self._over: dict[int, Place] = {}  # ranks whose run has ended well
+        self._unread: dict[int, float] = {}  # ranks that have ended, nobody here saw how -> when the store had time to tell
         self._deadlock, self._straggler = Deadlock(), Straggler(options.slow)
         self._verdict: dict[str, Any] | None = None
         self._deadline = float("inf")
@@ -148,6 +149,7 @@ class Watch:
         if self._reports.verdict is not None:
             self._conclude(self._reports.verdict)
             return
+        self._find_unread(newest)
         self._find_silent(newest)
         if self._rank == 0 and len(newest) == self._world_size:
             self._diagnose([newest[r].beat for r in range(self._world_size)])
@@ -212,7 +214,7 @@ class Watch:
                     try:
                         self._neighbours[rank] = Neighbour(beat.pid, beat.descriptor, beat.place)
                     except ProcessLookupError:
-                        self._take_end(rank, beat.place, "")
+                        self._take_end(rank, beat.place, None)
                     except OSError:
                         pass  # only silence will tell
 
@@ -229,12 +231,25 @@ class Watch:
                 "same number of steps; look for loaders of different length.",
             )
 
-    def _take_end(self, rank: int, place: Place, words: str) -> None:
+    def _take_end(self, rank: int, place: Place, words: str | None) -> None:
         if not words and place.activity == Activity.ENDED:
             self._over[rank] = place
+        elif words is None:
+            self._unread[rank] = time.monotonic() + 2 * BEAT_S
+            self._reports.hurry()
         else:
             end = "died without a word (killed, out of memory, or os._exit)"
             self._condemn(rank, words or f"Rank {rank} {end} in {self._describe(place)}.")
+
+    def _find_unread(self, newest: dict[int, Report]) -> None:
+        for rank, until in list(self._unread.items()):
+            place = newest[rank].beat.place
+            if place.activity == Activity.ENDED:
+                self._over[rank] = place
+                del self._unread[rank]
+            elif time.monotonic() >= until:
+                end = "ended; its own output says why, unless it was killed; it was last heard of"
+                self._condemn(rank, f"Rank {rank} {end} in {self._describe(place)}.")
 
     def _find_silent(self, newest: dict[int, Report]) -> None:
         limit = 3 * BEAT_S if self._hurry else self._options.lost

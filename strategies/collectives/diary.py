@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, MutableSequence, Sequence
 
+from torch import Tensor
+
 
 class DivergenceError(RuntimeError):
     """Ranks exchange different things: one took another branch, or ran another number of steps."""
@@ -51,6 +53,7 @@ class Diary:
 
     Attributes:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
+        written: names of the parameters that forwards have changed since the last agreement -> a sum over the bits of each.
         describe: what a label stands for, for errors.
         progress: index of the unit whose forward or backward came last, and exchanges begun.
     """
@@ -58,11 +61,13 @@ class Diary:
     def __init__(self) -> None:
         self._agreements = self._resumed = 0
         self.trace = [0]
+        self.written: dict[str, Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
+        self.written = {}
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

@@ -109,6 +109,8 @@ class DataHooks:
             fit_loop._combined_loader_states_to_load = []
         if any(loader.resumed for loader in loaders):
             self._resume(fit_loop, combined, loaders)
+        elif loaders and fit_loop.restarting:
+            self._report_lost_place(trainer)
         self._continue_cycles(combined, loaders)
         self._continue_on_this_world(trainer, loaders)
         for loader in loaders:
@@ -128,6 +130,18 @@ class DataHooks:
             # Lightning recognises the end of an epoch by its length only, and would go on counting.
             _set_batches_done(progress, 0)
             progress.is_last_batch = False
+
+    def _report_lost_place(self, trainer: Any) -> None:
+        # Lightning takes loaders that could go on for loaders that do.
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        done = progress.current.processed
+        if self._ranks(trainer)[0] == 0 and 0 < done < trainer.fit_loop.max_batches and not progress.is_last_batch:
+            warnings.warn(
+                f"the checkpoint was made after batch {done} of an epoch and does not say where its loaders were (another"
+                " strategy wrote it): the rest of this epoch takes samples from their beginning again. HINT: resume from a"
+                " checkpoint that was made at the end of an epoch, or by zero3.",
+                stacklevel=2,
+            )
 
     def on_train_batch_start(self, trainer: Any) -> None:
         """Synchronise the generators that the user asked for, once an epoch."""

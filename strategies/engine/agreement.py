@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..collectives import DivergenceError, LocalCollectives, Meeting, first_difference
@@ -32,7 +34,10 @@ class Agreement:
         """
         if self._collectives.world_size == 1:
             return bytes(self._used), late, changed
-        trace = hash(tuple(self._collectives.diary.trace[1:])) >> 2  # of integers: the same in every process
+        diary = self._collectives.diary
+        written = [(name, total.item()) for name, total in diary.written.items()]
+        # Of integers: the same in every process.
+        trace = hash((*diary.trace[1:], *(total for _, total in written))) >> 2
         message = self._message
         message[0], message[1] = trace, -trace
         units, modules = 2 + len(late), 2 + len(late) + len(changed)
@@ -40,9 +45,10 @@ class Agreement:
         message[modules:].copy_(self._flags)
         agreed = self._collectives.agree(message).tolist()
         if agreed[0] != -agreed[1]:
-            everyone = self._collectives.all_gather_object([*self._collectives.diary.trace[1:], Meeting.AGREEMENT])
-            raise DivergenceError(first_difference(everyone, self.describe))
-        self._collectives.diary.agreed()
+            everyone = self._collectives.all_gather_object(([*diary.trace[1:], Meeting.AGREEMENT], written))
+            traces, values = zip(*everyone, strict=True)
+            raise DivergenceError(first_difference(traces, self.describe) or _other_values(values))
+        diary.agreed()
         return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])
 
     def describe(self, label: int) -> str:
@@ -52,3 +58,15 @@ class Agreement:
         index, exchange = divmod(label, len(Exchange))
         verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
         return f"{verb} unit {self._units[index].name}"
+
+
+def _other_values(everyone: Sequence[Sequence[tuple[str, int]]]) -> str:
+    """Which parameter got other values on one rank than on another, in words."""
+    everything = {item for written in everyone for item in written}
+    name = min(name for name, total in everything if any((name, total) not in written for written in everyone))
+    return (
+        f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
+        "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
+        "ranks have (`torch.distributed.all_reduce`), or make it in `with strategy.gathered(module, modify=True):`, where rank "
+        "0's counts."
+    )

@@ -108,6 +108,29 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
         )
 
 
+def check_memory(model: nn.Module) -> None:
+    """Parameters must have memory of their own.
+
+    Raises:
+        ValueError: one shares it with another or with a buffer, which would see its changes until it is sharded, but not after.
+    """
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if home_of(tensor) is None and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + extent * tensor.itemsize, isinstance(tensor, nn.Parameter), name))
+    ends = {True: (0, ""), False: (0, "")}  # by whether it is of a parameter: the furthest so far, and whose it is
+    for start, end, own, name in sorted(spans):
+        for kind in (True, False):
+            if start < ends[kind][0] and (own or kind):
+                raise ValueError(
+                    f"{ends[kind][1]!r} and {name!r} share memory, and after sharding they would not. To tie two layers let "
+                    "both have the same parameter (`head.weight = embedding.weight`, without `.data`), else use `.clone()`."
+                )
+        ends[own] = max(ends[own], (end, name))
+
+
 def _dense_stride(p: Tensor) -> tuple[int, ...]:
     """The parameter's strides if its elements fill their memory without holes (channels-last too), else contiguous."""
     shape_only = torch.empty_strided(p.size(), p.stride(), device="meta")

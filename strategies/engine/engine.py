@@ -18,6 +18,7 @@ from .buffers import Buffers
 from .build import (
     SlotDtype,
     build_units,
+    check_memory,
     check_same_structure,
     fill_shards,
     optimizer_groups,
@@ -85,6 +86,7 @@ class Zero3Engine:
         home = optimizer_groups(model, optimizers)
         self.optimizer_names = optimizer_names(model, optimizers)
         parts = find_units(model, unit_policy)
+        check_memory(model)
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_same_structure(self.units, collectives)
         for unit in self.units:
@@ -246,7 +248,7 @@ class Zero3Engine:
             raise
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, graph_task() != NO_GRAPH_TASK)
         self._adopt_values()
         self._pass.require_whole()
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:

@@ -130,7 +130,7 @@ class Gradients:
                 return
             group.grad.zero_()
             self.used[group.first : group.last] = self._shown[group.first : group.last] = bytes(group.last - group.first)
-            group.segments[-1].parameter.grad = group.segments[-1].view(group.grad)
+            group.segments[-1].show(group.grad)
         self.used[entry.number] = self._shown[entry.number] = present
         if any(self._shown[group.first : group.last]):
             self._assigned.append(group)

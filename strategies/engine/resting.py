@@ -147,6 +147,8 @@ class FullGradient(Tensor):
             for gradient in written:
                 _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
             source = args[0] if args and isinstance(args[0], FullGradient) else None
+            if name in ("numpy", "__array__"):
+                result.flags.writeable = False  # nobody would tell the shards
             if source is None or result is source or not isinstance(result, Tensor):
                 return result
             if name == "data.__get__":
@@ -219,6 +221,8 @@ class RestingParameter(nn.Parameter):
             kwargs.setdefault("dtype", _SHARDED[args[0]].dtype)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in ("view_as", "expand_as") and args[0] is args[1]:
+            return _materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
         if name == "register_post_accumulate_grad_hook":
             return _before_the_engine(*args)
         target = args[0] if args else None

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .resting import ResidencyError
+
 
 @dataclass(frozen=True)
 class GroupKey:
@@ -128,7 +130,7 @@ class FlatGroup:
             if idle:
                 segment.parameter.grad = None
             elif segment.parameter.grad is None:
-                segment.parameter.grad = segment.view(self.grad)
+                segment.show(self.grad)
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
@@ -159,7 +161,7 @@ class FlatGroup:
         for part in parts:
             low, high = part.start - segment.start, part.stop - segment.start
             if segment.parameter.grad is not None:
-                part.parameter.grad = part.view(self.grad)
+                part.show(self.grad)
             if state is not None:
                 states[part.parameter] = {k: _part(v, segment, low, high) for k, v in state.items()}
         return parts
@@ -175,6 +177,28 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
             group["params"][:] = [p for flat in flats for p in flat.parameters]
 
 
+_NORMS = frozenset(
+    "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean dot vdot".split()
+)
+
+
+class FlatGradient(Tensor):
+    """The gradient of a flat tensor, as the optimizer sees it. A norm of it would be of this rank's elements alone."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Compute, or raise."""
+        name = getattr(func, "__name__", "")
+        if name in _NORMS:
+            raise ResidencyError(
+                f"`{name}` would be of the gradients that this rank holds a shard of: an optimizer's param groups hold flat "
+                "shards. Use the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
+            return result.as_subclass(cls) if name == "detach" or func is Tensor.data.__get__ else result
+
+
 @dataclass
 class Segment:
     """Elements ``[start, stop)`` of a flat group, as the optimizer's parameter."""
@@ -186,6 +210,10 @@ class Segment:
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
+
+    def show(self, gradients: Tensor) -> None:
+        """Let the optimizer see its range of the group's ``gradients``."""
+        self.parameter.grad = self.view(gradients).as_subclass(FlatGradient)
 
 
 def _part(value: Any, segment: Segment, low: int, high: int) -> Any:

@@ -20,11 +20,14 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._look()
+
+    def _look(self) -> None:
         # The parameters and the children of every module. Scripted modules have other tables, which do not change.
-        tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
         self._tables = [table for table in tables if isinstance(table, dict)]
         self._seen = self._identities()
-        self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
         """Compare with the model now.
@@ -34,6 +37,7 @@ class Structure:
         """
         if self._identities() != self._seen:
             self._refuse()
+            self._look()  # only names changed (pruning does that), or modules without parameters: nothing that is sharded
 
     def _identities(self) -> list[int]:
         # Without a Python loop: this runs in every step.
@@ -47,15 +51,20 @@ class Structure:
         for key, name in self._names.items():
             if key not in now:
                 raise ValueError(f"Parameter {name!r} was removed after the model was sharded. {_REMEDY}")
-        # Only modules without parameters changed, or names: nothing that is sharded.
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse param groups that hold parameters of the model: an optimizer steps on flat shards.
+def check_optimizer(optimizer: Optimizer, in_backward: bool) -> None:
+    """Refuse steps that would not see their gradients.
 
     Raises:
-        ValueError: such a group was added since the forward of this step.
+        RuntimeError: gradients are being made, and are not yet summed over the ranks.
+        ValueError: a group that holds parameters of the model, and not flat shards, was added since the forward of this step.
     """
+    if in_backward:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was stepped inside of a backward pass (in a hook of a parameter, for instance), where "
+            "gradients have not been summed over the ranks. Step it after it."
+        )
     for index, group in enumerate(optimizer.param_groups):
         if any(is_sharded(p) for p in group["params"]):
             raise ValueError(

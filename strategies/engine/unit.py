@@ -224,16 +224,21 @@ class Unit:
         self.lifted, self._master = [], {}
 
     def _store(self, written: list[Entry]) -> None:
-        """Parameters were changed in place during use (all ranks run the same code): the shards get the new values."""
+        """Parameters were changed in place during use: the shards get the new values, which the ranks compare afterwards."""
         for chunk in self.chunks:
-            for entry in chunk.entries:
-                if entry not in written or entry.part is None:
+            for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
+                if entry not in written:
                     continue
                 if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
                         f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.wire_dtype}. That would "
                         f"round its {chunk.master_dtype} value. Change it in `with strategy.gathered(module, modify=True):`."
                     )
+                if self.announce is None:  # else other ranks may have nothing to run
+                    bits = chunk.slot[offset : offset + entry.size.numel()].view(torch.uint8)
+                    self._collectives.diary.written[entry.name] = bits.sum(dtype=torch.int64)
+                if entry.part is None:
+                    continue
                 with torch.no_grad():
                     entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))
 

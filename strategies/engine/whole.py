@@ -53,6 +53,11 @@ class WholeUnit(Unit):
         """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""
         for entry, view in self._views:
             if entry.parameter.data_ptr() != view.data_ptr():
+                if entry.parameter.dtype != view.dtype:
+                    raise ResidencyError(
+                        f"Parameter {entry.name!r} was made {entry.parameter.dtype} after it was sharded as {view.dtype}. "
+                        "Change dtypes before the model is sharded, in `__init__` or `configure_model`."
+                    )
                 view.copy_(entry.parameter.data)
                 entry.parameter.data = view
             if entry.trained:

@@ -787,3 +787,65 @@ class UnregisteredParameter(Case):
 
     def loss(self, model, batch):
         return (model(batch) * model.hidden[0]).square().mean()
+
+
+@case
+class SharedMemory(Case):
+    """Two parameters whose `.data` is the same"""
+
+    refused = "'head.weight' and 'stem.weight' share memory.*the same parameter"
+    worlds = (2,)
+
+    def model(self):
+        model = Chain()
+        model.head.weight.data = model.stem.weight.data
+        return model
+
+
+@case
+class BufferOfAParameter(Case):
+    """A buffer that shares memory with a parameter"""
+
+    refused = "'copy' and 'stem.weight' share memory.*clone"
+    worlds = (2,)
+
+    def model(self):
+        model = Chain()
+        model.register_buffer("copy", model.stem.weight.detach())
+        return model
+
+
+@case
+class MovedToDouble(Case):
+    """`model.double()` after set-up"""
+
+    refused = "'stem.weight'.* was read outside a step"  # by `Module.double`, which would replace it
+    refused_on_one = "'stem.weight' was made torch.float64.*before the model is sharded"
+    worlds = (1,)
+
+    def train(self, run):
+        super().train(run)
+        run.model.double()
+        run.train_step(lambda model: model(self.batch(0, run.rank).double()).square().mean())
+
+
+@case
+class TargetNetwork(Case):
+    """A frozen copy that follows the weights by `copy_` in the step"""
+
+    def model(self):
+        model = Chain()
+        model.target = copy.deepcopy(model.blocks).requires_grad_(False)
+        return model
+
+    def optimizers(self, model):
+        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)]
+
+    def loss(self, model, batch):
+        wanted = batch
+        with torch.no_grad():
+            for slow, fast in zip(model.target.parameters(), model.blocks.parameters(), strict=True):
+                slow.copy_(0.9 * slow + 0.1 * fast)
+            for block in model.target:
+                wanted = block(wanted)
+        return (model(batch) - wanted).square().mean()

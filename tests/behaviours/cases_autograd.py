@@ -450,6 +450,17 @@ class GradViewChanged(Case):
 
 
 @case
+class ClippedInParamGroups(Case):
+    """`clip_grad_norm_` on the tensors of `optimizer.param_groups`"""
+
+    pitfalls = (18,)
+    refused = refused_on_one = "hold flat shards.*clip_grad_norm_.module.parameters"
+
+    def between(self, run):
+        nn.utils.clip_grad_norm_(run.optimizer.param_groups[0]["params"], 0.01)
+
+
+@case
 class GradAssigned(Case):
     """`p.grad = ...` between backward and step"""
 
@@ -717,3 +728,74 @@ class ScriptedBlocks(Case):
 
     def model(self):
         return Chain(*(torch.jit.script(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU())) for _ in range(3)))
+
+
+@case
+class InnerLoop(Case):
+    """A gradient step inside of the step, differentiated through (MAML)"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        weights = dict(model.named_parameters())
+        inner = torch.func.functional_call(model, weights, (batch,)).square().mean()
+        grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        adapted = {name: p - 0.05 * g for (name, p), g in zip(weights.items(), grads, strict=True)}
+        return torch.func.functional_call(model, adapted, (batch * 2,)).square().mean()
+
+
+@case
+class HookOfSeveralGradients(Case):
+    """`register_multi_grad_hook` on parameters, in a step"""
+
+    pitfalls = (43,)
+
+    def train(self, run):
+        seen = []
+
+        def loss(model):
+            parameters = list(model.head.parameters())
+            torch.autograd.graph.register_multi_grad_hook(
+                parameters, lambda grads: seen.append([tuple(g.shape) for g in grads])
+            )
+            return self.loss(model, self.batch(0, run.rank))
+
+        for _ in range(STEPS):
+            run.train_step(loss)
+        run.log(len(seen), *seen)
+
+
+@case
+class SteppedInBackward(Case):
+    """An optimizer for each parameter that steps in its post-accumulate hook"""
+
+    pitfalls = (4,)
+    refused = refused_on_one = "SGD was stepped inside of a backward pass.*after it"
+
+    def optimizers(self, model):
+        return [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+
+    def train(self, run):
+        owner = dict(zip(run.model.parameters(), run.optimizers, strict=True))
+        for p in run.model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: owner[p].step())
+        loss = run.step(lambda model: self.loss(model, self.batch(0, 0)))  # gradients need no mean
+        self.backward(run, loss)
+
+
+@case
+class FrozenBetweenForwardAndBackward(Case):
+    """`requires_grad_(False)` between forward and backward, and inside of the step"""
+
+    pitfalls = (23,)
+
+    def loss(self, model, batch):
+        model.blocks[2].requires_grad_(False)
+        out = model(batch)
+        model.blocks[2].requires_grad_(True)
+        return out.square().mean() + model.blocks[2](batch).mean()
+
+    def backward(self, run, loss):
+        run.model.blocks[1].requires_grad_(False)
+        super().backward(run, loss)
+        run.model.blocks[1].requires_grad_(True)

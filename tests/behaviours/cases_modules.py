@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
 
@@ -340,6 +340,17 @@ class EmbeddingWithMaxNorm(Case):
 
 
 @case
+class EmbeddingWithMaxNormOfOtherTokens(EmbeddingWithMaxNorm):
+    """`Embedding(max_norm=...)` with other tokens on each rank, which change other rows"""
+
+    refused = "'stem.weight' in place, and not to the same values on all ranks.*gathered"
+    worlds = (2,)
+
+    def batch(self, step, rank):
+        return torch.randint(0, 16, (5,), generator=seeded(100 * step + rank))
+
+
+@case
 class EmbeddingBag(Case):
     """EmbeddingBag and padding index"""
 
@@ -496,3 +507,39 @@ class BlocksReplacedByIdentity(Case):
             run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
 
     compare_gradients = False
+
+
+@case
+class PrunedDuringTraining(Case):
+    """`torch.nn.utils.prune` and `prune.remove` in `gathered(modify=True)` during training"""
+
+    pitfalls = (38,)
+
+    def train(self, run):
+        layer = run.model.blocks[0].up
+        super().train(run)
+        with run.gathered(layer, modify=True):
+            prune.l1_unstructured(layer, "weight", 0.5)
+        super().train(run)
+        with run.gathered(layer, modify=True):
+            prune.remove(layer, "weight")
+        super().train(run)
+
+
+@case
+class PrunedThenRegrouped(Case):
+    """`add_param_group` after pruning during training"""
+
+    refused = "given other names.*stem.weight_orig.*before"
+    worlds = (2,)
+
+    def optimizers(self, model):
+        model.head.bias.requires_grad_(False)
+        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)]
+
+    def train(self, run):
+        with run.gathered(run.model.stem, modify=True):
+            prune.l1_unstructured(run.model.stem, "weight", 0.5)
+        super().train(run)
+        run.optimizer.add_param_group({"params": [run.model.head.bias.requires_grad_(True)]})
+        super().train(run)

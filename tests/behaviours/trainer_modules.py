@@ -307,10 +307,25 @@ class BatchSizeFound(LikeDdp):
 
 
 class Pruned(Module):
-    refused = "ModelPruning replaces parameters during training.*torch.nn.utils.prune. before"
+    """More with each epoch, over all layers, and back to the first weights once."""
 
     def callbacks(self):
-        return [ModelPruning("l1_unstructured", amount=0.5, parameters_to_prune=[(self.net.head, "weight")])]
+        layers = [(self.net.head, "weight"), (self.net.head, "bias"), (self.net.blocks[1].up, "weight")]
+        again = {"use_lottery_ticket_hypothesis": lambda epoch: epoch == 0}
+        return [ModelPruning("l1_unstructured", amount=0.3, parameters_to_prune=layers, **again)]
+
+
+class PrunedAfterValidation(Averaged):
+    """Layer by layer, by rows; masks stay."""
+
+    def callbacks(self):
+        options = {"pruning_dim": 0, "pruning_norm": 2, "prune_on_train_epoch_end": False, "make_pruning_permanent": False}
+        options |= {"use_global_unstructured": False, "use_lottery_ticket_hypothesis": False}
+        layers = [(block.up, "weight") for block in self.net.blocks]
+        return [ModelPruning("ln_structured", layers, amount=0.2, **options)]
+
+    def on_train_end(self):
+        self.seen += [b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")]
 
 
 class PrunedBefore(Module):

@@ -111,6 +111,7 @@ def main() -> None:
 def plain(text: str) -> str:
     """Without the names of this machine."""
     text = re.sub(r" What this rank saw of it: .*", "", text)
+    text = re.sub(r"\S*/fault-\w+", "FOLDER", text)
     text = re.sub(r"(?<=on )\S+(?= has not )", "HOST", text).replace(f"{ROOT}/", "")
     return text.removeprefix("lightning_zero3.strategies.collectives.diary.") or "(nothing)"
 

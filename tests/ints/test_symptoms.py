@@ -1,5 +1,6 @@
 """What the reports of all ranks say, and what a process leaves behind when it is killed."""
 
+import json
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from torch.distributed import distributed_c10d
 from lightning_zero3.strategies.collectives import GroupCollectives, LocalCollectives, first_difference
 from lightning_zero3.strategies.position import Activity, Neighbour, Place, Position, machine
 from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
-from lightning_zero3.strategies.watch import Watch
+from lightning_zero3.strategies.watch import Watch, WatchOptions
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
 
@@ -115,8 +116,18 @@ def test_the_rank_whose_device_works_while_those_of_others_wait_is_named_once():
     rounds = [on_devices(n, 0.6, *((0.98, 0.5) if n % 2 else (None, None))) for n in range(9)]
     said = [straggler.find(beats, str) for beats in rounds]
     assert said[:3] == [None] * 3 and said[4:] == [None] * 5
-    words = "Rank 1 holds the others up: in the last 4 s its GPU worked 98% of the time, the others 60%. That GPU is slower"
-    assert said[3].startswith(words) and "nvidia-smi" in said[3]
+    words = "Rank 1 holds the others up: in the last 4 s its GPU did not wait for theirs 98% of the time, the others 60%."
+    assert said[3].startswith(f"{words} That GPU is slower") and "nvidia-smi" in said[3]
+    # Hosts that wait for their devices look alike, also one that comes late.
+    assert "or its host hands it work too late (most often it was in forward, unit 1 (train.py:7 in step))" in said[3]
+
+
+def test_a_host_that_is_nearly_slow_is_not_left_out_where_its_device_is_named():
+    straggler = Straggler(3)
+    rounds = [[replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.6, 1.0), (0.7, 0.9), strict=True)] for n in range(9)]
+    said = [found for beats in rounds if (found := straggler.find(beats, str))]
+    assert len(said) == 1 and "its GPU did not wait for theirs 100% of the time, the others 60%. Its host worked 90%" in said[0]
+    assert "the others 70%: perhaps its host hands it work too late" in said[0] and "nvidia-smi" not in said[0]
 
 
 def test_devices_that_wait_for_a_host_are_not_slow_themselves():
@@ -159,3 +170,27 @@ def test_the_place_of_a_killed_process_can_be_read():
     assert neighbour.place() == Place(Activity.BACKWARD, step=7, unit=2, exchanges=99)
     assert neighbour.words == "last words"
     neighbour.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="pidfd_open is Linux's")
+@pytest.mark.parametrize(
+    "told, known",
+    [("Rank 1 raised a ValueError in set-up.",) * 2, (None, "its own output says why, unless it was killed")],
+)
+def test_the_end_of_a_process_that_nobody_could_look_into_is_not_called_a_death(told, known):
+    child = os.fork()
+    if not child:
+        os._exit(1)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is left there: without memory, with its process id
+    store = dist.HashStore()
+    store.set("1", replace(beat(1, activity=Activity.SETUP), pid=child).pack())
+    watch = Watch(WatchOptions(), store, 0, 2)
+    try:
+        if told is not None:
+            time.sleep(0.3)
+            store.set("verdict", json.dumps({"rank": 1, "text": told}))
+        assert watch._known.wait(20)
+        assert known in watch._verdict["text"] and "died without a word" not in watch._verdict["text"]
+    finally:
+        watch.stop()
+        os.waitpid(child, 0)

@@ -1,5 +1,6 @@
 """One full checkpoint file: what any strategy writes, any other reads, and nothing is lost on the way."""
 
+import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -134,6 +135,29 @@ def test_any_strategy_goes_on_from_any_file(files, what, writer, reader):
     expected_losses, expected_state = uninterrupted(what)
     assert relative(losses, expected_losses[4:]) <= 2e-6
     assert_tensors_close(state, expected_state, 5e-6)
+
+
+def told_of_places(rank, world_size, folder):
+    """Go on with zero3 from files that one device and zero3 wrote in the middle (2) and at the end (4) of an epoch."""
+    said = {}
+    for strategy in ("auto", "zero3"):
+        saver = ModelCheckpoint(f"{folder}/{strategy}", "{step}", every_n_train_steps=2, save_top_k=-1)
+        saving = {"callbacks": [saver], "enable_checkpointing": True}
+        trainer(strategy_for(strategy), use_distributed_sampler=True, **saving).fit(Lit(RECIPE, no_gradients))
+        for step in (2, 4) if strategy == "auto" else (2,):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                reader = trainer(full(), use_distributed_sampler=True, max_epochs=2)
+                reader.fit(Lit(RECIPE, no_gradients), ckpt_path=f"{folder}/{strategy}/step={step}.ckpt")
+            told = [str(w.message) for w in found if "where its loaders were" in str(w.message)]
+            said[strategy, step] = [text[:53] for text in told]
+    return said
+
+
+def test_samples_that_come_again_are_told(tmp_path):
+    (said,) = run_ranks(told_of_places, 1, str(tmp_path))
+    words = "the checkpoint was made after batch 2 of an epoch and"
+    assert said == {("auto", 2): [words], ("auto", 4): [], ("zero3", 2): []}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -36,6 +37,10 @@ KINDS = {
     "ema": (ADAM, lambda: EMAWeightAveraging(decay=0.8)),
     "swa": (SGD, lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)),
     "finetuning": (ADAM, lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1)),
+    "pruning": (
+        ADAM,
+        lambda: ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lambda epoch: epoch < 1),
+    ),
 }
 
 
