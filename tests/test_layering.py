@@ -31,8 +31,8 @@ LAYERS = [
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
-    (["strategies/collectives/board", "strategies/collectives/diary"], NOTHING),
-    (["strategies/collectives/wire"], TORCH),
+    (["strategies/collectives/board"], NOTHING),
+    (["strategies/collectives/diary", "strategies/collectives/wire"], TORCH),
     (["strategies/collectives/group"], TORCH),
     (["strategies/collectives/hybrid", "strategies/collectives/pairwise", "strategies/collectives/timing"], TORCH),
     (["strategies/collectives/shared"], TORCH),

@@ -6,6 +6,7 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -137,6 +138,19 @@ def nested(model):
     return [model.net, model.net[4], model.frozen, model.head, model.unused]
 
 
+class Sums(nn.Module):
+    def forward(self, x):
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return x + total
+
+
+class HasSums(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = Sums()
+
+
 UNVALIDATED = {"limit_val_batches": 0}  # a validation gathers units, and makes buffers equal
 ZERO3 = {
     "accumulation, clipping, validation in the middle": {"accumulate_grad_batches": 4, "val_check_interval": 3},
@@ -184,6 +198,10 @@ def zero3_both_ways(rank, world_size, folder):
     fit(Net(), save, CUDAGraphStep(software=True, strict=True), **zero3, enable_checkpointing=True)
     with pytest.raises(GraphCaptureError, match=r"Module 'net': its weights are gathered unit by unit \(net\.0, net\.1"):
         fit(Net(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **zero3, num_sanity_val_steps=0)
+    with pytest.raises(
+        GraphCaptureError, match=r"(?s)Module 'net\.2': It exchanges something with other ranks.*all_reduce\(total"
+    ):
+        fit(HasSums(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **zero3, num_sanity_val_steps=0)
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 
