@@ -6,6 +6,7 @@ keeps its name.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -16,8 +17,10 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
+    Checkpoint,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -173,7 +176,23 @@ class _Pruning(ModelPruning):
         return list({id(p): p for p in found if p is not None}.values())  # one may be tied to another
 
 
-class _ModelCheckpoint(ModelCheckpoint):
+class _SavesOnException(Checkpoint):
+    """Saves where all ranks end alike. One alone would wait for the others, which run on, and hide what went wrong."""
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.strategy.ends_alike(exception):
+            super().on_exception(trainer, pl_module, exception)
+        else:
+            kind = type(exception).__name__
+            warnings.warn(f"{type(self).__name__} saves nothing: not all ranks end here with a {kind}.", stacklevel=2)
+
+
+class _OnExceptionCheckpoint(_SavesOnException, OnExceptionCheckpoint):
+    pass
+
+
+class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
     """`save_last="link"`: the link leads to something at any moment, and to a checkpoint that is whole."""
 
     @staticmethod
@@ -185,6 +204,7 @@ class _ModelCheckpoint(ModelCheckpoint):
 
 _ADAPTED: dict[type[Callback], type] = {
     ModelCheckpoint: _ModelCheckpoint,
+    OnExceptionCheckpoint: _OnExceptionCheckpoint,
     BaseFinetuning: _Finetuning,
     ModelPruning: _Pruning,
     WeightAveraging: _WeightAveraging,

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -80,13 +81,21 @@ class _ForkLauncher(_MultiProcessingLauncher):
             os.environ.pop("MASTER_PORT", None)  # Lightning's: the next launch shall have a port of its own
 
     @override
-    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any) -> None:
         listener, self._listener = self._listener, None
         if listener is not None:
             os.environ["MASTER_PORT"] = str(serve_at(listener) if process_idx == 0 else listener.getsockname()[1])
             if process_idx:
                 listener.close()
-        super()._wrapping_function(process_idx, *args, **kwargs)
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except BaseException as error:
+            if trainer is not None:  # Lightning does this in the process that called `fit` alone, which is no rank
+                _interrupt(trainer, error)
+                trainer._teardown()
+            if isinstance(error, SystemExit) and not error.code:
+                raise SystemExit(1) from error  # SIGTERM's too: that process would wait for a result for ever
+            raise
 
 
 class ProcessStrategy(ParallelStrategy):

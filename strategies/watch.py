@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -74,7 +75,7 @@ class Watch:
         self.unit_name: Callable[[int], str] = str
         self.door = LocalCollectives()  # whose exchanges are told
         self.device_waits: DeviceWaits | None = None  # where hosts do not wait for exchanges
-        self._options, self._rank, self._world_size = options, rank, world_size
+        self._options, self._store, self._rank, self._world_size = options, store, rank, world_size
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
         self._reported: Place | None = None
         self._trained = threading.current_thread().ident
@@ -110,6 +111,17 @@ class Watch:
         words = f"Rank {self._rank} raised {words!r} in {self._describe(self.position.place())}."
         self._condemn(self._rank, words)
         self._deadline = time.monotonic() + self._options.lost  # its own clean-up may wait for the others
+
+    def all_end_with(self, error: BaseException) -> bool:
+        """Whether all ranks come here with such an error, from the same place, within two seconds."""
+        place, keys = self.position.place(), [f"end {rank}" for rank in range(self._world_size)]
+        mine = f"{type(error).__name__} {place.step} {place.exchanges}"
+        try:
+            self._store.set(keys[self._rank], mine)
+            self._store.wait(keys, timedelta(seconds=2 * BEAT_S))
+            return all(self._store.get(key).decode() == mine for key in keys)
+        except RuntimeError:  # some did not come, or the store is gone with its rank
+            return False
 
     def _who_broke_it(self) -> str:
         """Waits a few seconds for the news."""

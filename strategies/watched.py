@@ -103,9 +103,13 @@ class WatchedStrategy(ProcessStrategy):
             self.watch.stop()
             self.watch = None
 
+    def ends_alike(self, exception: BaseException) -> bool:
+        """Whether all ranks end with such an error at this place, so that they can save together; waits for them a while."""
+        # After SIGTERM all ranks stop together.
+        return self.watch is None or isinstance(exception, SIGTERMException) or self.watch.all_end_with(exception)
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        # After SIGTERM all ranks stop together.
         if self.watch is not None and not isinstance(exception, SIGTERMException):
             self.watch.ends_with(exception)

@@ -45,6 +45,16 @@ def fail():
     raise ValueError("on purpose")
 
 
+def fail_on_rank_1():
+    if os.environ["LOCAL_RANK"] == "1":
+        fail()
+
+
+def terminate_rank_1():
+    if os.environ["LOCAL_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(10)
@@ -83,11 +93,12 @@ def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
 
 
 NOTEBOOK = """
-import os, sys
+import os, sys, traceback
 sys.ps1 = ">>> "  # what an interactive interpreter has
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from helpers.ranks import meet_only_where_nobody_else_can
-from tests.trainer.test_process_group import Model, trainer
+from tests.trainer.test_process_group import Model, fail, fail_on_rank_1, terminate_rank_1, trainer
 import lightning_zero3
 
 try:
@@ -102,6 +113,12 @@ for strategy, devices in (("zero3", 1), ("zero3_notebook", 2)):
     fitter.fit(module)
     print(strategy, devices, module.net.weight.tolist(), fitter.strategy.world and fitter.strategy.world.launcher)
 print(os.environ.get("MASTER_PORT"))
+for failure in (fail_on_rank_1, fail, terminate_rank_1):
+    saver = OnExceptionCheckpoint(sys.argv[1], failure.__name__)
+    try:
+        trainer("zero3_notebook", 2, enable_checkpointing=None, callbacks=[saver]).fit(Model(failure))
+    except Exception:
+        print(failure.__name__, os.path.exists(saver.ckpt_path), "on purpose" in traceback.format_exc())
 """
 
 
@@ -111,14 +128,18 @@ def fits_alone(rank, size):
     return module.net.weight.tolist()
 
 
-def test_a_notebook_trains_on_one_process_and_on_several():
+def test_a_notebook_trains_on_one_process_and_on_several(tmp_path):
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, "-c", NOTEBOOK], env=environ, capture_output=True, text=True, timeout=120, cwd="/")
+    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     refused, *fits = done.stdout.splitlines()
     assert 'Use strategy="zero3_notebook"' in refused
     (alone,) = run_ranks(fits_alone, 1)
-    assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None", "None"]
+    # Ranks that end alike have saved, and nobody waits for the result of processes that have none.
+    failures = ["fail_on_rank_1 False True", "fail True True", "terminate_rank_1 True False"]
+    assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None", "None", *failures]
+    assert "Rank 1 raised 'ValueError: on purpose' in forward" in done.stderr and "died without" not in done.stderr
 
 
 SCRIPT = """
