@@ -80,7 +80,7 @@ class CUDAGraphStep(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
         if device.type != "cuda" and not self.software:
-            rank_zero_info(f"CUDAGraphStep: there are no CUDA graphs on {device.type}; steps run eagerly")
+            rank_zero_info(f"CUDAGraphStep: no CUDA graphs on {device.type}; steps run eagerly (`software=True` tries it out)")
             return
         engine = getattr(trainer.strategy, "engine", None)
         software = SoftwareGraphs(None if engine is None else engine.collectives)

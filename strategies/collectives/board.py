@@ -89,5 +89,5 @@ class Board:
         if state in ("gone", "Z", "X"):
             raise RuntimeError(
                 f"The connection to rank {rank} is lost: its process {self._processes[rank]} has ended while rank {self._rank} "
-                "waited for it. Look for the first error in that rank's output."
+                "waited for it. If it said why, that is in its output."
             )

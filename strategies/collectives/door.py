@@ -37,7 +37,7 @@ def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalColle
     if shard_size < 2 or world_size % shard_size:
         raise ValueError(
             f"shard_size={shard_size} must be at least 2 and divide the number of ranks, {world_size}. Take the number of "
-            "ranks on a node, or none to shard over all."
+            "ranks on a node, or `None` to shard over all."
         )
     everyone = make_collectives(dist.group.WORLD, device)
     if shard_size == world_size:

@@ -183,7 +183,7 @@ class DataHooks:
             if loader.rank == 0:
                 warnings.warn(
                     f"{told} The rest of the epoch is complete and in order, but the steps differ. HINT:"
-                    ' on_world_change="keep_global_batch" adjusts the accumulation.',
+                    ' DataOptions(on_world_change="keep_global_batch") adjusts the accumulation.',
                     stacklevel=2,
                 )
             return

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import sys
 
+from .strategies.checkpoints.errors import CheckpointError
+
 # Command -> module with `DESCRIPTION`, `add_arguments(parser)` and `run(arguments) -> exit code`.
 COMMANDS = {
     "env": "lightning_zero3.strategies.environment_report",
@@ -22,7 +24,11 @@ def main(argv: list[str] | None = None) -> int:
         command = importlib.import_module(module)
         command.add_arguments(subparsers.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION))
     arguments = parser.parse_args(argv)
-    return importlib.import_module(COMMANDS[arguments.command]).run(arguments)
+    try:
+        return importlib.import_module(COMMANDS[arguments.command]).run(arguments)
+    except (CheckpointError, OSError) as error:  # what is wrong with a path is no matter for a traceback
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -27,6 +27,15 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
     assert f"{file}: damaged: its record 'full/data/0' is not what was written" in capsys.readouterr().out
 
 
+def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
+    missing = str(tmp_path / "missing.ckpt")
+    for command in (["inspect", missing], ["consolidate", missing, str(tmp_path / "one.ckpt")]):
+        assert main(command) == 1
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and missing in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def save_sharded(rank, world_size, folder):
     return train(world_size, Whole(Recipe(tied=True, optimizer="adamw", steps=3)), 1, write=f"{folder}/it.ckpt")
 
