@@ -104,7 +104,7 @@ class Zero3Engine:
         hooks = self._enter_forward, self._leave_forward, self._collector
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
-        self._handles += [o.register_step_post_hook(lambda *_: self.weights_changed()) for o in optimizers]
+        self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
@@ -253,6 +253,16 @@ class Zero3Engine:
         self._pass.require_whole()
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
+        self._guard(optimizer, False)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._guard(optimizer, True)
+        self.weights_changed()
+
+    def _guard(self, optimizer: Optimizer, guarded: bool) -> None:
+        for group in self.groups:
+            if group.owner is not None and group.owner[0] is optimizer:
+                group.guard(guarded)
 
     def _adopt_values(self) -> None:
         for unit in self.units:

@@ -132,6 +132,13 @@ class FlatGroup:
             elif segment.parameter.grad is None:
                 segment.show(self.grad)
 
+    def guard(self, guarded: bool) -> None:
+        """Whether a norm of the gradients is an error: not while the optimizer steps, which may be compiled."""
+        for segment in self.segments:
+            grad = segment.parameter.grad
+            if grad is not None:
+                segment.parameter.grad = grad.as_subclass(FlatGradient if guarded else Tensor)
+
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
         result: list[Segment] = []
