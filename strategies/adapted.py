@@ -195,6 +195,11 @@ class _OnExceptionCheckpoint(_SavesOnException, OnExceptionCheckpoint):
 class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
     """`save_last="link"`: the link leads to something at any moment, and to a checkpoint that is whole."""
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self.save_on_exception:
+            super().on_exception(trainer, pl_module, exception)
+
     @staticmethod
     @override
     def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
