@@ -411,6 +411,8 @@ class GradReadAfterBackward(Case):
         super().train(run)
         for p in run.model.parameters():
             run.log(p.grad.norm())
+            if run.sharded and run.world_size > 1:
+                assert not p.grad.numpy().flags.writeable  # a write would not reach the shards
 
 
 @case
