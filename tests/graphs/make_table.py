@@ -125,7 +125,7 @@ def main():
         "Written by `tests/graphs/make_table.py`: each case is trained twice from the same seed, eagerly and with "
         "`CUDAGraphStep`, and all that a callback sees of both runs is compared bit by bit (`nan` is `nan`, `0.0` is `-0.0`). "
         "Replayed are micro-batches; the others are watched, as the first ones of each shape in each epoch (with `ddp` also of "
-        "each place in a window of accumulation, which differ in what is exchanged). With the software graph on the "
+        "each place in a window of accumulation, since each exchanges something else). With the software graph on the "
         f"CPU, Python {sys.version.split()[0]}, torch {torch.__version__}; `pytest -m gpu tests/graphs` compares on a GPU.",
     ]
     for setup, (devices, _) in STRATEGIES.items():
