@@ -330,7 +330,8 @@ class Watch:
 
     def _message(self, verdict: dict[str, Any]) -> str:
         here = self._describe(self.position.place())
-        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}. A new run goes on from the last checkpoint."
+        goes_on = 'with `ckpt_path="last"` a new run goes on from the last checkpoint, if one was saved'
+        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}; {goes_on}."
 
     def _describe(self, place: Place) -> str:
         return place.describe(self.unit_name)
