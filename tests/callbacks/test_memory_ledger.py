@@ -41,12 +41,16 @@ def count_live_tensors(rank=0):
     """An independent ledger: every storage of this rank that Python can reach, once."""
     storages, foreign = {}, find_mapped(rank)
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and not hasattr(item, "_local_tensor") and item.device.type == "cpu":
+        if issubclass(type(item), torch.Tensor) and not hasattr(item, "_local_tensor") and _has_storage(item):
             with torch._C.DisableTorchFunctionSubclass():  # a sharded parameter of zero3 would refuse
                 storage = item.untyped_storage()
             if not any(start <= storage.data_ptr() < stop for start, stop in foreign):
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _has_storage(tensor):
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 class CountLive(Callback):
