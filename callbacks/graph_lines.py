@@ -6,7 +6,7 @@ import dis
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -33,15 +33,16 @@ def is_users(frame: FrameType) -> bool:
 
 def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
     """File and line of the innermost frame (from ``frame`` outwards) that belongs to no library; None in a backward."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+    found = next(user_frames(sys._getframe(1) if frame is None else frame), None)
+    return None if found is None else (found.f_code.co_filename, found.f_lineno)
+
+
+def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those of a step, or of a function in a backward, that belong to no library, from ``frame`` outwards."""
+    while frame is not None and frame.f_globals.get("__name__", "") not in _NOBODYS:
         if is_users(frame):
-            return frame.f_code.co_filename, frame.f_lineno
-        if name in _NOBODYS:
-            return None
+            yield frame
         frame = frame.f_back
-    return None
 
 
 # Modules that never call a user's code.

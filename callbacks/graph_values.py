@@ -111,7 +111,7 @@ def _held(value: Any, names: Container[str]) -> list[Any] | None:
 
 def is_opaque(module: str) -> bool:
     """Whether objects that a module of this name defines are not looked into."""
-    return is_library(module) or (module in sys.stdlib_module_names and module not in ("types", "argparse"))
+    return is_library(module) or (module.partition(".")[0] in sys.stdlib_module_names and module not in ("types", "argparse"))
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from .graph_batch import UnsupportedBatch, signature, tensors_in
-from .graph_lines import ELSEWHERE, Place, describe_line, is_users, line_of_attribute, runs_engine, user_line
+from .graph_lines import ELSEWHERE, Place, describe_line, is_users, line_of_attribute, runs_engine, user_frames, user_line
 from .graph_random import HOME, LOST, RandomStates
 from .graph_software import memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
@@ -84,6 +84,7 @@ _LEFT = "The backward pass leaves the random state elsewhere. Restore the state 
 _CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)  # of what a program is made
 _METRICS = torchmetrics.metric.__file__
 _METRIC = f"A torchmetrics metric is used, and would be updated only once. {REMEDY_HOOK}"
+_OWN = {__name__, RandomStates.__module__}  # which read values on the host themselves
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
 
 
@@ -102,6 +103,9 @@ def _builtin_problem(function: Any) -> str | None:
 
 class Watch(TorchDispatchMode):
     """Of one eager micro-batch: its operations, and what a graph could not repeat.
+
+    On CUDA the backward runs in a thread of autograd's, where no calls are seen but those from which tensor operations come:
+    there, a function that only returns a number goes unnoticed, as does what it reads.
 
     Args:
         device: where all is computed.
@@ -222,19 +226,22 @@ class Watch(TorchDispatchMode):
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
-            if code not in self._codes:
-                self._codes[code] = is_users(frame)
-                if self._codes[code]:
-                    self._note_surroundings(frame)
+            self._note_code(frame)
             what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
             if code in _SETS_RANDOM_STATE and self._forward:  # a checkpoint does in backward
                 what = f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
             if what is not None:
                 self.add(what, user_line(frame.f_back))
-        elif event == "c_call":
+        elif event == "c_call" and frame.f_globals.get("__name__") not in _OWN:
             what = _builtin_problem(argument)
             if what is not None and (place := user_line(frame)) is not None and not runs_engine(frame):
                 self.add(what, place)
+
+    def _note_code(self, frame: FrameType) -> None:
+        if frame.f_code not in self._codes:
+            self._codes[frame.f_code] = is_users(frame)
+            if is_users(frame) and not is_opaque(frame.f_globals.get("__name__", "")):
+                self._note_surroundings(frame)
 
     def _note_surroundings(self, frame: FrameType) -> None:
         code, table = frame.f_code, frame.f_globals
@@ -252,6 +259,9 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if runs_engine():
             return self._run(func, args, kwargs)
+        if not self._forward:
+            for frame in user_frames(sys._getframe()):
+                self._note_code(frame)
         place = user_line() or ELSEWHERE
         leaves = tree_leaves((args, kwargs))
         tensors = [v for v in leaves if isinstance(v, Tensor)]

@@ -88,6 +88,28 @@ def test_memory_of_graphs_is_left_alone():
     assert_same_run(train({}, {}, CUDAGraphStep(strict=True), Frees()), train({}, {}, Frees()))
 
 
+class Scaled(Net):
+    """A hook of the backward, which runs in a thread of autograd's, reads a number that changes in the middle of an epoch."""
+
+    alpha = 1.0
+
+    def forward(self, x):
+        scores = super().forward(x)
+        if scores.requires_grad:
+            scores.register_hook(lambda gradient: gradient * self.alpha)
+        return scores
+
+
+class Halves(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.alpha = 1.0 if trainer.global_step < 8 else 0.5
+
+
+def test_a_number_that_a_backward_reads():
+    reference, mine = (fit(Scaled(), Halves(), *extra, accelerator="gpu") for extra in ([], [CUDAGraphStep(strict=True)]))
+    assert_same_run(mine, reference)
+
+
 class CopiesFromHost(Net):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
