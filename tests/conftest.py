@@ -11,6 +11,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 _HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run as a background job, all processes would ignore it
+
 
 @contextmanager
 def _put_back() -> Iterator[None]:
