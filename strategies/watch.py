@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -75,7 +76,8 @@ class Watch:
         self.unit_name: Callable[[int], str] = str
         self.door = LocalCollectives()  # whose exchanges are told
         self.device_waits: DeviceWaits | None = None  # where hosts do not wait for exchanges
-        self._options, self._store, self._rank, self._world_size = options, store, rank, world_size
+        self._options, self._rank, self._world_size = options, rank, world_size
+        self._calls, self._call_store = 0, store.clone()  # no beat shall wait for the training thread's connection
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
         self._reported: Place | None = None
         self._trained = threading.current_thread().ident
@@ -113,14 +115,18 @@ class Watch:
         self._deadline = time.monotonic() + self._options.lost  # its own clean-up may wait for the others
 
     def all_end_with(self, error: BaseException) -> bool:
-        """Whether all ranks come here with such an error, from the same place, within two seconds."""
-        place, keys = self.position.place(), [f"end {rank}" for rank in range(self._world_size)]
+        """Whether all ranks come here with such an error, from the same place, within two seconds; the same on all ranks."""
+        self._calls += 1
+        place, store, call = self.position.place(), self._call_store, f"roll call {self._calls}"
+        keys = [f"{call}, rank {rank}" for rank in range(self._world_size)]
         mine = f"{type(error).__name__} {place.step} {place.exchanges}"
         try:
-            self._store.set(keys[self._rank], mine)
-            self._store.wait(keys, timedelta(seconds=2 * BEAT_S))
-            return all(self._store.get(key).decode() == mine for key in keys)
-        except RuntimeError:  # some did not come, or the store is gone with its rank
+            store.set(keys[self._rank], mine)
+            with suppress(dist.DistStoreError):  # some did not come in time
+                store.wait(keys, timedelta(seconds=2 * BEAT_S))
+            alike = store.check(keys) and all(store.get(key).decode() == mine for key in keys)
+            return store.compare_set(call, "", "alike" if alike else "apart") == b"alike"  # the first answer is everybody's
+        except RuntimeError:  # the store is gone with its rank
             return False
 
     def _who_broke_it(self) -> str:

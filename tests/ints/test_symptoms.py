@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -194,3 +195,24 @@ def test_the_end_of_a_process_that_nobody_could_look_into_is_not_called_a_death(
     finally:
         watch.stop()
         os.waitpid(child, 0)
+
+
+def test_a_roll_call_has_one_answer_and_numbers_of_its_own(monkeypatch):
+    store, error = dist.HashStore(), ValueError()
+    watches = [Watch(WatchOptions(), store, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        try:
+
+            def answers(late):
+                def answer(rank):
+                    time.sleep(late * (1 - rank))
+                    return watches[rank].all_end_with(error)
+
+                return list(pool.map(answer, range(2)))
+
+            assert answers(late=0.0) == [True, True]
+            monkeypatch.setattr("lightning_zero3.strategies.watch.BEAT_S", 0.05)
+            assert answers(late=1.0) == [False, False]  # rank 0 finds that rank 1 came, and went
+        finally:
+            for watch in watches:
+                watch.stop()
