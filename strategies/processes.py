@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,6 +19,7 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized, 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -67,15 +70,28 @@ class _ForkLauncher(_MultiProcessingLauncher):
     """The processes inherit the open port, or are sent it; rank 0 serves there."""
 
     _listener: socket.socket | None = None
+    put_back: Callable[[], None] | None = None  # what was taken from the trainer for the time that it handles an error
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            with self._port():
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            if trainer is not None:  # it would save from here, which is no rank: the ranks have saved, if they could
+                self.put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
+                trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]
+            raise
+
+    @contextmanager
+    def _port(self) -> Iterator[None]:
         assert isinstance(self._strategy, ProcessStrategy)
         if not _finds_port(self._strategy.cluster_environment, self._strategy.num_nodes):
-            return super().launch(function, *args, **kwargs)
+            yield
+            return
         try:
             with listen() as self._listener:
-                return super().launch(function, *args, **kwargs)
+                yield
         finally:
             self._listener = None
             os.environ.pop("MASTER_PORT", None)  # Lightning's: the next launch shall have a port of its own
@@ -214,6 +230,9 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         # Not super().teardown(), which would move the module's resting parameters to the CPU.
+        if isinstance(self._launcher, _ForkLauncher) and self._launcher.put_back is not None:
+            self._launcher.put_back()
+            self._launcher.put_back = None
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -129,7 +129,7 @@ def numbered(state: dict[str, Any]) -> dict[str, Any]:
     """A state by parameter name as ``torch.optim.Optimizer.state_dict()`` has it: parameters numbered in the user's order."""
     numbers = {name: k for k, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
     return {
-        "state": {numbers[name]: values for name, values in state["state"].items()},
+        "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]],
     }
 

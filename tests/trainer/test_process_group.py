@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from helpers.parity import trainer
 from helpers.ranks import free_port, run_ranks
+from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +94,7 @@ def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
 
 
 NOTEBOOK = """
-import os, sys, traceback
+import os, sys
 sys.ps1 = ">>> "  # what an interactive interpreter has
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -114,11 +115,13 @@ for strategy, devices in (("zero3", 1), ("zero3_notebook", 2)):
     print(strategy, devices, module.net.weight.tolist(), fitter.strategy.world and fitter.strategy.world.launcher)
 print(os.environ.get("MASTER_PORT"))
 for failure in (fail_on_rank_1, fail, terminate_rank_1):
-    saver = OnExceptionCheckpoint(sys.argv[1], failure.__name__)
+    saver, module.fail = OnExceptionCheckpoint(sys.argv[1], failure.__name__), failure  # the module has been trained here
+    fitter = trainer("zero3_notebook", 2, enable_checkpointing=None, callbacks=[saver])
     try:
-        trainer("zero3_notebook", 2, enable_checkpointing=None, callbacks=[saver]).fit(Model(failure))
-    except Exception:
-        print(failure.__name__, os.path.exists(saver.ckpt_path), "on purpose" in traceback.format_exc())
+        fitter.fit(module)
+    except Exception as error:
+        kind, raised = type(error).__name__, "on purpose" in str(error)
+        print(failure.__name__, os.path.exists(saver.ckpt_path), kind, raised, saver in fitter.callbacks)
 """
 
 
@@ -137,8 +140,17 @@ def test_a_notebook_trains_on_one_process_and_on_several(tmp_path):
     assert 'Use strategy="zero3_notebook"' in refused
     (alone,) = run_ranks(fits_alone, 1)
     # Ranks that end alike have saved, and nobody waits for the result of processes that have none.
-    failures = ["fail_on_rank_1 False True", "fail True True", "terminate_rank_1 True False"]
+    failures = [
+        "fail_on_rank_1 False ProcessRaisedException True True",
+        "fail True ProcessRaisedException True True",
+        "terminate_rank_1 True ProcessExitedException False True",
+    ]
     assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None", "None", *failures]
+    steps = []
+    for name in ("fail", "terminate_rank_1"):  # what the ranks have saved: the process that launched them is at step 0
+        consolidate(tmp_path / f"{name}.ckpt", tmp_path / "whole.ckpt")
+        steps.append(torch.load(tmp_path / "whole.ckpt", weights_only=False)["global_step"])
+    assert steps[0] == 1 and steps[1] >= 1, steps
     assert "Rank 1 raised 'ValueError: on purpose' in forward" in done.stderr and "died without" not in done.stderr
 
 
