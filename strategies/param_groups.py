@@ -135,16 +135,16 @@ class ParamGroups:
         # For a while there are two sets of shards and of optimizer state.
         if Stepping.MODEL in self._stepping:
             raise ValueError("Param groups cannot be edited beside LBFGS: its history is of the parameters that it has had.")
-        before = [dict(optimizer.state) for optimizer in self._optimizers]
-        engine.adopt_gradients()
-        engine.reducer.hide()
-        new = self._shard()
-        renamed = sorted(_names(new) - _names(engine))
+        renamed = sorted({name for name, _ in engine.structure.model.named_parameters()} - _names(engine))
         if renamed:
             raise ValueError(
                 f"Param groups were edited after parameters had been given other names, as pruning does: {', '.join(renamed)}. "
                 "Edit the groups before, or prune before `trainer.fit`."
             )
+        before = [dict(optimizer.state) for optimizer in self._optimizers]
+        engine.adopt_gradients()
+        engine.reducer.hide()
+        new = self._shard()
         for index, optimizer in enumerate(self._optimizers):
             if self._stepping[index] is Stepping.ELEMENTS:
                 _move_state(engine, new, index, optimizer, before[index])

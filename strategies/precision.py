@@ -39,13 +39,19 @@ class _ShardedClipping(Precision):
     Args:
         sum_over_ranks: adds a tensor over all ranks.
         adopt_gradients: called after the hooks in which users change gradients.
+        unguard: called with an optimizer whose closure is over, and with it the hooks that look at gradients.
     """
 
     def __init__(
-        self, *args: object, sum_over_ranks: SumOverRanks, adopt_gradients: Callable[[], None], **kwargs: object
+        self,
+        *args: object,
+        sum_over_ranks: SumOverRanks,
+        adopt_gradients: Callable[[], None],
+        unguard: Callable[[Optimizer], None],
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sum_over_ranks, self._adopt_gradients = sum_over_ranks, adopt_gradients
+        self._sum_over_ranks, self._adopt_gradients, self._unguard = sum_over_ranks, adopt_gradients, unguard
 
     @override
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +62,12 @@ class _ShardedClipping(Precision):
     def _after_closure(self, *args: Any, **kwargs: Any) -> None:
         super()._after_closure(*args, **kwargs)
         self._adopt_gradients()
+
+    @override
+    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        result = super()._wrap_closure(model, optimizer, closure)
+        self._unguard(optimizer)
+        return result
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -170,7 +182,12 @@ def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     return sum_over_ranks(norms.square().sum()).sqrt()
 
 
-def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Callable[[], None]) -> Precision:
+def convert(
+    plugin: Precision,
+    sum_over_ranks: SumOverRanks,
+    adopt_gradients: Callable[[], None],
+    unguard: Callable[[Optimizer], None],
+) -> Precision:
     """The plugin for sharded gradients that stands for Lightning's ``plugin``.
 
     Raises:
@@ -178,7 +195,7 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks, adopt_gradients: Ca
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
-    shared: dict[str, Any] = {"sum_over_ranks": sum_over_ranks, "adopt_gradients": adopt_gradients}
+    shared: dict[str, Any] = {"sum_over_ranks": sum_over_ranks, "adopt_gradients": adopt_gradients, "unguard": unguard}
     if type(plugin) is Precision:
         return Zero3Precision(**shared)
     if type(plugin) is MixedPrecision:

@@ -139,12 +139,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else convert(Precision(), self._sum, self._adopt)
+        return self._precision_plugin if self._precision_plugin is not None else self._convert(Precision())
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else convert(precision_plugin, self._sum, self._adopt)
+        self._precision_plugin = None if precision_plugin is None else self._convert(precision_plugin)
+
+    def _convert(self, plugin: Precision) -> Precision:
+        return convert(plugin, self._sum, self._adopt, self._unguard)
 
     def _sum(self, value: Tensor) -> Tensor:
         assert self.engine is not None
@@ -153,6 +156,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def _adopt(self) -> None:
         if self.engine is not None:
             self.engine.adopt_gradients()
+
+    def _unguard(self, optimizer: Optimizer) -> None:
+        if self.engine is not None:
+            self.engine.guard(optimizer, False)
 
     # ------------------------------------------------------------------------------------------------ set-up
 

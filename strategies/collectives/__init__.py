@@ -8,7 +8,7 @@ board                 memory of one machine in which each rank posts the exchang
 ====================  ==================================================================================================
 """
 
-from .diary import DivergenceError, Meeting, first_difference
+from .diary import DivergenceError, Meeting, checksum, first_difference
 from .door import make_collectives, make_hybrid_collectives
 from .group import GroupCollectives, LocalCollectives, Pending
 from .pairwise import PairwiseCollectives
@@ -27,6 +27,7 @@ __all__ = [
     "PairwiseCollectives",
     "Pending",
     "SharedMemoryCollectives",
+    "checksum",
     "first_difference",
     "make_clock",
     "make_collectives",

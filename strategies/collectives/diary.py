@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, MutableSequence, Sequence
 
+import torch
 from torch import Tensor
+
+_PIECE = 1 << 20  # bytes that a checksum has in int64 at a time
 
 
 class DivergenceError(RuntimeError):
@@ -48,12 +51,23 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
     return ""
 
 
+def checksum(values: Tensor) -> Tensor:
+    """An int64 [] that the bits of ``values`` [any shape] and their places decide; in pieces, on the device."""
+    bits = values.detach().reshape(-1).contiguous().view(torch.uint8)
+    places = torch.arange(1, min(len(bits), _PIECE) + 1, device=bits.device) * 0x1E3779B97F4A7C15  # wraps, here and below
+    weights = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9  # not linear in the place: 1 + 4 are not 2 + 3
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(_PIECE):
+        total = total * 0x14CB5EB1 + (piece * weights[: len(piece)]).sum()
+    return total
+
+
 class Diary:
     """What a rank has exchanged; another thread may look at it.
 
     Attributes:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
-        written: names of the parameters that forwards have changed since the last agreement -> a sum over the bits of each.
+        written: names of the parameters that forwards have changed since the last agreement -> checksum of each.
         describe: what a label stands for, for errors.
         progress: index of the unit whose forward or backward came last, and exchanges begun.
     """
@@ -73,6 +87,7 @@ class Diary:
 
     def forget(self) -> None:
         """From here on it cannot be told which exchange of this rank belongs to which of another."""
+        self.written = {}
         self.trace[:] = [-1]
 
     def resume(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives import LocalCollectives
+from ..collectives import LocalCollectives, checksum
 from .chunk import Entry
 from .gradients import Gradients
 from .resting import FullGradient, ResidencyError, settle
@@ -65,8 +65,11 @@ class Access:
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.resting.Home.write`."""
-        _, entry = self._owner[id(parameter)]
-        entry.store(value.detach().broadcast_to(entry.size), entry.group.data)
+        unit, entry = self._owner[id(parameter)]
+        value = value.detach().broadcast_to(entry.size)
+        if self.in_step and unit.announce is None and not unit.whole:
+            self._collectives.diary.written[entry.name] = checksum(value.to(entry.dtype))
+        entry.store(value, entry.group.data)
         self._weights_changed()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 
@@ -35,9 +36,10 @@ class Agreement:
         if self._collectives.world_size == 1:
             return bytes(self._used), late, changed
         diary = self._collectives.diary
-        written = [(name, total.item()) for name, total in diary.written.items()]
+        names = sorted(diary.written)
+        written = list(zip(names, torch.stack([diary.written[n] for n in names]).tolist() if names else [], strict=True))
         # Of integers: the same in every process.
-        trace = hash((*diary.trace[1:], *(total for _, total in written))) >> 2
+        trace = hash((*diary.trace[1:], *(number for name, total in written for number in (crc32(name.encode()), total)))) >> 2
         message = self._message
         message[0], message[1] = trace, -trace
         units, modules = 2 + len(late), 2 + len(late) + len(changed)

@@ -15,7 +15,7 @@ from .checked import CheckedUnit
 from .chunk import Chunk, Entry
 from .layout import ChunkLayout
 from .partition import UnitModules
-from .resting import class_of, home_of, unsettle
+from .resting import class_of, home_of, is_sharded, unsettle
 from .shards import FlatGroup, GroupKey
 from .unit import Unit
 from .whole import WholeUnit
@@ -116,7 +116,7 @@ def check_memory(model: nn.Module) -> None:
     """
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if home_of(tensor) is None and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+        if not is_sharded(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append((start, start + extent * tensor.itemsize, isinstance(tensor, nn.Parameter), name))

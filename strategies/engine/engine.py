@@ -61,7 +61,7 @@ class Zero3Engine:
 
     Raises:
         ValueError: see :func:`~.partition.find_units`, :func:`~.build.optimizer_groups`,
-            :func:`~.build.check_same_structure`.
+            :func:`~.build.check_memory`, :func:`~.build.check_same_structure`.
     """
 
     units: list[Unit]
@@ -253,13 +253,14 @@ class Zero3Engine:
         self._pass.require_whole()
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
-        self._guard(optimizer, False)
+            self.guard(optimizer, False)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._guard(optimizer, True)
+        self.guard(optimizer, True)
         self.weights_changed()
 
-    def _guard(self, optimizer: Optimizer, guarded: bool) -> None:
+    def guard(self, optimizer: Optimizer, guarded: bool) -> None:
+        """Whether norms of the gradients that ``optimizer`` sees are errors: not while it steps, which may be compiled."""
         for group in self.groups:
             if group.owner is not None and group.owner[0] is optimizer:
                 group.guard(guarded)

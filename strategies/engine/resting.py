@@ -221,7 +221,7 @@ class RestingParameter(nn.Parameter):
             kwargs.setdefault("dtype", _SHARDED[args[0]].dtype)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in ("view_as", "expand_as") and args[0] is args[1]:
+        if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
             return _materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
         if name == "register_post_accumulate_grad_hook":
             return _before_the_engine(*args)

@@ -185,12 +185,16 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
 
 
 _NORMS = frozenset(
-    "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean dot vdot".split()
+    "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean nanmean dot vdot inner "
+    "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile".split()
 )
 
 
 class FlatGradient(Tensor):
-    """The gradient of a flat tensor, as the optimizer sees it. A norm of it would be of this rank's elements alone."""
+    """The gradient of a flat tensor, as the optimizer sees it. A norm of it would be of this rank's elements alone.
+
+    So would one of what is computed from it element by element, which therefore has the same class.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -203,7 +207,8 @@ class FlatGradient(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
-            return result.as_subclass(cls) if name == "detach" or func is Tensor.data.__get__ else result
+            elementwise = type(result) is Tensor and result.shape == getattr(args[0] if args else None, "shape", None)
+            return result.as_subclass(cls) if elementwise else result
 
 
 @dataclass

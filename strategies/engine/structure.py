@@ -19,15 +19,15 @@ class Structure:
     """Remembers which objects a model consists of. A check compares identities only, and costs microseconds."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._look()
 
     def _look(self) -> None:
         # The parameters and the children of every module. Scripted modules have other tables, which do not change.
-        tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
+        tables = [table for module in self.model.modules() for table in (module._parameters, module._modules)]
         self._tables = [table for table in tables if isinstance(table, dict)]
         self._seen = self._identities()
-        self._names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
+        self._names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
         """Compare with the model now.
@@ -44,7 +44,7 @@ class Structure:
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _refuse(self) -> None:
-        now = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
+        now = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
         for key, name in now.items():
             if key not in self._names:
                 raise ValueError(f"Parameter {name!r} was added or replaced after the model was sharded. {_REMEDY}")

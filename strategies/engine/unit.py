@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..collectives import LocalCollectives, Pending, widen
+from ..collectives import LocalCollectives, Pending, checksum, widen
 from .chunk import Chunk, Entry
 from .partition import UnitModules
 from .resting import ResidencyError, RestingParameter, set_data
@@ -235,8 +235,8 @@ class Unit:
                         f"round its {chunk.master_dtype} value. Change it in `with strategy.gathered(module, modify=True):`."
                     )
                 if self.announce is None:  # else other ranks may have nothing to run
-                    bits = chunk.slot[offset : offset + entry.size.numel()].view(torch.uint8)
-                    self._collectives.diary.written[entry.name] = bits.sum(dtype=torch.int64)
+                    values = chunk.slot[offset : offset + entry.size.numel()]
+                    self._collectives.diary.written[entry.name] = checksum(values)
                 if entry.part is None:
                     continue
                 with torch.no_grad():

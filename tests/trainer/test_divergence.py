@@ -1,4 +1,4 @@
-"""One rank reads what is sharded while the others do something else: an error on each that names both, and no hang."""
+"""One rank reads what is sharded while the others do something else, or writes what they do not: an error on each."""
 
 import lightning.pytorch as pl
 import pytest
@@ -45,15 +45,76 @@ class Asymmetric(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=1)
 
 
-def _fit(rank, world_size, read, other):
-    module = Asymmetric(read, other)
-    with pytest.raises(KeyError, match="seen"):
-        trainer(zero3(unit_policy=["Linear"]), world_size).fit(module)
-    return module.message
+class Table(nn.Module):
+    """Its forward changes its parameters in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(16, 4), requires_grad=False)
+        self.b = nn.Parameter(torch.ones(16, 4), requires_grad=False)
+
+    @torch.no_grad()
+    def forward(self, name, rows):
+        getattr(self, name)[rows] = 0
 
 
-@pytest.mark.parametrize("read, other", list(zip(READS, ELSEWHERE, strict=True)))
-def test_both_ranks_are_told(read, other):
-    for rank, message in enumerate(run_ranks(_fit, 2, read, other, timeout=60)):
-        assert f"rank {rank} is about to" in message
-        assert "gather unit net" in message and other in message
+def _copy(module, name, value):
+    with torch.no_grad():
+        getattr(module.table, name).copy_(torch.tensor(float(value)))
+
+
+# What rank 0 does in `training_step`, and rank 1. The values of both have the same bits, in other places.
+WRITES = {
+    "another row": lambda module, rank: module.table("a", rank),
+    "rows with the same sum": lambda module, rank: module.table("a", [[0, 3], [1, 2]][rank]),
+    "another parameter": lambda module, rank: module.table("ab"[rank], 0),
+    "resting": lambda module, rank: _copy(module, "a", rank),
+}
+
+
+class Writer(Asymmetric):
+    def __init__(self, write):
+        super().__init__("gradient", "wait for the others at a barrier")
+        self.table, self.write = Table(), write
+
+    def training_step(self, batch):
+        self.write(self, self.global_rank)
+        return self.net(batch).sum()
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+def _fit_all(rank, world_size):
+    told, written = [], {}
+    for read, other in zip(READS, ELSEWHERE, strict=True):
+        module = Asymmetric(read, other)
+        with pytest.raises(KeyError, match="seen"):
+            trainer(zero3(unit_policy=["Linear"]), world_size).fit(module)
+        told.append((other, module.message))
+    for name, write in WRITES.items():
+        with pytest.raises(DivergenceError) as caught:
+            trainer(zero3(unit_policy=["Linear", "Table"]), world_size).fit(Writer(write))
+        written[name] = str(caught.value)
+    # The same values in another order are the same.
+    alike = Writer(lambda module, rank: [_copy(module, name, 2) for name in ["ab", "ba"][rank]])
+    trainer(zero3(unit_policy=["Linear", "Table"]), world_size).fit(alike)
+    return told, written
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(_fit_all, 2, timeout=120)
+
+
+def test_both_ranks_are_told(ranks):
+    for rank, (told, _) in enumerate(ranks):
+        for other, message in told:
+            assert f"rank {rank} is about to" in message
+            assert "gather unit net" in message and other in message
+
+
+def test_writes_of_other_values_are_told(ranks):
+    for _, written in ranks:
+        for name, message in written.items():
+            assert "'table.a' in place, and not to the same values on all ranks" in message, name

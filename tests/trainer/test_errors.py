@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from helpers.models import TinyLm, make, part, tokens
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine.resting import ResidencyError
 
 RANKS = 2
 
@@ -211,14 +212,51 @@ def test_refused_on_both_ranks(name):
             assert wanted in message
 
 
+NORMS = (
+    lambda grad: grad.norm(),
+    lambda grad: grad.pow(2).sum(),
+    lambda grad: (grad**2).mean(),
+    lambda grad: grad.double().norm(),
+    lambda grad: grad.abs().max(),
+    lambda grad: (2 * grad.clone()).std(),
+)
+
+
+class PlainSgd(torch.optim.SGD):
+    """Its step wants ordinary tensors, as compiled ones do."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        assert all(type(p.grad) is torch.Tensor for p in self.param_groups[0]["params"])
+        self.steps += 1
+        return super().step()
+
+
+class LooksAtNorms(Model):
+    def on_before_optimizer_step(self, optimizer):
+        for norm in NORMS:
+            with pytest.raises(ResidencyError, match="a shard of"):
+                norm(optimizer.param_groups[0]["params"][0].grad)
+
+    def configure_optimizers(self):
+        self.optimizer = PlainSgd(self.parameters(), lr=0.1)
+        return self.optimizer
+
+
 def fit_right(rank, world_size):
-    module = Model(rank)
-    trainer(zero3(), RANKS).fit(module)
-    return module.trained
+    found = []
+    for window in (1, 2):
+        module = LooksAtNorms(rank)
+        trainer(zero3(), RANKS, accumulate_grad_batches=window).fit(module)
+        found.append((module.trained, module.optimizer.steps))
+    return found
 
 
-def test_the_unspoiled_model_trains():
-    assert run_ranks(fit_right, RANKS, timeout=30) == [2, 2]
+def test_norms_of_shards_are_refused_and_steps_are_on_plain_tensors():
+    assert run_ranks(fit_right, RANKS, timeout=60) == [[(2, 2), (2, 1)]] * RANKS
 
 
 def evaluate_without_parameters(rank, world_size):
