@@ -7,7 +7,8 @@ keeps its name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -144,27 +146,36 @@ class _Pruning(ModelPruning):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._strategy = trainer.strategy
-        with self._strategy.gathered():  # sharded, if the trainer has trained it before
+        # A lottery ticket copies the layers, which are shards if the trainer has trained them before.
+        with self._strategy.gathered() if self._use_lottery_ticket_hypothesis else nullcontext():
             super().setup(trainer, pl_module, stage)
 
     @override
-    def _run_pruning(self, current_epoch: int) -> None:
+    def apply_pruning(self, amount: int | float) -> None:
         with self._strategy.gathered(self._pruned(), modify=True):
-            super()._run_pruning(current_epoch)
+            super().apply_pruning(amount)
             for module, name in self._parameters_to_prune:
                 mask = module._buffers.get(f"{name}_mask")
                 if mask is not None:
                     mask.copy_(self._strategy.engine.collectives.broadcast(mask.contiguous()))
 
     @override
-    def make_pruning_permanent(self, module: nn.Module) -> None:
+    def apply_lottery_ticket_hypothesis(self) -> None:
         with self._strategy.gathered(self._pruned(), modify=True):
+            super().apply_lottery_ticket_hypothesis()
+
+    @override
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        hooks = [(m, h) for m in module.modules() for h in m._forward_pre_hooks.values() if isinstance(h, BasePruningMethod)]
+        pruned = [m._parameters.get(f"{hook._tensor_name}_orig") for m, hook in hooks]  # by others than this callback, too
+        with self._strategy.gathered(_distinct(pruned), modify=True):
             super().make_pruning_permanent(module)
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         parameters, state = dict(pl_module.named_parameters(remove_duplicate=False)), checkpoint["state_dict"]
-        masked = [key.removesuffix("_mask") for key in state if f"{key.removesuffix('_mask')}_orig" in parameters]
+        names = [key.removesuffix("_mask") for key in state if key.endswith("_mask")]
+        masked = [name for name in names if f"{name}_orig" in parameters]
         for name in masked if self._make_pruning_permanent else ():
             original, mask = parameters[f"{name}_orig"], state.pop(f"{name}_mask")
             del state[f"{name}_orig"]
@@ -172,8 +183,11 @@ class _Pruning(ModelPruning):
                 state[name] = (mask.to(original) * original.detach()).cpu()
 
     def _pruned(self) -> list[nn.Parameter]:
-        found = [m._parameters.get(f"{name}_orig", m._parameters.get(name)) for m, name in self._parameters_to_prune]
-        return list({id(p): p for p in found if p is not None}.values())  # one may be tied to another
+        return _distinct(m._parameters.get(f"{name}_orig", m._parameters.get(name)) for m, name in self._parameters_to_prune)
+
+
+def _distinct(parameters: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    return list({id(p): p for p in parameters if p is not None}.values())  # one may be tied to another
 
 
 class _SavesOnException(Checkpoint):
@@ -199,6 +213,8 @@ class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self.save_on_exception:
             super().on_exception(trainer, pl_module, exception)
+        else:  # a user's own is called, and nobody is waited for
+            super(_SavesOnException, self).on_exception(trainer, pl_module, exception)
 
     @staticmethod
     @override

@@ -161,7 +161,7 @@ def _most_often(beats: list[Beat], unit_name: Callable[[int], str]) -> str:
     where: Counter[str] = Counter()
     for beat in beats:
         at = f" ({beat.code})" if beat.code else ""
-        where[beat.place.where(unit_name) + at] += round(100 * beat.busy)
+        where[beat.place.where(unit_name) + at] += 1 + round(100 * beat.busy)  # a host may wait all the time, for its device
     return where.most_common(1)[0][0]
 
 

@@ -1,5 +1,7 @@
 """Callbacks of Lightning's that own weights or param groups: interrupted, resumed, and their files read by other strategies."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import (
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, full_state, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.adapted import adapt
 from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 
 EPOCHS, RESUME_AFTER = 4, 1
@@ -125,3 +128,33 @@ def test_buffers_are_averaged_as_by_ddp(tmp_path):
     for kind, (_, state) in expected.items():
         assert any("running_mean" in name for name in state)
         assert_tensors_close(found[kind][1], state, where=kind)
+
+
+class Tells(ModelCheckpoint):
+    def on_exception(self, trainer, pl_module, exception):
+        self.told = exception
+
+
+class Masked(torch.nn.Module):
+    """Names that look like those of torch's pruning."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.w_orig = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("w", torch.ones(1))
+
+
+def test_nothing_is_gathered_or_agreed_on_where_nothing_is_done():
+    saver = Tells()
+    pruning = ModelPruning("l1_unstructured", apply_pruning=False, use_lottery_ticket_hypothesis=False)
+    adapt([saver, pruning])
+    nothing = SimpleNamespace(strategy=None)
+    saver.on_exception(nothing, None, error := ValueError())
+    assert saver.told is error
+    module = Masked()
+    pruning.setup(nothing, module, "validate")
+    pruning._run_pruning(0)
+    checkpoint = {"state_dict": dict(module.state_dict())}
+    pruning.on_save_checkpoint(nothing, module, checkpoint)
+    assert checkpoint["state_dict"].keys() == module.state_dict().keys()
