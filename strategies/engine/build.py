@@ -117,18 +117,37 @@ def check_memory(model: nn.Module) -> None:
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not is_sharded(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
-            extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            spans.append((start, start + extent * tensor.itemsize, isinstance(tensor, nn.Parameter), name))
-    ends = {True: (0, ""), False: (0, "")}  # by whether it is of a parameter: the furthest so far, and whose it is
-    for start, end, own, name in sorted(spans):
-        for kind in (True, False):
-            if start < ends[kind][0] and (own or kind):
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name, tensor))
+    begun: list[tuple[int, str, Tensor]] = []  # where those end that have not ended where the next one starts
+    for start, end, name, tensor in sorted(spans, key=lambda span: span[:3]):
+        begun = [before for before in begun if before[0] > start]
+        for _, other, earlier in begun:
+            if (isinstance(tensor, nn.Parameter) or isinstance(earlier, nn.Parameter)) and _share_bytes(earlier, tensor):
                 raise ValueError(
-                    f"{ends[kind][1]!r} and {name!r} share memory, and after sharding they would not. To tie two layers let "
+                    f"{other!r} and {name!r} share memory, and after sharding they would not. To tie two layers let "
                     "both have the same parameter (`head.weight = embedding.weight`, without `.data`), else use `.clone()`."
                 )
-        ends[own] = max(ends[own], (end, name))
+        begun.append((end, name, tensor))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first of ``tensor``, which may leave some out, to its last."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + steps) * tensor.itemsize
+
+
+def _share_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, of which ``b`` begins within ``a``'s extent, share a byte: columns of a matrix do not."""
+    gap = b.data_ptr() - a.data_ptr()
+    marks = torch.zeros(max(_extent(a), gap + _extent(b)), dtype=torch.bool, device="cpu")
+
+    def view(tensor: Tensor, offset: int) -> Tensor:
+        sizes = [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]  # expanded: one element
+        steps = [step * tensor.itemsize for step in tensor.stride()]
+        return marks.as_strided([*sizes, tensor.itemsize], [*steps, 1], offset)
+
+    view(a, 0).fill_(True)
+    return bool(view(b, gap).any())
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:

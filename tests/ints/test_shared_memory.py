@@ -1,0 +1,42 @@
+"""Parameters that share an element are refused; those that lie between each other's elements are not."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero3.strategies.engine.build import check_memory
+
+
+def model(*tensors):
+    """The first two are parameters, others buffers."""
+    result = nn.Module()
+    for name, tensor in zip("abcd", tensors, strict=False):
+        if name in "ab":
+            result.register_parameter(name, nn.Parameter(tensor))
+        else:
+            result.register_buffer(name, tensor)
+    return result
+
+
+def test_what_shares_no_element_is_right():
+    matrix = torch.randn(8, 24)
+    check_memory(model(*matrix.chunk(3, dim=1)))
+    check_memory(model(matrix[::2], matrix[1::2]))
+    check_memory(model(matrix[0], matrix[1], torch.ones(1).expand(4)))
+    check_memory(model(matrix[0], matrix[1], matrix[2:], matrix[2:]))  # buffers may: both rest whole on every rank
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda m: (m, m),
+        lambda m: (m[:, :5], m[:, 4:]),
+        lambda m: (m[::2], m[3:5]),
+        lambda m: (m[::2], torch.ones(1), m.view(torch.uint8)[2, 3:4]),  # one byte
+        lambda m: (m[:, :5], m[:, 8:9], m[7, 4:5]),  # the first one's last element; another one begins in between
+        lambda m: (m[:1, :1].expand(3, 3), torch.ones(1), m[0]),
+    ],
+)
+def test_one_common_byte_is_refused(pick):
+    with pytest.raises(ValueError, match=r"'a' and '\w' share memory|'\w' and 'a' share memory"):
+        check_memory(model(*pick(torch.randn(8, 24))))
