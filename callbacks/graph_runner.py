@@ -21,7 +21,7 @@ from .graph_compare import MOST_SIGNATURES, Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_lines import definition
 from .graph_optimizer import CapturedOptimizer, check_optimizer
-from .graph_state import MAX_RECAPTURES, Guard, Snapshot
+from .graph_state import MAX_RECAPTURES, GroupSettings, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
 from .graph_watch import Problem, Watch, WatchedIndex
 from .memory_ranks import RankGatherer
@@ -252,9 +252,9 @@ class StepRunner:
             self._names, self._globals = set(), {}
         self._names |= watch.names
         self._globals |= watch.globals
-        if watch.mentions("param_groups", "get_last_lr"):
-            groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-            self._globals |= {(id(group), name): (group, name) for group in groups for name in group if name != "params"}
+        for optimizer in self._trainer.optimizers:
+            groups = GroupSettings(optimizer)
+            self._globals |= {(id(optimizer), name): (groups, name) for name in watch.settings_of_groups(optimizer)}
         self._guard = Guard(self._module, self._trainer.optimizers, self._names, self._globals.values())
         return step
 
@@ -280,7 +280,7 @@ class StepRunner:
                 run()
             if any(tensor.grad is not None for tensor in inputs):
                 watch.add("A tensor of the batch gets a gradient, which a replay would leave with its copy of the batch.")
-            if shape.graphs is not None and (problems := compare(*shape.watches)):
+            if shape.graphs is not None and (problems := watch.problems or compare(*shape.watches)):
                 self._stale = problems[0].what
         else:
             run()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from .graph_lines import is_library
-from .graph_values import Everything, address, freeze, is_constant, is_itself
+from .graph_values import Everything, address, freeze, is_constant, is_itself, settings_of
 
 MAX_RECAPTURES = 5  # in a run: what goes out of date more often is not worth it
 _ABSENT = object()
@@ -45,10 +44,15 @@ def _children(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from ((name, each) for each in (value.values() if isinstance(value, dict) else value))
 
 
+_PRECISE = (
+    *(torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn),
+    *(torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn),
+)
+
+
 def _flags() -> tuple:
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.benchmark,
@@ -59,7 +63,8 @@ def _flags() -> tuple:
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.allow_tf32,
+        # The older interface raises an error where somebody used the newer one.
+        *(each.fp32_precision for each in _PRECISE),
         torch.is_grad_enabled(),
         *(setting(device) for device in ("cpu", "cuda") for setting in (torch.is_autocast_enabled, torch.get_autocast_dtype)),
     )
@@ -82,7 +87,7 @@ class Guard:
         module: nn.Module,
         optimizers: list[Optimizer],
         names: set[str],
-        globals: Iterable[tuple[dict[str, Any], str]] = (),
+        globals: Iterable[tuple[Mapping[str, Any], str]] = (),
     ) -> None:
         self._names = (names | {"training"}) - _IGNORED
         self._tables: list[tuple[str, dict, tuple[int, ...]]] = []
@@ -105,7 +110,7 @@ class Guard:
                     where = f"{path}.{name}".lstrip(".")
                     self._tensors.append((where, tensor, address(tensor), tensor.requires_grad, _hooks_of(tensor)))
         for cls in classes:
-            self._add_values(cls.__name__, vars(cls), _settings_of(cls, self._names))
+            self._add_values(cls.__name__, vars(cls), self._names & settings_of(cls).keys())
         for table, name in globals:
             self._add_values(table.get("__name__", ""), table, [name])
         self._flags = _flags()
@@ -173,10 +178,22 @@ def _hooks_of(tensor: Tensor) -> list[int]:
     return [id(hook) for table in tables if table for hook in table.values()]
 
 
-def _settings_of(cls: type, names: set[str]) -> set[str]:
-    """Attributes of a class that are data."""
-    found = names & vars(cls).keys() if not is_library(cls.__module__) else set()
-    return {n for n in found if is_constant(vars(cls)[n]) or isinstance(vars(cls)[n], Tensor | list | tuple | dict | set)}
+class GroupSettings(Mapping[str, dict[int, Any]]):
+    """Settings of an optimizer by name, of all its groups: `load_state_dict` puts others in their place."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, name: str) -> dict[int, Any]:
+        if found := {k: group[name] for k, group in enumerate(self._optimizer.param_groups) if name in group}:
+            return found
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name for group in self._optimizer.param_groups for name in group})
+
+    def __len__(self) -> int:
+        return len(set(self))
 
 
 class Snapshot:

@@ -48,7 +48,8 @@ class LogTape:
         real = module.log
 
         def log(name: str, value: Any, options: dict[str, Any]) -> None:
-            self.calls.append(Logged(name, value, options, user_line()))
+            kept = value.detach() if isinstance(value, Tensor) else value  # not its history
+            self.calls.append(Logged(name, kept, options, user_line()))
             forward(real, name, value, options)
 
         return _replaced(module, log)

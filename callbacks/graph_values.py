@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Container, Mapping
 from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from .graph_lines import is_library
 
 _CONSTANTS = (int, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _LONGEST = 64  # what is longer is data, not a setting: it is known by its identity and length
+_LARGEST = 2000  # keys and values of a table, likewise
 _MOST = 500  # objects that are looked into for one value
+_DEEPEST = 30  # objects within objects
 
 
 class _Same:
@@ -53,7 +55,7 @@ def is_constant(value: Any) -> bool:
 
 def is_itself(value: Any, frozen: Any) -> bool:
     """Whether it cannot become something else, other than by assigning another object in its place."""
-    return is_constant(value) or type(frozen) is _Same
+    return is_constant(value) or type(frozen) is _Same or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
 def address(tensor: Tensor) -> int:
@@ -62,16 +64,17 @@ def address(tensor: Tensor) -> int:
         return 0 if tensor.layout is not torch.strided or not tensor.numel() else tensor.data_ptr()
 
 
-def freeze(value: Any, names: Container[str], seen: set[int] | None = None) -> Any:
+def freeze(value: Any, names: Container[str], seen: set[int] | None = None, depth: int = 0) -> Any:
     """What ``value`` is now, to be compared by ``==``.
 
     Constants are their values; tensors, modules and objects of libraries are themselves (values of tensors may change);
-    containers, functions, and other objects are what they hold.
+    containers, functions, classes and other objects are what they hold.
 
     Args:
         value: of an attribute or a global.
         names: attributes of objects that count.
         seen: addresses of what was looked into.
+        depth: of ``value`` in what was looked into.
     """
     if is_constant(value):
         return constant(value)
@@ -80,13 +83,13 @@ def freeze(value: Any, names: Container[str], seen: set[int] | None = None) -> A
     if type(value).__module__ == "numpy" and getattr(value, "size", _LONGEST) < _LONGEST:
         return type(value), str(value.dtype), value.tobytes()
     seen = set() if seen is None else seen
-    held = None if id(value) in seen or len(seen) > _MOST else _held(value, names)
+    held = None if id(value) in seen or len(seen) > _MOST or depth > _DEEPEST else _held(value, names)
     if held is None:
         return _Same(value)
     seen.add(id(value))
-    if len(held) > _LONGEST:
+    if len(held) > (_LONGEST if isinstance(value, list | tuple | deque | set | frozenset) else _LARGEST):
         return _Same(value), len(held)
-    return type(value), [freeze(each, names, seen) for each in held]
+    return type(value), [freeze(each, names, seen, depth + 1) for each in held]
 
 
 def _held(value: Any, names: Container[str]) -> list[Any] | None:
@@ -98,15 +101,47 @@ def _held(value: Any, names: Container[str]) -> list[Any] | None:
     if isinstance(value, set | frozenset):
         return sorted(value, key=hash)
     if isinstance(value, FunctionType):
+        if is_opaque(value.__module__ or "") and not value.__closure__:
+            return None
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [value.__code__, *(value.__defaults__ or ()), *cells]
     if isinstance(value, MethodType):
         return [value.__func__] if isinstance(value.__self__, nn.Module) else [value.__func__, value.__self__]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    if isinstance(value, nn.Module | type) or is_opaque(type(value).__module__) or not hasattr(value, "__dict__"):
+    if isinstance(value, nn.Module) or is_opaque((value if isinstance(value, type) else type(value)).__module__):
         return None
-    return [part for name, each in vars(value).items() if name in names for part in (name, each)]
+    attributes = _attributes(value)
+    if attributes is None:
+        return None
+    own = [value] if isinstance(value, type) else []  # looked into already, so that it counts as itself
+    return own + [part for name, each in attributes.items() if name in names for part in (name, each)]
+
+
+def settings_of(cls: type) -> dict[str, Any]:
+    """Attributes of a class that are data, without what it inherits."""
+    if is_opaque(cls.__module__):
+        return {}
+    return {name: value for name, value in vars(cls).items() if _is_data(value)}
+
+
+def _is_data(value: Any) -> bool:
+    return (
+        is_constant(value)
+        or isinstance(value, Tensor | list | tuple | dict | set | deque | type)
+        or not is_opaque(type(value).__module__)
+    )
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    cls = type(value)
+    if isinstance(value, type):
+        return {name: each for base in reversed(value.__mro__) for name, each in settings_of(base).items()}
+    attributes = dict(getattr(value, "__dict__", {}))
+    if hasattr(cls, "__slots__"):
+        slots = (n for each in cls.__mro__ for n, kind in vars(each).items() if isinstance(kind, MemberDescriptorType))
+        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return attributes if attributes or hasattr(value, "__dict__") else None
 
 
 def is_opaque(module: str) -> bool:

@@ -18,6 +18,7 @@ import torchmetrics.metric
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -192,6 +193,13 @@ class Watch(TorchDispatchMode):
         """Whether the user's code has one of these names."""
         return any(name in code.co_names for code in self.codes for name in names)
 
+    def settings_of_groups(self, optimizer: Optimizer) -> set[str]:
+        """Names of settings of an optimizer's groups that the user's code mentions; all, if it does not say which."""
+        settings = {name for group in optimizer.param_groups for name in group} - {"params"}
+        constants = {value for code in self.codes for value in code.co_consts if isinstance(value, str)}
+        found = (settings & constants or settings) if self.mentions("param_groups") else set()
+        return found | ({"lr"} if self.mentions("get_last_lr") else set())
+
     def note_output(self, output: Any) -> Any:
         """What the program returns; gives back what the caller should see of it."""
         if any(isinstance(value, WatchedIndex) for value in tree_leaves(output)):
@@ -244,12 +252,15 @@ class Watch(TorchDispatchMode):
                 self._note_surroundings(frame)
 
     def _note_surroundings(self, frame: FrameType) -> None:
-        code, table = frame.f_code, frame.f_globals
-        for name in code.co_names:
-            value = table.get(name)
-            inside = vars(value) if isinstance(value, ModuleType) and not is_opaque(value.__name__) else {}
-            found = [(table, name), *((inside, each) for each in code.co_names if each in inside)]
-            self.globals.update({(id(t), n): (t, n) for t, n in found if n in t and not isinstance(t[n], _CODE)})
+        code, tables = frame.f_code, [frame.f_globals]
+        for table in tables:
+            for name in filter(table.__contains__, code.co_names):
+                value = table[name]
+                if isinstance(value, ModuleType):
+                    inside = [vars(value)] if not is_opaque(value.__name__) else []
+                    tables += [t for t in inside if all(t is not known for known in tables)]
+                elif not isinstance(value, _CODE) or (isinstance(value, type) and not is_opaque(value.__module__)):
+                    self.globals[id(table), name] = table, name
         for name in code.co_freevars:
             value = frame.f_locals.get(name)
             if all(map(is_constant, value if isinstance(value, list | tuple) else [value])):

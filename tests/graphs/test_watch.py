@@ -1,12 +1,21 @@
 """What a watch sees of a step, and what it does not take for the user's."""
 
 import re
+from dataclasses import dataclass
+from itertools import count
 from threading import Thread
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.recorded import Net, fit
+from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_state import GroupSettings, Guard
+from lightning_zero3.callbacks.graph_tape import LogTape
+from lightning_zero3.callbacks.graph_values import Everything, freeze, is_itself
 from lightning_zero3.callbacks.graph_watch import Watch
 
 
@@ -64,3 +73,129 @@ def test_functions_of_a_backward_in_another_thread_are_seen():
         thread.join()
     assert {name for table, name in watch.globals.values() if table is globals()} == {"ALPHA", "SETTINGS"}
     assert "beta" in watch.names
+
+
+class Namespace:
+    temperature = 1.0
+
+
+class Inherits(Namespace):
+    pass
+
+
+package, package.config = ModuleType("package"), ModuleType("package.config")
+package.config.BETA = 1.0
+
+
+def computes(x):
+    return x * Inherits.temperature * package.config.BETA
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Namespace, "temperature"), (package.config, "BETA")])
+def test_numbers_of_classes_and_of_modules_in_packages(owner, name, monkeypatch):
+    watch = watched(computes, torch.ones(2))
+    guard = Guard(nn.Module(), [], watch.names, watch.globals.values())
+    assert guard.changed() is None
+    monkeypatch.setattr(owner, name, 0.5)
+    assert guard.changed() is not None
+
+
+@dataclass(slots=True)
+class Slotted:
+    beta: float = 1.0
+
+
+MANY = {f"setting{k}": 1.0 for k in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [(dict(MANY), lambda value: value.update(setting3=0.5)), (Slotted(), lambda value: setattr(value, "beta", 0.5))],
+    ids=["many settings", "slots"],
+)
+def test_a_setting_that_changes_within_its_holder(value, change):
+    before = freeze(value, {"beta"})
+    assert freeze(value, {"beta"}) == before
+    change(value)
+    assert freeze(value, {"beta"}) != before
+
+
+def test_what_lies_deep_is_itself():
+    chain = None
+    for _ in range(450):
+        chain = SimpleNamespace(next=chain, kept=[])
+    assert freeze(chain, Everything()) == freeze(chain, Everything())
+    assert str(freeze(chain, Everything())).count("SimpleNamespace") < 40
+
+
+@pytest.mark.parametrize("value", [(1, "a"), nn.functional.relu], ids=["constants", "function of torch"])
+def test_what_cannot_change_is_not_looked_into_before_each_replay(value):
+    assert is_itself(value, freeze(value, ()))
+
+
+def test_settings_of_precision_through_the_newer_interface():
+    convolutions = torch.backends.cudnn.conv
+    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    try:
+        guard = Guard(nn.Module(), [], set())
+        assert guard.changed() is None
+        convolutions.fp32_precision = "tf32"
+        assert "precision" in guard.changed()
+    finally:
+        convolutions.fp32_precision = before
+
+
+OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.2)
+
+
+def reads_decay(x):
+    return x * OPTIMIZER.param_groups[0]["weight_decay"]
+
+
+def reads_any(x):
+    return x * sum(value for name, value in OPTIMIZER.param_groups[0].items() if name.endswith("decay"))
+
+
+def test_settings_of_the_optimizer_that_a_step_reads_are_followed_into_new_groups():
+    x = torch.ones(2)
+    assert watched(computes, x).settings_of_groups(OPTIMIZER) == set()
+    assert watched(reads_decay, x).settings_of_groups(OPTIMIZER) == {"weight_decay"}
+    assert watched(reads_any, x).settings_of_groups(OPTIMIZER) == OPTIMIZER.param_groups[0].keys() - {"params"}
+    guard = Guard(nn.Module(), [OPTIMIZER], set(), [(GroupSettings(OPTIMIZER), "weight_decay")])
+    state = OPTIMIZER.state_dict()
+    state["param_groups"][0]["lr"] = 0.3
+    OPTIMIZER.load_state_dict(state)
+    assert guard.changed() is None
+    OPTIMIZER.param_groups[0]["weight_decay"] = 0.4
+    assert guard.changed() == "`weight_decay` changed to something else"
+
+
+def test_logged_values_are_kept_without_their_history():
+    tape, module = LogTape(), Net()
+    with tape.listen(module, lambda *_, **__: None):
+        module.log("loss", torch.ones(2, requires_grad=True).sum())
+    assert tape.calls[0].value.grad_fn is None
+
+
+class Prints(Net):
+    """In the first step of the second epoch, which is watched as the five before the capture."""
+
+    def training_step(self, batch, batch_idx):
+        if next(self.trainer.ticks) == 4:
+            print("again")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_start(self):
+        self.trainer.ticks = count()
+
+
+class Counting(CUDAGraphStep):
+    def on_train_end(self, trainer, pl_module):
+        self.recaptures = self._runner.recaptures
+        super().on_train_end(trainer, pl_module)
+
+
+def test_the_first_step_of_an_epoch_counts_with_all_that_it_does():
+    callback = Counting(software=True, strict=True)
+    fit(Prints(), callback, limit_val_batches=0)
+    assert callback.recaptures == 1
