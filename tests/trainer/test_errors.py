@@ -236,6 +236,11 @@ class PlainSgd(torch.optim.SGD):
 
 
 class LooksAtNorms(Model):
+    def training_step(self, batch, batch_idx):
+        resting = next(self.net.blocks.parameters())
+        assert resting.expand_as(other=torch.empty(2, *resting.shape)).shape == (2, *resting.shape)
+        return super().training_step(batch, batch_idx)
+
     def on_before_optimizer_step(self, optimizer):
         for norm in NORMS:
             with pytest.raises(ResidencyError, match="a shard of"):
