@@ -38,14 +38,17 @@ class CUDAGraphStep(Callback):
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
-        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly.
+        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly, as do those that come only once
+            or twice in an epoch (a ragged last one). With `ddp` and accumulation, which exchange something else in the first,
+            in the last and in other micro-batches of a window, each of these counts as a shape.
         strict: a step that cannot be captured is an error.
         optimizer: capture the optimizer's update too, in a graph of its own. It must be made with ``capturable=True`` (or
             ``fused=True``, where it has no such option) and a tensor as learning rate, which schedulers change as ever.
             Clipping, loss scaling and schedulers run eagerly.
         modules: capture only these modules, by patterns of their names (``["encoder", "blocks.*"]``), for a model whose step
             cannot be captured as a whole. Everything else may be as it likes, manual optimization included. Of a module that
-            runs several times before a backward, the first run is replayed. With `zero3` on several ranks, modules that are
+            runs several times before a backward, the first run is replayed. Which of its outputs get gradients may change
+            at the start of an epoch; within an epoch that is an error. With `zero3` on several ranks, modules that are
             units, or inside of one. They exchange nothing inside, so each rank decides for itself, whatever inputs it has.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 

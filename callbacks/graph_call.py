@@ -67,7 +67,7 @@ class CapturedCall:
     def __init__(self, name: str, graphs: CudaGraphs | SoftwareGraphs, watch: Watch) -> None:
         graphs = graphs.apart()  # between its forward and its backward other graphs are replayed
         self._forward, self._backward = graphs.make_pair(watch.generators, watch.random.offsets)
-        self.name, self._watch, self._given = name, watch, list(watch.given)
+        self.name, self._watch, self.given = name, watch, list(watch.given)
         self._replay: weakref.ref[_Token] | None = None
         self.count = 0  # of replays
 
@@ -82,7 +82,7 @@ class CapturedCall:
         self._written = [b for b, version in versions if b._version != version]
         self._outputs = tensors_in(output)
         self._needs_grad = [t.requires_grad for t in self._outputs]
-        ends = [t for t, given in zip([t for t in self._outputs if t.requires_grad], self._given, strict=True) if given]
+        ends = [t for t, given in zip([t for t in self._outputs if t.requires_grad], self.given, strict=True) if given]
         self._seeds = [torch.zeros_like(t, requires_grad=False) for t in ends]
         self._starts = [t for t in [*tensors_in(self._inputs.batch), *parameters] if t.requires_grad]
         self._gradients: tuple[Tensor | None, ...] = ()
@@ -123,7 +123,7 @@ class CapturedCall:
             weights: values of the parameters in ``read``, which may have been gathered elsewhere than where the graph reads.
         """
         wanted = [g for g, needed in zip(gradients, self._needs_grad, strict=True) if needed]
-        if [g is not None for g in wanted] != self._given:
+        if [g is not None for g in wanted] != self.given:
             raise RuntimeError(
                 f"Not the outputs of module {self.name!r} that got gradients in its eager runs get them now. Leave the module "
                 "out of `CUDAGraphStep(modules=...)`."

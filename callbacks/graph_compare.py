@@ -12,8 +12,6 @@ from .graph_lines import describe_line, line_of_attribute
 from .graph_tape import LogTape
 from .graph_watch import REMEDY_HOOK, REMEDY_NUMBER, Operation, Problem, Watch, plain
 
-MOST_SIGNATURES = 200  # of inputs that are told from others
-
 
 def compare(before: Watch, after: Watch) -> list[Problem]:
     """What two steps with batches of the same shapes did differently; the first difference only."""
@@ -61,12 +59,14 @@ class Shape:
         watched: number of eager runs.
         epoch: of the last one.
         graphs: that were captured.
+        batch: number of the micro-batch that was the first to have such inputs.
     """
 
     watches: list[Watch] = field(default_factory=list)
     watched: int = 0
     epoch: int = 0
     graphs: Any = None
+    batch: int = 0
 
     def add(self, watch: Watch, epoch: int) -> None:
         """One more eager run was watched."""

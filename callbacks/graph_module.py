@@ -14,9 +14,10 @@ from ..strategies.engine import Unit, Zero3Engine, unit_around
 from .graph_batch import UnsupportedBatch, signature
 from .graph_call import CapturedCall
 from .graph_check import check_device, report
-from .graph_compare import MOST_SIGNATURES, Shape, compare
+from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
-from .graph_state import MAX_RECAPTURES, Guard, Snapshot
+from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
+from .graph_state import Guard, Snapshot
 from .graph_watch import Problem, Watch
 
 
@@ -76,7 +77,8 @@ class CapturedModule:
         self._engine: Zero3Engine | None = None
         self._unit: Unit | None = None
         self._refused = False
-        self.replays = self.recaptures = 0
+        self._outdated = Recaptures(warmup)
+        self.replays = 0
         module.forward = self._run  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -85,6 +87,11 @@ class CapturedModule:
         if self._own is not None:
             self._module.forward = self._own  # type: ignore[method-assign]
         self._drop()
+
+    @property
+    def recaptures(self) -> int:
+        """How often its graphs went out of date."""
+        return self._outdated.count
 
     @property
     def input_nbytes(self) -> int:
@@ -111,36 +118,57 @@ class CapturedModule:
             return self._give_up([Problem(str(error))], inputs)
         if self._unit is not None and self._unit.lent:
             return self._eager(*args, **kwargs)  # inside of `gathered`: weights are elsewhere, until it ends
-        if self._guard is not None and self._guard.changed() and not self._recapture():
-            return self._give_up([Problem(f"Its graphs went out of date {self.recaptures} times.")], inputs)
-        return self._run_shape(self._shapes.setdefault(key, Shape()), inputs)
+        if self._guard is not None and self._guard.changed():
+            self._recapture()
+        shape = None if self._refused else self._shape(key)
+        return self._eager(*args, **kwargs) if shape is None else self._run_shape(shape, inputs)
+
+    def _shape(self, key: Hashable) -> Shape | None:
+        """What is known of inputs with this signature; None if they run eagerly."""
+        shape, captured = self._shapes.get(key), len(self._captured())
+        if (shape is None or shape.graphs is None) and captured >= self._max_graphs:
+            return None
+        if shape is None and len(self._shapes) >= MOST_SIGNATURES:
+            if not captured:
+                self._stop([Problem(TOO_MANY)])
+            return None
+        return self._shapes.setdefault(key, Shape(batch=self._batch()))
+
+    def _batch(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.total_batch_idx
 
     def _run_shape(self, shape: Shape, inputs: Any) -> Any:
         args, kwargs = inputs
-        is_full = shape.graphs is None and len(self._captured()) >= self._max_graphs
-        if is_full or len(self._shapes) > MOST_SIGNATURES:
-            return self._eager(*args, **kwargs)
         if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
             return self._watch(shape, inputs)
+        given = shape.watches[-1].given
+        if shape.graphs is not None and any(given) and given != shape.graphs.given:  # from this epoch on
+            self._recapture()
+            return self._eager(*args, **kwargs)
         if shape.graphs is None:
-            given = shape.watches[-1].given
-            if given and not any(given):
-                return self._watch(shape, inputs)  # its backward is to come, or there was none
+            if given and not any(given):  # its backward is to come, or there was none
+                if self._batch() - shape.batch < 5 * self._warmup:
+                    return self._watch(shape, inputs)
+                what = "No backward comes to what it returns. Where nobody needs one, run it in `torch.no_grad()`."
+                return self._give_up([Problem(what)], inputs)
             if problems := shape.problems():
                 return self._give_up(problems, inputs)
             shape.graphs = self._capture(shape.watches[-1], inputs)
             if shape.graphs is None:
                 return self._give_up(shape.watches[-1].problems, inputs)
+            if len(self._captured()) == self._max_graphs:  # what is known of others is of no use
+                self._shapes = {key: each for key, each in self._shapes.items() if each.graphs is not None}
         if shape.graphs.is_busy:
             return self._eager(*args, **kwargs)  # it runs twice before a backward
         self.replays += 1
         return shape.graphs(inputs, list(self._module.parameters()))
 
-    def _recapture(self) -> bool:
-        """Drop the graphs; whether there may be others."""
+    def _recapture(self) -> None:
+        """Drop the graphs; there may be others."""
         self._drop()
-        self.recaptures += 1
-        return self.recaptures <= MAX_RECAPTURES
+        if not self._outdated.add(self.replays):
+            times = self._outdated.in_vain
+            self._stop([Problem(f"Its graphs went out of date {times} times, each time before they had paid.")])
 
     def _follow_engine(self) -> None:
         engine = getattr(self._strategy, "engine", None)
@@ -172,9 +200,10 @@ class CapturedModule:
         call = CapturedCall(self._name, self._graphs, watch)
         try:
             call.capture(self._eager, inputs, self._module)
-        except RuntimeError:
+        except RuntimeError as error:
             if not watch.problems:
-                raise
+                what = f"Capturing module {self._name!r} failed. Leave it out of `CUDAGraphStep(modules=...)`."
+                raise RuntimeError(what) from error
         if watch.problems:
             call.reset()
             return None
@@ -183,10 +212,14 @@ class CapturedModule:
         self._guard = Guard(self._module, [], self._names, self._globals.values())
         return call
 
-    def _give_up(self, problems: list[Problem], inputs: Any) -> Any:
+    def _stop(self, problems: list[Problem]) -> None:
+        """From now on it runs eagerly."""
         self._refused = True
         self._drop()
         self._refuse([Problem(f"Module {self._name!r}: {p.what}", p.place) for p in problems])
+
+    def _give_up(self, problems: list[Problem], inputs: Any) -> Any:
+        self._stop(problems)
         return self._eager(*inputs[0], **inputs[1])
 
 

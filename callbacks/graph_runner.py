@@ -17,11 +17,12 @@ from ..strategies.engine import ReplayedStep
 from ..strategies.position import Activity
 from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_trainer, report
-from .graph_compare import MOST_SIGNATURES, Shape, compare
+from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
+from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
 from .graph_lines import definition
 from .graph_optimizer import CapturedOptimizer, check_optimizer
-from .graph_state import MAX_RECAPTURES, GroupSettings, Guard, Snapshot
+from .graph_state import GroupSettings, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
 from .graph_watch import Problem, Watch, WatchedIndex
 from .memory_ranks import RankGatherer
@@ -70,7 +71,8 @@ class StepRunner:
         self._silent = False  # the first rank does not know what is wrong
         self._stale: str | None = None  # why all graphs are out of date
         self._ranks = RankGatherer()
-        self.steps = self.replays = self.recaptures = 0
+        self._outdated = Recaptures(warmup)
+        self.steps = self.replays = 0
         self._eager_step = trainer.strategy.training_step
         self._plugin = trainer.strategy.precision_plugin
         self._eager_backward = self._plugin.backward
@@ -125,6 +127,11 @@ class StepRunner:
         return [shape.graphs for shape in self._shapes.values() if shape.graphs is not None]
 
     @property
+    def recaptures(self) -> int:
+        """How often all graphs went out of date."""
+        return self._outdated.count
+
+    @property
     def captured(self) -> int:
         """Number of signatures that have graphs."""
         return len(self._steps())
@@ -155,17 +162,20 @@ class StepRunner:
         except UnsupportedBatch as error:
             key = Problem(str(error))
         key = self._agree(key)
-        if self._refused or _UNKNOWN in key:
+        shape = None if self._refused else self._shape(key)
+        if shape is None:
             return self._eager_step(*args)
-        shape = self._shapes.setdefault(key, Shape())
-        if shape.graphs is None and self.captured >= self._max_graphs:
-            return self._eager_step(*args)
-        if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
+        is_first = shape.epoch != self._trainer.current_epoch
+        if shape.watched < self._warmup or is_first or len(shape.watches) < 2:
+            if is_first and shape.graphs is None:
+                shape.watches = []  # only what comes again within an epoch is captured, and compared
             return self._watch(shape, batch, rest)
         if shape.graphs is None and not self._may_capture(shape):
             return self._eager_step(*args)
         if shape.graphs is None:
             shape.graphs = self._capture(shape, batch, rest)
+            if self.captured == self._max_graphs:  # what is known of others is of no use
+                self._shapes = {key: each for key, each in self._shapes.items() if each.graphs is not None}
         else:
             shape.graphs.fill(batch)
         self._current = shape.graphs
@@ -177,6 +187,18 @@ class StepRunner:
         watch = getattr(self._trainer.strategy, "watch", None)
         with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
             return shape.graphs.replay_forward(self._module)
+
+    def _shape(self, key: tuple[float, ...]) -> Shape | None:
+        """What is known of micro-batches of this kind; None if they run eagerly."""
+        shape = self._shapes.get(key)
+        if (shape is None or shape.graphs is None) and self.captured >= self._max_graphs:
+            return None
+        if shape is None and len(self._shapes) >= MOST_SIGNATURES and not self.captured:
+            self._silent = False
+            self._refuse([Problem(TOO_MANY)])
+        if shape is None and (_UNKNOWN in key or len(self._shapes) >= MOST_SIGNATURES or self._refused):
+            return None
+        return self._shapes.setdefault(key, Shape())
 
     def _key(self, batch: Any) -> Hashable:
         model = self._trainer.strategy.model
@@ -210,11 +232,12 @@ class StepRunner:
 
     def _recapture(self, reason: str) -> None:
         self.drop()
-        self.recaptures += 1
-        if self.recaptures > MAX_RECAPTURES:
-            self._refuse([Problem(f"Captured steps went out of date {self.recaptures} times; the last time, {reason}.")])
-        else:
+        if self._outdated.add(self.replays):
             rank_zero_info(f"CUDAGraphStep: {reason}; the training step is captured again")
+        else:
+            times = self._outdated.in_vain
+            what = f"Captured steps went out of date {times} times, each time before they had paid; the last time, {reason}."
+            self._refuse([Problem(what)])
 
     def _watch(self, shape: Shape, batch: Any, rest: list) -> Any:
         """An eager step, observed."""

@@ -12,7 +12,6 @@ from torchmetrics import Metric
 
 from .graph_values import Everything, address, freeze, is_constant, is_itself, settings_of
 
-MAX_RECAPTURES = 5  # in a run: what goes out of date more often is not worth it
 _ABSENT = object()
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -131,7 +131,7 @@ LAYERS = [
     (["callbacks/memory_figures"], LIGHTNING),
     (["callbacks/memory_report"], LIGHTNING),
     (["callbacks/memory_run"], LIGHTNING),
-    (["callbacks/graph_lines"], NOTHING),
+    (["callbacks/graph_limits", "callbacks/graph_lines"], NOTHING),
     (["callbacks/graph_exchanges", "callbacks/graph_random"], TORCH),
     (["callbacks/graph_values"], TORCH),
     (["callbacks/graph_batch", "callbacks/graph_software", "callbacks/graph_state", "callbacks/graph_tape"], LIGHTNING),

@@ -47,7 +47,7 @@ def test_a_captured_run_is_the_eager_run(case):
     callback = Counting(software=True)
     mine = fit(Net(**arguments), callback, **options)
     assert callback.replays >= 5
-    assert callback.captured == (2 if case == "ragged last batch" else 1)
+    assert callback.captured == 1  # a ragged batch comes once in an epoch
     assert_same_run(mine, reference)
 
 
@@ -65,11 +65,15 @@ def test_zero3_on_one_rank_too(case):
 
 
 class TwoHeads(Net):
-    """Batches of another length have a head of their own."""
+    """Batches of another length, which each second one has, have a head of their own."""
 
     def __init__(self):
         super().__init__(batch_size=8)
         self.other = nn.Linear(16, CLASSES)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.turn = self.trainer.training and not getattr(self, "turn", False)
+        return batch if self.turn or not self.trainer.training else {name: value[:4] for name, value in batch.items()}
 
     def forward(self, x):
         return (self.head if len(x) == 8 else self.other)(self.net(x))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.recorded import CLASSES, Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks import CUDAGraphStep, graph_module
 from lightning_zero3.callbacks.graph_check import GraphCaptureError
 
 
@@ -101,6 +101,10 @@ class Unasked(Net):
         return first + second if self.global_step in self.with_second else first
 
 
+class AskedFromAnEpoch(Unasked):
+    with_second = range(12, 99)  # the third epoch's
+
+
 class Outside(nn.Module):
     def __init__(self, owner):
         super().__init__()
@@ -151,9 +155,10 @@ CASES = {
     "a change before the backward": (ChangesBetween, "auto", {}),
     "numbers of two shapes": (Branches, "auto", {"max_epochs": 6}),
     "an output that nobody needs": (Unasked, "auto", {"max_epochs": 3}),
+    "an output that is needed from an epoch on": (AskedFromAnEpoch, "auto", {"max_epochs": 4}),
     "a number outside": (Annealed, "auto", {"max_epochs": 5}),
 }
-CHANGES = ("a change", "a change before the backward", "numbers of two shapes", "a number outside")
+CHANGES = [case for case in CASES if case.startswith(("a change", "a number", "numbers")) or case.endswith("from an epoch on")]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -207,6 +212,14 @@ class IsCheckpointed(Net):
         return self.head(self.frozen(checkpoint(self.net, x, use_reentrant=False)))
 
 
+class Aside(Net):
+    """Of one module nobody uses what it returns."""
+
+    def training_step(self, batch, batch_idx):
+        self.unused(batch["x"][:, :3])
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
@@ -218,9 +231,10 @@ class IsCheckpointed(Net):
         ),
         (HasLooksBack, {"modules": ["net"]}, GraphCaptureError, r"(?s)Module 'net': .*needs a value.*return grad \* \(3 if"),
         (IsCheckpointed, {"modules": ["net"]}, GraphCaptureError, r"'net': a checkpoint runs it, .* Put the checkpoint inside"),
+        (Aside, {"modules": ["unused"]}, GraphCaptureError, r"'unused': No backward comes to what it returns"),
         (Net, {"modules": ["encoder"]}, ValueError, r"modules=\['encoder'\]\) matches no module of Net"),
     ],
-    ids=["host", "backward", "checkpoint", "name"],
+    ids=["host", "backward", "checkpoint", "unused", "name"],
 )
 def test_a_module_that_cannot_be_captured_is_named(module, options, error, message):
     with pytest.raises(error, match=message):
@@ -232,6 +246,35 @@ def test_a_backward_that_cannot_be_captured_leaves_its_module_eager():
     with pytest.warns(UserWarning, match="a module cannot be captured"):
         mine = fit(HasLooksBack(), CUDAGraphStep(software=True, modules=["net"]))
     assert_same_run(mine, reference)
+
+
+def test_a_capture_that_fails_names_its_module(monkeypatch):
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="Capturing module 'head' failed. Leave it out") as error:
+        fit(Net(), CUDAGraphStep(software=True, modules=["head"]))
+    assert "inconsistent tensor size" in str(error.value.__cause__)
+
+
+class Lengths(Net):
+    """Half of the batches have a length that comes seldom."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        self.turn = getattr(self, "turn", -1) + 1
+        rows = 12 - self.turn if self.turn % 2 else 12
+        return {name: value[: max(rows, 2)] for name, value in batch.items()}
+
+
+def test_graphs_are_replayed_beside_more_lengths_than_are_told_apart(monkeypatch):
+    monkeypatch.setattr(graph_module, "MOST_SIGNATURES", 4)
+    callback = Counting(modules=["net"], software=True, strict=True)
+    mine = fit(Lengths(batch_size=12), callback, max_epochs=5)
+    assert callback.replays["net"] == 4
+    assert_same_run(mine, fit(Lengths(batch_size=12), max_epochs=5))
+    monkeypatch.setattr(graph_module, "MOST_SIGNATURES", 1)
+    with pytest.raises(GraphCaptureError, match="Module 'net': .* kinds of inputs came, and none of them often"):
+        fit(Lengths(batch_size=12), Counting(modules=["net"], software=True, strict=True))
 
 
 class AskedLate(Unasked):

@@ -303,9 +303,10 @@ class Annealed(Net):
 
 def test_a_number_that_changes_with_the_epoch_is_found_in_its_first_step():
     callback = Watching(software=True, strict=True)
-    mine = fit(Annealed(), callback, max_epochs=3, limit_val_batches=0)
-    assert callback.recaptures == 2
-    assert_same_run(mine, fit(Annealed(), max_epochs=3, limit_val_batches=0))
+    options = {"max_epochs": 8, "limit_train_batches": 20, "limit_val_batches": 0}  # each capture pays
+    mine = fit(Annealed(batch_size=2), callback, **options)
+    assert callback.recaptures == 7
+    assert_same_run(mine, fit(Annealed(batch_size=2), **options))
 
 
 class Restless(Net):

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from helpers.parity import trainer
 from helpers.recorded import assert_same
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
+from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep, graph_runner
 from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator, check_device
 from lightning_zero3.callbacks.graph_watch import Watch
 
@@ -440,6 +440,13 @@ def test_runs_that_cannot_be_captured_at_all(module, options, message):
     options = {name: value() if callable(value) else value for name, value in options.items()}
     with pytest.raises(GraphCaptureError, match=message):
         train(module, CUDAGraphStep(software=True, strict=True), **options)
+
+
+def test_batches_that_differ_each_time_are_refused(monkeypatch):
+    monkeypatch.setattr(graph_runner, "MOST_SIGNATURES", 3)
+    batches = [{"x": torch.ones(4, 3), "name": str(k)} for k in range(5)]
+    with pytest.raises(GraphCaptureError, match="kinds of inputs came, and none of them often.*leave out ids"):
+        train(Small(lambda self, batch, batch_idx, loss: loss, batches), CUDAGraphStep(software=True, strict=True))
 
 
 def test_other_strategies_are_refused_by_name():
