@@ -27,7 +27,8 @@ class CUDAGraphStep(Callback):
     (containers and settings objects, too); globals; numbers of the optimizer, where it mentions them; settings of torch. What
     belongs to no module, is no global and changes within an epoch (a number that a function has in a closure, or the trainer
     in an attribute) is found at the next epoch's first step of each shape, which runs eagerly and is compared. Whatever is
-    found leads to a new capture.
+    found leads to a new capture. State in objects that Python cannot look into or that has no name in the step (an `array`,
+    `itertools.count`, `ctypes`) is not seen.
 
     Forward hooks may compute with tensors; what else they do happens only in eager steps. Gradients lie in the same memory in
     all steps on a single device and with `ddp`: keep a copy, not `parameter.grad` itself, beyond a step.
@@ -38,9 +39,9 @@ class CUDAGraphStep(Callback):
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
-        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly, as do those that come only once
-            or twice in an epoch (a ragged last one). With `ddp` and accumulation, which exchange something else in the first,
-            in the last and in other micro-batches of a window, each of these counts as a shape.
+        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly. With `ddp` and accumulation, which
+            exchange something else in the first, in the last and in other micro-batches of a window, each of these counts as
+            a shape.
         strict: a step that cannot be captured is an error.
         optimizer: capture the optimizer's update too, in a graph of its own. It must be made with ``capturable=True`` (or
             ``fused=True``, where it has no such option) and a tensor as learning rate, which schedulers change as ever.

@@ -165,10 +165,7 @@ class StepRunner:
         shape = None if self._refused else self._shape(key)
         if shape is None:
             return self._eager_step(*args)
-        is_first = shape.epoch != self._trainer.current_epoch
-        if shape.watched < self._warmup or is_first or len(shape.watches) < 2:
-            if is_first and shape.graphs is None:
-                shape.watches = []  # only what comes again within an epoch is captured, and compared
+        if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
             return self._watch(shape, batch, rest)
         if shape.graphs is None and not self._may_capture(shape):
             return self._eager_step(*args)
@@ -302,7 +299,8 @@ class StepRunner:
             with watch.watching(self._module, forward=False):
                 run()
             if any(tensor.grad is not None for tensor in inputs):
-                watch.add("A tensor of the batch gets a gradient, which a replay would leave with its copy of the batch.")
+                what = "A tensor of the batch gets a gradient, which a replay would leave with its copy of the batch."
+                watch.add(what, definition(self._module.training_step))
             if shape.graphs is not None and (problems := watch.problems or compare(*shape.watches)):
                 self._stale = problems[0].what
         else:
