@@ -271,11 +271,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._follow_groups()  # after the user's hooks, and before the optimizer looks at its groups
         self._data.on_train_batch_start(self._trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow_groups()
         assert self.engine is not None
         if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
             self._check_values(self.engine)

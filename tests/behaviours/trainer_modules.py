@@ -131,6 +131,17 @@ class UnfreezingTwice(Unfreezing):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
 
 
+class UnfreezingByHand(Module):
+    def __init__(self):
+        super().__init__()
+        self.net.blocks[:2].requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if (self.current_epoch, batch_idx) == (1, 1):
+            late = list(self.net.blocks[:2].requires_grad_(True).parameters())
+            self.optimizers().add_param_group({"params": late, "lr": 0.05})
+
+
 class Moving(Module):
     """Parameters move to a group with a rate of its own, and back."""
 
