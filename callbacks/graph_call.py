@@ -62,12 +62,13 @@ class CapturedCall:
         name: of the module.
         graphs: makes graphs.
         watch: of an eager run.
+        settle: waits for weights that are on their way to this rank.
     """
 
-    def __init__(self, name: str, graphs: CudaGraphs | SoftwareGraphs, watch: Watch) -> None:
+    def __init__(self, name: str, graphs: CudaGraphs | SoftwareGraphs, watch: Watch, settle: Callable[[], None]) -> None:
         graphs = graphs.apart()  # between its forward and its backward other graphs are replayed
         self._forward, self._backward = graphs.make_pair(watch.generators, watch.random.offsets)
-        self.name, self._watch, self.given = name, watch, list(watch.given)
+        self.name, self._watch, self.given, self._settle = name, watch, list(watch.given), settle
         self._replay: weakref.ref[_Token] | None = None
         self.count = 0  # of replays
 
@@ -133,7 +134,9 @@ class CapturedCall:
         moved = [
             (place, weight) for place, weight in zip(self._places, weights, strict=True) if address(place) != address(weight)
         ]
-        others = [place.clone() for place, _ in moved]  # another unit may be there now
+        if moved:
+            self._settle()  # hazard: another unit may be there now, whose weights still arrive, or are read by other ranks
+        others = [place.clone() for place, _ in moved]
         for place, weight in moved:
             place.copy_(weight)
         self._backward.replay()

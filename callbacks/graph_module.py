@@ -170,6 +170,10 @@ class CapturedModule:
             times = self._outdated.in_vain
             self._stop([Problem(f"Its graphs went out of date {times} times, each time before they had paid.")])
 
+    def _settle(self) -> None:
+        for unit in () if self._engine is None else tuple(self._engine.arena.holders):
+            unit.arrive()
+
     def _follow_engine(self) -> None:
         engine = getattr(self._strategy, "engine", None)
         if engine is not None and engine is not self._engine:  # optimizers with other groups of parameters have another one
@@ -197,7 +201,7 @@ class CapturedModule:
 
     def _capture(self, watch: Watch, inputs: Any) -> CapturedCall | None:
         """None if the backward does what a graph cannot repeat; ``watch`` knows what."""
-        call = CapturedCall(self._name, self._graphs, watch)
+        call = CapturedCall(self._name, self._graphs, watch, self._settle)
         try:
             call.capture(self._eager, inputs, self._module)
         except RuntimeError as error:
