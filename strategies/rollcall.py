@@ -145,12 +145,12 @@ def _listen(store: dist.Store, world: World, deadline: float) -> str:
 
 
 def _wait(done: Callable[[], bool], deadline: float) -> bool:
-    pause = 0.002
+    began = time.monotonic()
     while not done():
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        time.sleep(min(max(0.002, (now - began) / 50), 0.25))  # at most 2% of the wait is lost
     return True
 
 
