@@ -20,15 +20,16 @@ class CUDAGraphStep(Callback):
     bit by bit (but for the sign of zeros in gradients). The rest of Lightning's loop runs as ever: clipping, loss scaling, the
     optimizer, schedulers, validation. It is for models whose layers are so small that Python is slower than the GPU.
 
-    The first `warmup` batches of a shape run eagerly and are watched. If the step does anything that a replay would not repeat
-    (waits for a value, computes with a Python number or a tensor of outside that is another one each time, updates a metric,
-    prints, keeps state in Python), the reason and the line are named, and training goes on eagerly. What the step reads is
-    compared before each replay: weights, buffers, hooks and modes; attributes of modules that it mentions, whatever they hold
-    (containers and settings objects, too); globals; numbers of the optimizer, where it mentions them; settings of torch. What
-    belongs to no module, is no global and changes within an epoch (a number that a function has in a closure, or the trainer
-    in an attribute) is found at the next epoch's first step of each shape, which runs eagerly and is compared. Whatever is
-    found leads to a new capture. State in objects that Python cannot look into or that has no name in the step (an `array`,
-    `itertools.count`, `ctypes`) is not seen.
+    The first `warmup` batches of a shape run eagerly and are watched, and then the first in each epoch (so one that comes once
+    an epoch, as a ragged last batch, is never captured). If the step does anything that a replay would not repeat (waits for a
+    value, computes with a Python number or a tensor of outside that is another one each time, updates a metric, prints, keeps
+    state in Python), the reason and the line are named, and training goes on eagerly. What the step reads is compared before
+    each replay: weights, buffers, hooks and modes; attributes of modules that it mentions, whatever they hold (containers and
+    settings objects, too); globals; numbers of the optimizer, where it mentions them; settings of torch. What belongs to no
+    module, is no global and changes within an epoch (a number that a function has in a closure, or the trainer in an attribute)
+    is found at the next epoch's first step of each shape, which runs eagerly and is compared. Whatever is found leads to a new
+    capture. State in objects that Python cannot look into or that has no name in the step (an `array`, `itertools.count`,
+    `ctypes`) is not seen.
 
     Forward hooks may compute with tensors; what else they do happens only in eager steps. Gradients lie in the same memory in
     all steps on a single device and with `ddp`: keep a copy, not `parameter.grad` itself, beyond a step.

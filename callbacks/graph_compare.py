@@ -35,7 +35,7 @@ def compare(before: Watch, after: Watch) -> list[Problem]:
 
 def _compare_surroundings(before: Watch, after: Watch) -> list[Problem]:
     if before.returned != after.returned:
-        return [Problem("What the step returns changes, apart from the values of tensors. " + REMEDY_HOOK)]
+        return [Problem(f"What the step returns changes, apart from the values of tensors. {REMEDY_HOOK}", after.program)]
     for a, b in zip(before.operations, after.operations, strict=True):
         if a.sources != b.sources:
             what = (

@@ -139,7 +139,7 @@ class CapturedModule:
 
     def _run_shape(self, shape: Shape, inputs: Any) -> Any:
         args, kwargs = inputs
-        if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
+        if shape.watched < self._warmup or shape.epoch != self._trainer.current_epoch:
             return self._watch(shape, inputs)
         given = shape.watches[-1].given
         if shape.graphs is not None and any(given) and given != shape.graphs.given:  # from this epoch on
@@ -189,7 +189,7 @@ class CapturedModule:
         diary = [] if self._engine is None else self._engine.collectives.diary.trace
         before = len(diary)
         with watch.watching(None, forward=True):
-            output = watch.note_output(self._eager(*inputs[0], **inputs[1]))
+            output = watch.note_output(self._eager(*inputs[0], **inputs[1]), self._eager)
         watch.add_changes(snapshot.changes())
         if watch.exchanges or len(diary) != before:
             watch.add("It exchanges something with other ranks, which need not capture it at the same time.", watch.exchanges)

@@ -20,7 +20,6 @@ from .graph_check import check_trainer, report
 from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
-from .graph_lines import definition
 from .graph_optimizer import CapturedOptimizer, check_optimizer
 from .graph_state import GroupSettings, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
@@ -119,7 +118,7 @@ class StepRunner:
             step.reset()
         for optimizer in self._optimizers:
             optimizer.reset()
-        self._shapes = {}
+        self._shapes, self._numbers = {}, {}
         self._guard = self._current = None
         self._graphs.renew()
 
@@ -165,7 +164,7 @@ class StepRunner:
         shape = None if self._refused else self._shape(key)
         if shape is None:
             return self._eager_step(*args)
-        if shape.watched < self._warmup or (shape.graphs is not None and shape.epoch != self._trainer.current_epoch):
+        if shape.watched < self._warmup or shape.epoch != self._trainer.current_epoch:
             return self._watch(shape, batch, rest)
         if shape.graphs is None and not self._may_capture(shape):
             return self._eager_step(*args)
@@ -243,11 +242,11 @@ class StepRunner:
         snapshot = Snapshot(self._module)
         with watch.watching(self._module, forward=True):
             output = self._eager_step(batch, *rest)
-        output = watch.note_output(output)
+        output = watch.note_output(output, self._module.training_step)
         watch.add_changes(snapshot.changes())
         if not isinstance(loss_of(output), Tensor):
             what = "`training_step` returned no loss. Return one that is zero, so that every step is the same."
-            watch.add(what, definition(self._module.training_step))
+            watch.add(what, watch.program)
         shape.add(watch, self._trainer.current_epoch)
         self._watching, self._watched_inputs = shape, tensors_in(batch)
         return output
@@ -300,7 +299,7 @@ class StepRunner:
                 run()
             if any(tensor.grad is not None for tensor in inputs):
                 what = "A tensor of the batch gets a gradient, which a replay would leave with its copy of the batch."
-                watch.add(what, definition(self._module.training_step))
+                watch.add(what, watch.program)
             if shape.graphs is not None and (problems := watch.problems or compare(*shape.watches)):
                 self._stale = problems[0].what
         else:

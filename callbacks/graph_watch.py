@@ -23,7 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from .graph_batch import UnsupportedBatch, signature, tensors_in
-from .graph_lines import ELSEWHERE, Place, describe_line, is_users, line_of_attribute, runs_engine, user_frames, user_line
+from .graph_lines import (
+    ELSEWHERE,
+    Place,
+    definition,
+    describe_line,
+    is_users,
+    line_of_attribute,
+    runs_engine,
+    user_frames,
+    user_line,
+)
 from .graph_random import HOME, LOST, RandomStates
 from .graph_software import memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
@@ -118,6 +128,7 @@ class Watch(TorchDispatchMode):
         globals: that the user's code mentions, as tables and names.
         values: of these, and of numbers in closures, in a form to be compared.
         returned: likewise, what the program returned.
+        program: where that begins.
         given: for each output that needs a gradient, whether it got one, where that is followed.
         exchanges: where something was exchanged with other ranks.
         names: of all attributes that the program mentions.
@@ -139,11 +150,13 @@ class Watch(TorchDispatchMode):
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.values: dict[Hashable, Any] = {}
         self.returned: Hashable = None
+        self.program: Place = None
         self.given: list[bool] = []
         self.exchanges: Place = None
         self._made: set[int] = set()  # memory
         self._held: list[torch.UntypedStorage] = []  # a graph knows their addresses
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
+        self._set_random: Place = None  # where the backward last set the state of a generator
 
     def add(self, what: str, place: Place = None) -> None:
         """Note a problem, once for each place."""
@@ -179,7 +192,7 @@ class Watch(TorchDispatchMode):
                 if collecting:
                     gc.enable()
         if self.random.place != HOME:
-            self.add(_LEFT)
+            self.add(_LEFT, self._set_random)
         for code in self._codes:
             self.names.update(code.co_names)
         self.values.update({key: freeze(table.get(name), self.names) for key, (table, name) in self.globals.items()})
@@ -200,15 +213,17 @@ class Watch(TorchDispatchMode):
         found = (settings & constants or settings) if self.mentions("param_groups") else set()
         return found | ({"lr"} if self.mentions("get_last_lr") else set())
 
-    def note_output(self, output: Any) -> Any:
-        """What the program returns; gives back what the caller should see of it."""
+    def note_output(self, output: Any, program: Callable[..., Any]) -> Any:
+        """What ``program`` returned; gives back what the caller should see of it."""
+        self.program = definition(program)
         if any(isinstance(value, WatchedIndex) for value in tree_leaves(output)):
-            self.add(f"`batch_idx` is returned, and changes while the graph would keep the value of its capture. {REMEDY_HOOK}")
+            what = "`batch_idx` is returned, and changes while the graph would keep the value of its capture."
+            self.add(f"{what} {REMEDY_HOOK}", self.program)
             output = apply_to_collection(output, WatchedIndex, plain)
         try:
             self.returned = signature(output, "What is returned")
         except UnsupportedBatch as error:
-            self.add(str(error))
+            self.add(str(error), self.program)
         return output
 
     def follow_gradients(self, output: Any) -> None:
@@ -236,8 +251,11 @@ class Watch(TorchDispatchMode):
             code = frame.f_code
             self._note_code(frame)
             what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
-            if code in _SETS_RANDOM_STATE and self._forward:  # a checkpoint does in backward
-                what = f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
+            if code in _SETS_RANDOM_STATE:
+                if self._forward:
+                    what = f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
+                else:  # as a checkpoint does
+                    self._set_random = user_line(frame.f_back)
             if what is not None:
                 self.add(what, user_line(frame.f_back))
         elif event == "c_call" and frame.f_globals.get("__name__") not in _OWN:

@@ -1,0 +1,151 @@
+"""Runs and options of which no step can be captured: each reason, with the message that a user reads."""
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.one_line import Small, train
+from lightning_zero3 import Zero3Strategy
+from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep, graph_runner
+from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator, check_device
+
+
+def same(self, batch, batch_idx, loss):
+    return loss
+
+
+def prints(self, batch, batch_idx, loss):
+    print("loss", loss.shape)
+    return loss
+
+
+class Manual(Small):
+    def __init__(self):
+        super().__init__(None)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layer(batch).sum())
+        optimizer.step()
+
+
+class Closures(Small):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+def zero3(**options):
+    return partial(Zero3Strategy, **options)
+
+
+class Fetches(Small):
+    def training_step(self, dataloader_iter):
+        return None
+
+
+class Opaque:
+    """Moved to a device by itself, as Lightning allows."""
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Manual(), {}, r"(?s)The module optimizes manually.*test_refused_runs\.py:\d+: `def training_step"),
+        (Closures(same), {}, r"(?s)LBFGS runs a step several times.*test_refused_runs\.py:\d+: `def configure_optimizers"),
+        (Fetches(same), {}, r"`training_step\(self, dataloader_iter\)` fetches batches itself\. Take a batch"),
+        (Small(same), {"detect_anomaly": True}, "detect_anomaly=True.* looks at values on the host"),
+        (Small(same), {"strategy": zero3(debug=True)}, r"`Zero3Strategy\(debug=True\)` looks at values on the host"),
+        (Small(same), {"strategy": zero3(stop_on_nonfinite=True)}, r"stop_on_nonfinite=True\)` looks at values on the host"),
+        (Small(same), {"strategy": zero3(reduce_once=True)}, r"reduce_once=True\)` exchanges something else .*Leave it out"),
+        (
+            Small(same, [{"x": torch.ones(4, 3), "o": Opaque()}] * 4),
+            {},
+            r"batch\['o'\] is a .*Opaque\. What goes into a graph and comes out are",
+        ),
+        (
+            Small(same, [{"x": torch.ones(4, 3), "s": torch.eye(3).to_sparse()}] * 4),
+            {},
+            r"batch\['s'\] is a sparse torch\.Tensor",
+        ),
+    ],
+    ids=["manual", "LBFGS", "iterator", "anomaly", "debug", "nonfinite", "once", "batch", "sparse"],
+)
+def test_runs_that_cannot_be_captured_at_all(module, options, message):
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    with pytest.raises(GraphCaptureError, match=message):
+        train(module, CUDAGraphStep(software=True, strict=True), **options)
+
+
+def test_batches_that_differ_each_time_are_refused(monkeypatch):
+    monkeypatch.setattr(graph_runner, "MOST_SIGNATURES", 3)
+    batches = [{"x": torch.ones(4, 3), "name": str(k)} for k in range(5)]
+    with pytest.raises(GraphCaptureError, match="kinds of inputs came, and none of them often.*leave out ids"):
+        train(Small(same, batches), CUDAGraphStep(software=True, strict=True))
+
+
+def test_other_strategies_are_refused_by_name():
+    trainer = SimpleNamespace(strategy=SimpleNamespace(strategy_name="odd"), world_size=1)
+    assert "The strategy SimpleNamespace is not known to work. Use one device, `ddp` or `zero3`." in map(
+        str, check_device(trainer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"warmup": 1}, "warmup: .* got 1"), ({"max_graphs": 0}, "max_graphs: .* got 0")]
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        CUDAGraphStep(**options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "environ", "expected"),
+    [
+        ("expandable_segments:True", 1, {}, []),
+        ("expandable_segments:True", 2, {}, ["NCCL_GRAPH_REGISTER=0"]),
+        ("expandable_segments:True", 2, {"NCCL_GRAPH_REGISTER": "0"}, []),
+        ("expandable_segments:False,max_split_size_mb:64", 2, {}, ["max_split_size_mb"]),
+        ("garbage_collection_threshold:0.8", 1, {}, ["garbage_collection_threshold"]),
+    ],
+)
+def test_settings_of_the_allocator_that_do_not_go_with_graphs(settings, world_size, environ, expected):
+    found = check_allocator(settings, world_size, environ)
+    assert len(found) == len(expected) and all(word in text for word, text in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"garbage_collection_threshold": 0.8, "per_process_memory_fraction": 0.9},
+            "garbage_collection_threshold frees memory",
+        ),
+        ({"max_split_size_mb": 64}, "max_split_size_mb frees memory"),
+        ({"expandable_segments": True}, None),
+    ],
+)
+def test_beside_the_allocators_own_callback(options, message, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    config = AllocatorConfig(**options)
+    try:
+        with pytest.raises(GraphCaptureError, match=message) if message else nullcontext():
+            train(Small(same), config, CUDAGraphStep(software=True, strict=True))
+    finally:
+        config.restore_now()
+
+
+def test_without_cuda_nothing_is_captured():
+    module = Small(prints)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="CUDAGraphStep")
+        train(module, CUDAGraphStep(strict=True))
