@@ -50,7 +50,14 @@ Facts = dict[str, dict[str, Any]]  # section -> item -> value
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for the other ranks (default: 30)")
+    parser.add_argument("--timeout", type=_seconds, default=30.0, help="seconds to wait for the other ranks (default: 30)")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text}")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

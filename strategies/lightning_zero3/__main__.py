@@ -25,9 +25,13 @@ def main(argv: list[str] | None = None) -> int:
         command.add_arguments(subparsers.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION))
     arguments = parser.parse_args(argv)
     try:
-        return importlib.import_module(COMMANDS[arguments.command]).run(arguments)
-    except (CheckpointError, OSError) as error:  # what is wrong with a path is no matter for a traceback
+        code = importlib.import_module(COMMANDS[arguments.command]).run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except (CheckpointError, OSError) as error:  # what is wrong with a path, or a full disk, is no matter for a traceback
         print(error, file=sys.stderr)
+        sys.stdout = None  # what is left in it would be tried again at exit
         return 1
 
 
