@@ -105,17 +105,18 @@ class _Reader:
         return None
 
     def missing(self, item: str, remedy: str, names: tuple[str, ...] = ()) -> NoReturn:
-        known = ", ".join(f"{k}={self.environ[k]}" for k in _relevant(self.environ)) or "nothing"
         raise LaunchError(
             f"This process was started by {self.launcher.name}, but its {item.replace('_', ' ')} is unknown: "
-            f"{' or '.join(names or getattr(self.launcher, item))} is not set. Set are: {known}. {remedy}"
+            f"{' or '.join(names or getattr(self.launcher, item))} is not set. {told_variables(self.environ)} {remedy}"
         )
 
 
-def _relevant(environ: Mapping[str, str]) -> list[str]:
+def told_variables(environ: Mapping[str, str]) -> str:
+    """In words, which variables of launchers are set."""
     starts = ("MASTER_", "SLURM_N", "SLURM_P", "SLURM_L", "SLURM_STEP_N", "OMPI_COMM", "MV2_COMM", "PMI_", "MPI_LOCAL", "JSM_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
-    return sorted(k for k in environ if k in names or k.startswith(starts))
+    known = ", ".join(f"{k}={environ[k]}" for k in sorted(environ) if k in names or k.startswith(starts))
+    return f"Set are: {known or 'nothing'}."
 
 
 # ---- who am I ----------------------------------------------------------------------------------------------------------
@@ -219,6 +220,8 @@ def _local_world_size(read: _Reader, world_size: int, node: int | None, on_one_h
 
 
 def _node_rank(read: _Reader, rank: int, local_rank: int, local_world_size: int) -> int:
+    if local_world_size < 1:
+        raise LaunchError(f"{read.why['local_world_size']} is no number of processes. Correct or unset it.")
     node_rank, rest = divmod(rank - local_rank, local_world_size)
     if rest:
         raise LaunchError(

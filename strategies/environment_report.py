@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .environment import detect
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text}")
     return value
 
@@ -142,8 +143,10 @@ def _devices(world: World | None) -> dict[str, Any]:
         where = f"compute {p.major}.{p.minor}, NUMA node {numa_node_of(device)}"
         found[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.1f} GiB, {where}"
     if found and world is not None and world.device_type == "cuda":
-        free, _ = torch.cuda.mem_get_info(world.local_rank)  # opens a context: only on the rank's own
-        found["free_gib"] = round(free / 2**30, 1)
+        try:
+            found["free_gib"] = round(torch.cuda.mem_get_info(world.local_rank)[0] / 2**30, 1)  # opens a context: on its own
+        except RuntimeError as error:  # another process has it for itself, or all of its memory
+            found["free_gib"] = f"unknown: {str(error).splitlines()[0]}"
     return found or {"cpu": platform.processor() or platform.machine()}
 
 
@@ -176,8 +179,12 @@ def _gather(world: World, mine: Facts, timeout_s: float) -> dict[int, Facts]:
     store.set(f"facts {world.rank}", json.dumps(mine, default=str))
     until = time.monotonic() + timeout_s
     awaited = [f"facts {r}" for r in range(world.world_size)] if world.rank == 0 else ["done"]
-    while time.monotonic() < until and not store.check(awaited):
-        time.sleep(0.05)
+    try:
+        while time.monotonic() < until and not store.check(awaited):
+            time.sleep(0.05)
+    except RuntimeError:
+        if world.rank == 0:
+            raise  # to others rank 0, which serves the store, has ended: it has all it needs
     if world.rank != 0:
         return {world.rank: mine}
     found = {r: json.loads(store.get(key)) for r, key in enumerate(awaited) if store.check([key])}
@@ -216,7 +223,7 @@ def _print_table(everyone: Mapping[int, Facts], marked: list[str], problem: str)
         why = {rank: facts["why"].get(item, "") for rank, facts in everyone.items()} if section == "process" else {}
         differs = f"{section}.{item}" in marked
         table.add_row("[red]differs" if differs else "", item, _by_rank(values), _by_rank(why))
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 150)
     console.print(table)
     if problem:
         console.print(problem, markup=False, soft_wrap=True)
@@ -228,5 +235,5 @@ def _by_rank(values: Mapping[int, Any]) -> str:
     for rank, value in values.items():
         ranks.setdefault("-" if value is None else str(value), []).append(rank)
     if len(ranks) < 2:
-        return "".join(ranks)
-    return "\n".join(f"{','.join(map(str, owners))}: {value}" for value, owners in ranks.items())
+        return escape("".join(ranks))
+    return escape("\n".join(f"{','.join(map(str, owners))}: {value}" for value, owners in ranks.items()))

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 _BYTES = mmap.PAGESIZE
 _ACTIVITY, _STEP, _UNIT, _EXCHANGES, _WORDS_LENGTH = range(5)
@@ -124,7 +125,8 @@ def _read(cells: memoryview) -> Place:
 def machine() -> str:
     """The same for two processes that can see each other's process ids."""
     with suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # hosts may share a name
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()} {os.getpid()}"
 
 
@@ -146,7 +148,7 @@ class Neighbour:
             raise OSError("pidfd_open needs Linux 5.3")
         self.descriptor = os.pidfd_open(pid)  # readable when the process has ended
         self._place, self._memory = place, b""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # another file, if the process has ended meanwhile
             memory = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
             self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
             os.close(memory)

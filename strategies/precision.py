@@ -222,12 +222,17 @@ def gather_dtypes(model: nn.Module, precision: str, kept: Collection[str]) -> di
     return {} if low is None else dict.fromkeys(cast_names(model).difference(kept), low)
 
 
-def kept_names(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+def kept_names(model: nn.Module, patterns: Sequence[str], precision: str) -> set[str]:
     """Names of the parameters that ``keep_in_fp32`` means: their own or their modules' match a pattern (``fnmatch``).
 
     Raises:
-        ValueError: a pattern matches nothing.
+        ValueError: a pattern matches nothing, or the precision has made all parameters something else.
     """
+    if patterns and precision not in ("32-true", "bf16-mixed", "16-mixed"):
+        raise ValueError(
+            f"Zero3Strategy(keep_in_fp32={list(patterns)}) with precision={precision!r}, which makes all parameters of that "
+            "dtype. Use 'bf16-mixed' or '16-mixed', or leave keep_in_fp32 out."
+        )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     kept: set[str] = set()
     for pattern in patterns:

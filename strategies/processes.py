@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from typing_extensions import override
 
 from .cluster import choose, identify
 from .collectives import CollectiveTimer, LocalCollectives, Meeting
+from .environment import told_variables
 from .host import bind_to_numa_node, limit_threads, visible_devices
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
@@ -63,7 +65,12 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _finds_port(self.cluster_environment, self.num_nodes):
             os.environ["MASTER_PORT"] = str(serve_at(listen()))
-        return super().launch(function, *args, **kwargs)
+        try:
+            return super().launch(function, *args, **kwargs)
+        except BaseException:
+            if not _distributed_is_initialized():  # nobody will be there whom they could wait for
+                self.kill(signal.SIGTERM)
+            raise
 
 
 class _ForkLauncher(_MultiProcessingLauncher):
@@ -78,6 +85,7 @@ class _ForkLauncher(_MultiProcessingLauncher):
             with self._port():
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
+            self.kill(signal.SIGTERM)
             if trainer is not None:  # it would save from here, which is no rank: the ranks have saved, if they could
                 self.put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
                 trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]
@@ -180,11 +188,16 @@ class ProcessStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero utilities who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # Some environments ignore the setter: ask them.
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        try:
+            if self.cluster_environment is not None:
+                self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            # Some environments ignore the setter: ask them.
+            rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        except ValueError as error:
+            raise LaunchError(
+                f"A variable of the launcher is no whole number ({error}). {told_variables(os.environ)}"
+            ) from error
 
     @override
     def _configure_launcher(self) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .symptoms import Beat
 
 BEAT_S = 1.0
+STOOD_STILL_S = 5 * BEAT_S  # a rank that has looked at nothing for so long was stopped (Ctrl-Z), and perhaps all were
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,6 @@ class Reports:
     def _keep(self, rank: int, beat: Beat) -> None:
         now, known = time.monotonic(), self.newest.get(rank)
         since = known.since if known is not None and known.beat.number == beat.number else now
+        if known is not None and now - known.read > STOOD_STILL_S:
+            since = now
         self.newest[rank] = Report(beat, since, now)

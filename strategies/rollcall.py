@@ -116,9 +116,10 @@ def _compare(cards: dict[int, dict[str, object]]) -> str:
     first = cards[0]
     for rank, card in cards.items():
         for item in _ALIKE:
-            if card[item] != first[item]:
+            theirs = card.get(item)  # another version may not tell it
+            if theirs != first[item]:
                 return (
-                    f"Rank {rank} ({_name(card)}) has {item} {card[item]}, but rank 0 ({_name(first)}) has {first[item]}. All "
+                    f"Rank {rank} ({_name(card)}) has {item} {theirs}, but rank 0 ({_name(first)}) has {first[item]}. All "
                     "ranks need the same: install it alike on every node, or correct the launch command."
                 )
     owners: dict[object, int] = {}

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from .collectives import DivergenceError, LocalCollectives, board, first_difference, group, pairwise, shared
 from .device_waits import DeviceWaits
 from .position import Activity, Neighbour, Place, Position, machine
-from .reports import BEAT_S, Report, Reports
+from .reports import BEAT_S, STOOD_STILL_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
 
 _NOBODY = -1  # alone is behind it
@@ -90,7 +90,7 @@ class Watch:
         self._known = threading.Event()  # the verdict
         self._hurry = False
         self._wake_reader, self._wake_writer = os.pipe()
-        self._stopping = False
+        self._stopping, self._looked = False, time.monotonic()
         self._reports = Reports(store, rank, world_size, self._beat)
         self._thread = threading.Thread(target=self._run, name="lightning_zero3.watch", daemon=True)
         self._thread.start()
@@ -147,6 +147,10 @@ class Watch:
         self._thread.join()
         self._reports.stop()
         self.position.close()
+        for neighbour in filter(None, self._neighbours.values()):
+            neighbour.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     # ------------------------------------------------------------------------------------------------ the thread
 
@@ -163,6 +167,9 @@ class Watch:
             self._sample()
 
     def _look(self) -> None:
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before > STOOD_STILL_S:
+            self._reports.answered = self._looked
         newest = dict(self._reports.newest)
         if self._reports.verdict is not None:
             self._conclude(self._reports.verdict)
@@ -306,7 +313,8 @@ class Watch:
                 stuck=True,
             )
         elif warning := self._straggler.find(beats, self.unit_name):
-            rank_zero_warn(warning)
+            with suppress(Warning):  # made an error, here where nobody sees it
+                rank_zero_warn(warning)
 
     # ------------------------------------------------------------------------------------------------ verdicts
 
@@ -324,14 +332,14 @@ class Watch:
         self._deadline = time.monotonic() + (0 if verdict.get("stuck") else self._options.grace)
         self._known.set()
         if verdict["rank"] != self._rank or verdict.get("stuck"):
-            print(self._message(verdict), file=sys.stderr, flush=True)
+            _say(self._message(verdict))
 
     def _end_if_late(self) -> None:
         if time.monotonic() < self._deadline or self._stopping:
             return
         frame = self._frame()
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        print(f"Rank {self._rank} did not end by itself; its process is ended here:\n{stack}", file=sys.stderr, flush=True)
+        _say(f"Rank {self._rank} did not end by itself; its process is ended here:\n{stack}")
         os._exit(1)
 
     def _message(self, verdict: dict[str, Any]) -> str:
@@ -355,6 +363,11 @@ class _Doing:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self._position.activity = self._before
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # a full disk, or closed: the watch goes on
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_about_a_connection(error: BaseException) -> bool:

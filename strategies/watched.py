@@ -95,6 +95,12 @@ class WatchedStrategy(ProcessStrategy):
         units = self.engine.units if self.engine is not None else []
         return units[index].name if index < len(units) else str(index)
 
+    @override
+    def on_train_end(self) -> None:
+        """Ranks end together: one that has fewer batches meets the others here, who are told apart from it, and all fail."""
+        super().on_train_end()
+        self.barrier("end of training")
+
     def stop_watch(self) -> None:
         """The run is over on this rank."""
         if self.watch is not None:

@@ -67,8 +67,9 @@ class World:
         for small, large in (("rank", "world_size"), ("local_rank", "local_world_size")):
             if not 0 <= getattr(self, small) < getattr(self, large):
                 raise LaunchError(
-                    f"{small} {getattr(self, small)} ({self.because(small)}) is not below {large} {getattr(self, large)} "
-                    f"({self.because(large)}): two launchers have mixed their variables. Unset those that are left over."
+                    f"{small} {getattr(self, small)} ({self.because(small)}) is none of the {large} {getattr(self, large)} "
+                    f"({self.because(large)}), which are numbered from 0. Correct the variable, or unset it where another "
+                    "launcher has left it."
                 )
         if self.local_world_size > self.world_size:
             raise LaunchError(

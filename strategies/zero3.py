@@ -211,7 +211,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def _build_engine(self) -> Zero3Engine:
         module = self.lightning_module
         assert module is not None
-        kept = kept_names(module, self._keep_in_fp32)
+        kept = kept_names(module, self._keep_in_fp32, self.precision_plugin.precision)
         dtypes = gather_dtypes(module, self.precision_plugin.precision, kept)
         wire = self._gather_dtype or torch.float32
         return Zero3Engine(

@@ -74,8 +74,10 @@ def remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
-    top = path.parent.parent if path.parent.name == _UNFINISHED else path.parent
-    rubbish = top / _REMOVED / uuid.uuid4().hex
+    if path.parent.name == _UNFINISHED:  # nobody takes it for a checkpoint, and the disk may be full
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    rubbish = path.parent / _REMOVED / uuid.uuid4().hex
     rubbish.parent.mkdir(exist_ok=True)
     os.rename(path, rubbish)
     shutil.rmtree(rubbish.parent, ignore_errors=True)

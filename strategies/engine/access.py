@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..collectives import LocalCollectives, checksum
 from .chunk import Entry
 from .gradients import Gradients
-from .resting import FullGradient, ResidencyError, settle
+from .resting import FullGradient, ResidencyError, set_data, settle
 from .unit import Unit
 
 # Identity of the backward pass that runs in this thread.
@@ -113,7 +113,7 @@ class Access:
         finally:
             for (_, entry), slot in zip(wanted, slots, strict=True):
                 values[entry.name] = entry.parameter.data
-                entry.parameter.data = slot
+                set_data(entry.parameter, slot)
             for unit, _ in wanted:
                 unit.lent = False
                 unit.rest()
@@ -145,6 +145,7 @@ def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:
     entry.parameter.__class__ = entry.cls
     slot = entry.parameter.data
     entry.parameter.data = value
+    entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
     return slot
 
 

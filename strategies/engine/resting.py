@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -117,15 +118,12 @@ def take_gradient(parameter: Tensor) -> Tensor | None:
 
 
 class FullGradient(Tensor):
-    """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards.
+    """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards."""
 
-    A view of it can only be read: to whom a change of the view would have to be told is not known.
-    """
-
-    parameter: nn.Parameter | None  # None: a view
+    parameter: nn.Parameter
 
     @classmethod
-    def of(cls, parameter: nn.Parameter | None, value: Tensor) -> FullGradient:
+    def of(cls, parameter: nn.Parameter, value: Tensor) -> FullGradient:
         """``value`` as the gradient of ``parameter``."""
         gradient = value.as_subclass(cls)
         gradient.parameter = parameter
@@ -134,27 +132,60 @@ class FullGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Read, or write and store."""
-        kwargs = kwargs or {}
-        name = _name(func)
-        written = _all((args[0] if _writes(name) and args else None, kwargs.get("out")), FullGradient)
-        if any(gradient.parameter is None for gradient in written):
-            raise ResidencyError(
-                f"`{name}` would change a view of a copy of a sharded gradient. Change the whole gradient, in place or by "
-                "assigning: `parameter.grad = ...`."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            for gradient in written:
-                _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
-            source = args[0] if args and isinstance(args[0], FullGradient) else None
-            if name in ("numpy", "__array__"):
-                result.flags.writeable = False  # nobody would tell the shards
-            if source is None or result is source or not isinstance(result, Tensor):
-                return result
-            if name == "data.__get__":
-                return cls.of(source.parameter, result)
-            shared = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-            return cls.of(None, result) if shared else result.as_subclass(Tensor)
+        return _with_copies(func, args, kwargs or {})
+
+
+class ReadOnlyCopy(Tensor):
+    """A view of a copy of something sharded, which a change would not reach: it would be lost, and is an error."""
+
+    told: str  # what it is, and what to do instead
+
+    @classmethod
+    def of(cls, value: Tensor, told: str) -> ReadOnlyCopy:
+        """``value``, to be read."""
+        copy = value.as_subclass(cls)
+        copy.told = told
+        return copy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Read, or raise."""
+        return _with_copies(func, args, kwargs or {})
+
+
+def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func`` of arguments among which are copies of what is sharded."""
+    name = _name(func)
+    written = _written(name, args, kwargs)
+    for copy in _all(written, ReadOnlyCopy):
+        raise ResidencyError(f"`{name}` would change {copy.told}")
+    source = args[0] if args and isinstance(args[0], FullGradient | ReadOnlyCopy) else None
+    with torch._C.DisableTorchFunctionSubclass():
+        if source is not None and name in ("__deepcopy__", "__reduce_ex__"):
+            return func(source.as_subclass(Tensor), *args[1:], **kwargs)
+        result = func(*args, **kwargs)
+        for gradient in _all(written, FullGradient):
+            _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
+        if source is None or result is source:
+            return result
+        if name in ("numpy", "__array__"):
+            result.flags.writeable = False  # nobody would tell the shards
+        if isinstance(source, ReadOnlyCopy):
+            return _shield(result, source, source.told)
+        if name == "data.__get__":
+            return FullGradient.of(source.parameter, result)
+        whole = "Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
+        return _shield(result, source, f"a view of a copy of a sharded gradient. {whole}")
+
+
+def _shield(result: Any, source: Tensor, told: str) -> Any:
+    """``result``, of which what lies in the memory of ``source`` can only be read."""
+    if type(result) in (tuple, list):
+        return type(result)(_shield(each, source, told) for each in result)
+    if not isinstance(result, Tensor) or is_functorch_wrapped_tensor(result):
+        return result
+    shared = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return ReadOnlyCopy.of(result, told) if shared and result.numel() else result.as_subclass(Tensor)
 
 
 class _InUse:
@@ -229,14 +260,24 @@ class RestingParameter(nn.Parameter):
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
-        written = _all(target if name in _RAW or _writes(name) else kwargs.get("out"), RestingParameter)
+        written = _all(target if name in _RAW else _written(name, args, kwargs), RestingParameter)
         if written:
             raise ResidencyError(
                 f"`{name}` would touch the memory of parameter {describe(written[0])} while it is sharded "
                 "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
                 "its full value."
             )
-        return func(*_materialize(args), **_materialize(kwargs))
+        values = _materialize(args)
+        result = func(*values, **_materialize(kwargs))
+        if not isinstance(target, RestingParameter):
+            return result
+        told = (
+            f"a copy of the value of parameter {describe(target)}, not the parameter. Write `parameter.copy_(...)`, on all "
+            "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+        )
+        if name in ("numpy", "__array__"):
+            result.flags.writeable = False
+        return _shield(result, values[0], told)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
@@ -316,6 +357,11 @@ def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_") and not name.endswith("__")
+
+
+def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Arguments that the function of this name writes to."""
+    return args[0] if args and (_writes(name) or kwargs.get("inplace") is True) else None, kwargs.get("out")
 
 
 def _all(value: Any, cls: type[Tensor]) -> list[Any]:

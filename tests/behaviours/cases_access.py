@@ -143,6 +143,71 @@ class WriteWithoutModify(Case):
 
 
 @case
+class WriteToDataWithoutModify(WriteWithoutModify):
+    """A write to `.data` inside `gathered` without `modify=True`"""
+
+    def train(self, run):
+        Case.train(self, run)
+        with run.gathered(run.model):
+            run.model.head.weight.data.mul_(2.0)
+        Case.train(self, run)
+
+
+@case
+class AliasWrittenOutsideItsUnit(Case):
+    """A write to `weight.detach()` outside its unit's forward"""
+
+    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*modify=True"
+
+    def write(self, weight):
+        weight.detach().clamp_(-0.1, 0.1)
+
+    def loss(self, model, batch):
+        with torch.no_grad():
+            self.write(model.head.weight)
+        return super().loss(model, batch)
+
+
+@case
+class RowsWrittenOutsideTheirUnit(AliasWrittenOutsideItsUnit):
+    """A write to a weight's rows, one by one, outside its unit's forward"""
+
+    refused = r"`zero_` would change a copy of the value of parameter 'head\.weight'"
+
+    def write(self, weight):
+        for row in weight:
+            row.zero_()
+
+
+@case
+class InplaceFunctionOutsideItsUnit(AliasWrittenOutsideItsUnit):
+    """`F.relu(weight, inplace=True)` outside the weight's unit's forward"""
+
+    refused = r"`relu` would touch the memory of parameter 'head\.weight'"
+
+    def write(self, weight):
+        F.relu(weight, inplace=True)
+
+
+@case
+class CopiesOfAliases(Case):
+    """`deepcopy`, `pickle` and arithmetic of `weight.detach()` outside its unit's forward"""
+
+    def loss(self, model, batch):
+        kept = copy.deepcopy({"weight": model.head.weight.detach(), "row": model.head.weight[0].detach()})
+        kept["weight"].mul_(2.0)
+        loaded = torch.load(io.BytesIO(_saved(model.head.weight.detach())))
+        rows = torch.stack([row * 2 for row in model.head.weight.detach()])
+        return super().loss(model, batch) + (kept["weight"].sum() + kept["row"].sum() + loaded.sum()) * rows.sum()
+
+
+def _saved(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+@case
 class ForwardWhenGathered(Case):
     """A forward inside `gathered`"""
 
