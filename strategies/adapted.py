@@ -153,6 +153,10 @@ class _Pruning(ModelPruning):
     @override
     def apply_pruning(self, amount: int | float) -> None:
         with self._strategy.gathered(self._pruned(), modify=True):
+            for module, name in self._parameters_to_prune:  # the last forward has left what it had gathered, perhaps in bf16
+                for hook in (h for h in module._forward_pre_hooks.values() if isinstance(h, BasePruningMethod)):
+                    if hook._tensor_name == name:
+                        setattr(module, name, hook.apply_mask(module))
             super().apply_pruning(amount)
             for module, name in self._parameters_to_prune:
                 mask = module._buffers.get(f"{name}_mask")
@@ -211,7 +215,7 @@ class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self.save_on_exception:
+        if self._should_save_on_exception(trainer):
             super().on_exception(trainer, pl_module, exception)
         else:  # a user's own is called, and nobody is waited for
             super(_SavesOnException, self).on_exception(trainer, pl_module, exception)

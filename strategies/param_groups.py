@@ -74,6 +74,13 @@ class ParamGroups:
         """The engine for the groups as they are now: ``engine`` itself unless they were edited; collective then."""
         if not self._edited(engine):
             return engine
+        engine.structure.check()
+        renamed = sorted({name for name, _ in engine.structure.model.named_parameters()} - _names(engine))
+        if renamed:
+            raise ValueError(
+                f"Param groups were edited after parameters had been given other names, as pruning does: {', '.join(renamed)}. "
+                "Edit the groups before, or prune before `trainer.fit`."
+            )
         self._show(engine)
         return self._regroup(engine)
 
@@ -135,12 +142,6 @@ class ParamGroups:
         # For a while there are two sets of shards and of optimizer state.
         if Stepping.MODEL in self._stepping:
             raise ValueError("Param groups cannot be edited beside LBFGS: its history is of the parameters that it has had.")
-        renamed = sorted({name for name, _ in engine.structure.model.named_parameters()} - _names(engine))
-        if renamed:
-            raise ValueError(
-                f"Param groups were edited after parameters had been given other names, as pruning does: {', '.join(renamed)}. "
-                "Edit the groups before, or prune before `trainer.fit`."
-            )
         before = [dict(optimizer.state) for optimizer in self._optimizers]
         engine.adopt_gradients()
         engine.reducer.hide()

@@ -56,7 +56,7 @@ class Place:
     Attributes:
         activity: what the rank does.
         step: optimizer steps it has done.
-        unit: index of the unit whose forward or backward ran last; -1 before the first.
+        unit: index of the unit that was asked for last; -1 before the first.
         exchanges: of the engine, that it has begun; all ranks begin the same ones.
     """
 

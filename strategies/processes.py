@@ -81,6 +81,7 @@ class _ForkLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        self.restore()
         try:
             with self._port():
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -90,6 +91,12 @@ class _ForkLauncher(_MultiProcessingLauncher):
                 self.put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
                 trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]
             raise
+
+    def restore(self) -> None:
+        """The trainer has all its callbacks again."""
+        if self.put_back is not None:
+            self.put_back()
+            self.put_back = None
 
     @contextmanager
     def _port(self) -> Iterator[None]:
@@ -117,7 +124,7 @@ class _ForkLauncher(_MultiProcessingLauncher):
             if trainer is not None:  # Lightning does this in the process that called `fit` alone, which is no rank
                 _interrupt(trainer, error)
                 trainer._teardown()
-            if isinstance(error, SystemExit) and not error.code:
+            if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
                 raise SystemExit(1) from error  # SIGTERM's too: that process would wait for a result for ever
             raise
 
@@ -243,9 +250,8 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         # Not super().teardown(), which would move the module's resting parameters to the CPU.
-        if isinstance(self._launcher, _ForkLauncher) and self._launcher.put_back is not None:
-            self._launcher.put_back()
-            self._launcher.put_back = None
+        if isinstance(self._launcher, _ForkLauncher):
+            self._launcher.restore()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -76,7 +76,7 @@ def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline
         ) from error
     if problem:
         if world.rank == 0:
-            _wait(lambda: store.add("heard", 0) >= world.world_size - 1, time.monotonic() + 1)
+            _wait(lambda: store.add("heard", 0) >= world.world_size - 1, time.monotonic() + 1, world)
         raise LaunchError(problem)
 
 
@@ -97,7 +97,7 @@ def _look(store: dist.Store, world: World, deadline: float) -> str:
     """What is wrong with the ranks, empty if nothing is."""
     ranks = range(world.world_size)
     with explained(f"Not all of {world.world_size} ranks have come to {world.meeting_point}"):
-        complete = _wait(lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["doubled"]), deadline)
+        complete = _wait(lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["doubled"]), deadline, world)
     if store.check(["doubled"]):
         return store.get("doubled").decode()
     present = [r for r in ranks if store.check([f"rank {r}"])]
@@ -136,7 +136,7 @@ def _compare(cards: dict[int, dict[str, object]]) -> str:
 def _listen(store: dist.Store, world: World, deadline: float) -> str:
     with explained(f"Rank {world.rank} waits for the other ranks at {world.meeting_point}"):
         # Rank 0 has the same deadline and names who is missing; leave it the time to say so.
-        if not _wait(lambda: store.check(["verdict"]), deadline + 5):
+        if not _wait(lambda: store.check(["verdict"]), deadline + 5, world):
             return f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Its own output says why."
     problem, world_size = json.loads(store.get("verdict"))
     store.add("heard", 1)
@@ -145,13 +145,13 @@ def _listen(store: dist.Store, world: World, deadline: float) -> str:
     return problem
 
 
-def _wait(done: Callable[[], bool], deadline: float) -> bool:
-    began = time.monotonic()
+def _wait(done: Callable[[], bool], deadline: float, world: World) -> bool:
+    began, least = time.monotonic(), max(0.002, 1e-4 * world.world_size)  # all ask one store
     while not done():
         now = time.monotonic()
         if now >= deadline:
             return False
-        time.sleep(min(max(0.002, (now - began) / 50), 0.25))  # at most 2% of the wait is lost
+        time.sleep(min(max(least, (now - began) / 50), 0.25))  # at most 2% of the wait is lost
     return True
 
 

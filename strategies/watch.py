@@ -80,7 +80,7 @@ class Watch:
         self._calls, self._call_store = 0, store.clone()  # no beat shall wait for the training thread's connection
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
         self._reported: Place | None = None
-        self._trained = threading.current_thread().ident
+        self._trained, self._listing = threading.current_thread().ident, threading.Lock()
         self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
         self._over: dict[int, Place] = {}  # ranks whose run has ended well
         self._unread: dict[int, float] = {}  # ranks that have ended, nobody here saw how -> when the store had time to tell
@@ -211,14 +211,15 @@ class Watch:
     def _frame(self) -> FrameType | None:
         """What the training thread runs."""
         # Where garbage is collected while frames are listed, CPython 3.11 may lock up for ever (python/cpython#106883).
-        collects = gc.isenabled()
-        if collects:
-            gc.disable()
-        try:
-            return sys._current_frames().get(self._trained or 0)
-        finally:
+        with self._listing:  # the reports' thread asks, too
+            collects = gc.isenabled()
             if collects:
-                gc.enable()
+                gc.disable()
+            try:
+                return sys._current_frames().get(self._trained or 0)
+            finally:
+                if collects:
+                    gc.enable()
 
     def _beat(self) -> Beat:
         self._number += 1

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from .collectives import make_clock
+from .collectives import DivergenceError, make_clock
 from .device_waits import DeviceWaits, lanes_of
 from .engine import Zero3Engine
 from .position import Activity
@@ -111,6 +111,8 @@ class WatchedStrategy(ProcessStrategy):
 
     def ends_alike(self, exception: BaseException) -> bool:
         """Whether all ranks end with such an error at this place, so that they can save together; waits for them a while."""
+        if isinstance(exception, DivergenceError):  # what a forward wrote to the shards may be another thing on each rank
+            return False
         # After SIGTERM all ranks stop together.
         return self.watch is None or isinstance(exception, SIGTERMException) or self.watch.all_end_with(exception)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 import torch
 from torch import Tensor
 
-_PIECE = 1 << 20  # bytes that a checksum has in int64 at a time
+_PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 
 
 class DivergenceError(RuntimeError):
@@ -53,11 +53,14 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
 
 def checksum(values: Tensor) -> Tensor:
     """An int64 [] that the bits of ``values`` [any shape] and their places decide; in pieces, on the device."""
-    bits = values.detach().reshape(-1).contiguous().view(torch.uint8)
-    places = torch.arange(1, min(len(bits), _PIECE) + 1, device=bits.device) * 0x1E3779B97F4A7C15  # wraps, here and below
-    weights = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9  # not linear in the place: 1 + 4 are not 2 + 3
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(_PIECE):
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
+    padded = torch.zeros(-(-flat.nbytes // 8), dtype=torch.int64, device=flat.device)
+    padded.view(torch.uint8)[: flat.nbytes].copy_(flat.contiguous().view(torch.uint8))
+    places = torch.arange(1, min(len(padded), _PIECE) + 1, device=flat.device) * 0x1E3779B97F4A7C15  # wraps, here and below
+    # Not linear in the place: 1 + 4 are not 2 + 3. Odd: no bit of a word is lost.
+    weights = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9 | 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in padded.split(_PIECE):
         total = total * 0x14CB5EB1 + (piece * weights[: len(piece)]).sum()
     return total
 
@@ -69,7 +72,7 @@ class Diary:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
         written: names of the parameters that forwards have changed since the last agreement -> checksum of each.
         describe: what a label stands for, for errors.
-        progress: index of the unit whose forward or backward came last, and exchanges begun.
+        progress: index of the unit that was asked for last, and exchanges begun.
     """
 
     def __init__(self) -> None:

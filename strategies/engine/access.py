@@ -68,7 +68,7 @@ class Access:
         unit, entry = self._owner[id(parameter)]
         value = value.detach().broadcast_to(entry.size)
         if self.in_step and unit.announce is None and not unit.whole:
-            self._collectives.diary.written[entry.name] = checksum(value.to(entry.dtype))
+            self._collectives.diary.written[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
         entry.store(value, entry.group.data)
         self._weights_changed()
 

@@ -69,6 +69,6 @@ def _other_values(everyone: Sequence[Sequence[tuple[str, int]]]) -> str:
     return (
         f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
         "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
-        "ranks have (`torch.distributed.all_reduce`), or make it in `with strategy.gathered(module, modify=True):`, where rank "
-        "0's counts."
+        "ranks have (`torch.distributed.all_reduce`), or make it between steps, in `with strategy.gathered(module, "
+        "modify=True):`, where rank 0's counts (leave `max_norm` out, and renormalise there)."
     )

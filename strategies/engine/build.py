@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,37 +118,47 @@ def check_memory(model: nn.Module) -> None:
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not is_sharded(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name, tensor))
-    begun: list[tuple[int, str, Tensor]] = []  # where those end that have not ended where the next one starts
-    for start, end, name, tensor in sorted(spans, key=lambda span: span[:3]):
-        begun = [before for before in begun if before[0] > start]
-        for _, other, earlier in begun:
-            if (isinstance(tensor, nn.Parameter) or isinstance(earlier, nn.Parameter)) and _share_bytes(earlier, tensor):
+            spans.append(_Span(tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name, tensor))
+    cluster: list[_Span] = []  # of those whose extents overlap
+    for span in (*sorted(spans, key=lambda span: span[:3]), None):
+        if cluster and (span is None or span.start >= max(before.end for before in cluster)):
+            if (second := _clash(cluster)) is not None:
+                first = next(k for k in range(second) if _clash([cluster[k], cluster[second]]) is not None)
                 raise ValueError(
-                    f"{other!r} and {name!r} share memory, and after sharding they would not. To tie two layers let "
-                    "both have the same parameter (`head.weight = embedding.weight`, without `.data`), else use `.clone()`."
+                    f"{cluster[first].name!r} and {cluster[second].name!r} share memory, and after sharding they would not. To "
+                    "tie two layers let both have the same parameter (`head.weight = embedding.weight`, without `.data`), else "
+                    "use `.clone()`."
                 )
-        begun.append((end, name, tensor))
+            cluster = []
+        cluster += [span] if span is not None else []
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    name: str
+    tensor: Tensor
+
+
+def _clash(cluster: list[_Span]) -> int | None:
+    """The first of ``cluster``, sorted, that shares a byte with one before; columns of a matrix do not. Buffers may."""
+    start, end = cluster[0].start, max(span.end for span in cluster)
+    marks = torch.zeros(end - start if len(cluster) > 1 else 0, dtype=torch.uint8, device="cpu")  # 1: a buffer, 3: a parameter
+    for number, (place, _, _, tensor) in enumerate(cluster if len(marks) else ()):
+        sizes = [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]  # expanded: one element
+        steps = [step * tensor.itemsize for step in tensor.stride()]
+        own = marks.as_strided([*sizes, tensor.itemsize], [*steps, 1], place - start)
+        mark = 3 if isinstance(tensor, nn.Parameter) else 1
+        if int(own.max()) > 3 - mark:
+            return number
+        own.fill_(mark)
+    return None
 
 
 def _extent(tensor: Tensor) -> int:
     """Bytes from the first of ``tensor``, which may leave some out, to its last."""
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + steps) * tensor.itemsize
-
-
-def _share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors, of which ``b`` begins within ``a``'s extent, share a byte: columns of a matrix do not."""
-    gap = b.data_ptr() - a.data_ptr()
-    marks = torch.zeros(max(_extent(a), gap + _extent(b)), dtype=torch.bool, device="cpu")
-
-    def view(tensor: Tensor, offset: int) -> Tensor:
-        sizes = [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]  # expanded: one element
-        steps = [step * tensor.itemsize for step in tensor.stride()]
-        return marks.as_strided([*sizes, tensor.itemsize], [*steps, 1], offset)
-
-    view(a, 0).fill_(True)
-    return bool(view(b, gap).any())
 
 
 def _dense_stride(p: Tensor) -> tuple[int, ...]:

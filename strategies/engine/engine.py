@@ -176,7 +176,8 @@ class Zero3Engine:
             yield
             return
         self.open_step()
-        if not torch.is_grad_enabled():
+        evaluates = not torch.is_grad_enabled()
+        if evaluates:
             self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.diary.resume()
@@ -194,6 +195,8 @@ class Zero3Engine:
         finally:
             self.access.in_step = self.gradients.over = False
             self._saved.forget()
+            if evaluates:
+                self.collectives.diary.written = {}
         if self._root is not None and self._root.pins:
             self._root.unuse()
 

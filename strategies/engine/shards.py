@@ -186,14 +186,16 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
 
 _NORMS = frozenset(
     "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean nanmean dot vdot inner "
-    "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile".split()
+    "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile argmax argmin prod logsumexp softmax "
+    "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity".split()
 )
+_JOINS = ("cat", "concat", "concatenate", "hstack", "stack")
 
 
 class FlatGradient(Tensor):
     """The gradient of a flat tensor, as the optimizer sees it. A norm of it would be of this rank's elements alone.
 
-    So would one of what is computed from it element by element, which therefore has the same class.
+    So would one of what is computed from it element by element, or of several, which therefore has the same class.
     """
 
     @classmethod
@@ -207,8 +209,8 @@ class FlatGradient(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
-            elementwise = type(result) is Tensor and result.shape == getattr(args[0] if args else None, "shape", None)
-            return result.as_subclass(cls) if elementwise else result
+            kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
+            return result.as_subclass(cls) if kept and type(result) is Tensor else result
 
 
 @dataclass
