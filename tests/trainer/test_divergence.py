@@ -1,8 +1,11 @@
 """One rank reads what is sharded while the others do something else, or writes what they do not: an error on each."""
 
+import os
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
 from helpers.parity import trainer, zero3
@@ -85,7 +88,24 @@ class Writer(Asymmetric):
         pass
 
 
-def _fit_all(rank, world_size):
+class WritesWhenEvaluated(Asymmetric):
+    """Each rank another value; training compares only what training wrote."""
+
+    def __init__(self):
+        super().__init__("gradient", "wait for the others at a barrier")
+        self.table = Table()
+
+    def validation_step(self, batch):
+        _copy(self, "a", self.global_rank)
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.message = "trained"
+
+
+def _fit_all(rank, world_size, folder):
     told, written = [], {}
     for read, other in zip(READS, ELSEWHERE, strict=True):
         module = Asymmetric(read, other)
@@ -93,18 +113,24 @@ def _fit_all(rank, world_size):
             trainer(zero3(unit_policy=["Linear"]), world_size).fit(module)
         told.append((other, module.message))
     for name, write in WRITES.items():
-        with pytest.raises(DivergenceError) as caught:
-            trainer(zero3(unit_policy=["Linear", "Table"]), world_size).fit(Writer(write))
+        saver = OnExceptionCheckpoint(folder, name)  # of values that no rank has had
+        options = {"callbacks": [saver], "enable_checkpointing": None}
+        with pytest.raises(DivergenceError) as caught, pytest.warns(UserWarning, match="saves nothing"):
+            trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(Writer(write))
+        assert not os.path.exists(saver.ckpt_path)
         written[name] = str(caught.value)
     # The same values in another order are the same.
     alike = Writer(lambda module, rank: [_copy(module, name, 2) for name in ["ab", "ba"][rank]])
     trainer(zero3(unit_policy=["Linear", "Table"]), world_size).fit(alike)
+    evaluated = WritesWhenEvaluated()
+    trainer(zero3(unit_policy=["Linear", "Table"]), world_size, num_sanity_val_steps=2, limit_val_batches=2).fit(evaluated)
+    assert evaluated.message == "trained"
     return told, written
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(_fit_all, 2, timeout=120)
+def ranks(tmp_path_factory):
+    return run_ranks(_fit_all, 2, str(tmp_path_factory.mktemp("saved")), timeout=120)
 
 
 def test_both_ranks_are_told(ranks):

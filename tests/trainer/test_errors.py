@@ -219,6 +219,9 @@ NORMS = (
     lambda grad: grad.double().norm(),
     lambda grad: grad.abs().max(),
     lambda grad: (2 * grad.clone()).std(),
+    lambda grad: torch.isfinite(grad).all(),
+    lambda grad: torch.cat([grad, grad]).norm(),
+    lambda grad: torch.stack([grad.square()]).sum(),
 )
 
 

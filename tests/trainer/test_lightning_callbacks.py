@@ -158,3 +158,39 @@ def test_nothing_is_gathered_or_agreed_on_where_nothing_is_done():
     checkpoint = {"state_dict": dict(module.state_dict())}
     pruning.on_save_checkpoint(nothing, module, checkpoint)
     assert checkpoint["state_dict"].keys() == module.state_dict().keys()
+
+
+class Rounds(pl.LightningModule):
+    """Weights, many of which are the same in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(64, 64)
+        torch.nn.init.uniform_(self.layer.weight, 1.0, 1.1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 64), batch_size=1)
+
+
+def prune_repeatedly(rank, world_size, strategy, precision):
+    module = Rounds()
+    pruning = ModelPruning(
+        "l1_unstructured", [(module.layer, "weight")], amount=0.3, use_global_unstructured=False, make_pruning_permanent=False
+    )
+    trainer(strategy, world_size, max_epochs=3, precision=precision, callbacks=[pruning]).fit(module)
+    return module.layer.weight_mask
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_masks_are_of_the_weights_in_full_precision(precision):
+    expected, *_ = run_ranks(prune_repeatedly, 2, "ddp", precision)
+    assert 0.3 < expected.mean() < 0.4
+    for mask in run_ranks(prune_repeatedly, 2, "zero3", precision):
+        assert torch.equal(mask, expected)
