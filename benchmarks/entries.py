@@ -108,6 +108,9 @@ class Meter:
             self.first = time.time() - self.job.started
         if len(self.marks) == WARMUP:
             self.wire = loopback_bytes()
+            if self.job.device == "cuda":
+                torch.cuda.empty_cache()  # of the whole model, in set-up
+                torch.cuda.reset_peak_memory_stats()
 
     def result(self):
         measured = self.marks[WARMUP - 1 :]

@@ -83,6 +83,7 @@ def run(kind, size, ranks, device):
         if device == "cuda":
             torch.cuda.synchronize()
             if number == WARMUP:
+                torch.cuda.empty_cache()  # of the whole model, in set-up
                 torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         step()

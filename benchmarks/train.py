@@ -146,7 +146,7 @@ def summarize(records, reference):
             "first_step_s": statistics.median(run[0]["first"] for run in record["runs"]),
             "wire_mb": statistics.median(run[0]["wire"] for run in record["runs"]) / 1e6,
             "live_mb": record.get("live", 0) / 1e6,
-            "peak_mb": record.get("peak", 0) / 1e6,
+            "peak_mb": max(record.get("peak", 0), *(r.get("allocated", 0) for run in record["runs"] for r in run)) / 1e6,
             "reserved_mb": max(r.get("reserved", 0) for run in record["runs"] for r in run) / 1e6,
             "loss_difference": difference(losses[entry], losses[reference]),
         }
@@ -163,7 +163,7 @@ def show(size, case, rows, reference):
     """The table of one case."""
     table = Table(title=f"{size}, {case}: against {reference} in the same run", title_justify="left")
     names = ["entry", "step ms", "ratio", "lowest to highest", "best", "CPU", "first step s", "loopback MB"]
-    for name in [*names, "live MB", "peak MB", "loss difference"]:
+    for name in [*names, "live MB", "peak MB", "reserved MB", "loss difference"]:
         table.add_column(name, justify="left" if name == "entry" else "right")
     for entry, row in rows.items():
         if "error" in row:
@@ -181,6 +181,7 @@ def show(size, case, rows, reference):
             f"{row['wire_mb']:.1f}",
             f"{row['live_mb']:.1f}" if row["live_mb"] else "-",
             f"{row['peak_mb']:.1f}" if row["peak_mb"] else "-",
+            f"{row['reserved_mb']:.1f}" if row["reserved_mb"] else "-",
             f"{row['loss_difference']:.1e}",
         )
     return table

@@ -39,11 +39,11 @@ class RankGatherer:
 
     def gather(self, figures: Sequence[float]) -> torch.Tensor:
         """Figures of all ranks, [world, figures]; every rank must call it with as many."""
-        mine = torch.tensor(figures, dtype=torch.float64)
+        mine = torch.tensor(figures, dtype=torch.float64, device="cpu")
         if self._group is None:
             return mine.unsqueeze(0)
         self.calls += 1
-        everyone = torch.empty(self.world_size * len(figures), dtype=torch.float64)
+        everyone = torch.empty(self.world_size * len(figures), dtype=torch.float64, device="cpu")
         _all_gather(everyone, mine, group=self._group)
         return everyone.view(self.world_size, len(figures))
 

@@ -124,7 +124,7 @@ def require_elementwise_average(name: str, average: Callable[[list[nn.Module]], 
     Raises:
         ValueError: the parts of the average are not the average of the parts.
     """
-    values = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(4, 40, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cuts = ([40], [13, 27])
     found = [average([nn.ParameterList(map(nn.Parameter, row.split(cut))) for row in values]) for cut in cuts]
     whole, parts = (torch.cat([p.detach() for p in parameters]) for parameters in found)

@@ -103,7 +103,7 @@ class EvaluationStrategy(WatchedStrategy):
         turns = self._turns[loader]
         if turns is not None:
             return next(turns, Turn())
-        lacking = bool(self.engine.collectives.agree(torch.tensor([int(lacks_batch)])))
+        lacking = bool(self.engine.collectives.agree(torch.tensor([int(lacks_batch)], device="cpu")))
         return Turn(joint=lacking, assist=int(lacks_batch), lacking=lacking)
 
     def _share_logged_values(self, lacks_batch: bool) -> None:

@@ -135,7 +135,7 @@ class FiniteCheck:
         self._turns.clear()
         # An infinite output alone may be meant, as in a mask.
         matters = any(found.stage > 0 for found in findings)
-        if int(self._door.agree(torch.tensor([int(matters)], dtype=torch.int64))):
+        if int(self._door.agree(torch.tensor([int(matters)], dtype=torch.int64, device="cpu"))):
             first = min(findings, default=_Finding(4, 0, self._door.global_rank, "", 0.0))
             raise NonFiniteError(self._explain(step, first))
 

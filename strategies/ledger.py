@@ -40,7 +40,7 @@ def by_unit(engine: Zero3Engine, optimizers: Sequence[Optimizer]) -> dict[str, i
 
 def _of_piece(group: FlatGroup, start: int, stop: int, states: dict[Tensor, dict[str, Any]]) -> int:
     """Elements [start, stop) of a flat group, with their gradients and state."""
-    total = (stop - start) * group.data.itemsize * (1 if group.grad is None else 2)
+    total = (stop - start) * group.data.itemsize * (2 if group.grad_nbytes else 1)
     for segment in group.segments:
         common = min(stop, segment.stop) - max(start, segment.start)
         for value in states.get(segment.parameter, {}).values() if common > 0 else ():

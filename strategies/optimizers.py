@@ -21,17 +21,26 @@ class Stepping(enum.Enum):
     MODEL = "all parameters at once, as one long vector"
 
 
-def stepping(optimizer: Optimizer) -> Stepping:
+def stepping(optimizer: Optimizer, device: torch.device) -> Stepping:
     """Find out what ``optimizer`` must see, by letting copies of it train a matrix and a vector.
 
     One copy trains them together. The optimizer is elementwise if copies that train a slice of their elements each come to the
     same, and needs whole tensors if copies that train one of the two each do (Muon, Adafactor, LAMB).
+
+    Args:
+        optimizer: with its param groups.
+        device: to try it on, as some work on a GPU only (``capturable=True``).
 
     Raises:
         ValueError: naming the optimizer and what to do: it combines parameters, or could not be tried.
     """
     if isinstance(optimizer, LBFGS):
         return Stepping.MODEL
+    with torch.device(device):
+        return _find_out(optimizer)
+
+
+def _find_out(optimizer: Optimizer) -> Stepping:
     cls = type(optimizer)
     try:
         if not optimizer.param_groups or _agree(optimizer, _LARGE, _SLICES):
@@ -56,7 +65,7 @@ def stepping(optimizer: Optimizer) -> Stepping:
 
 def _agree(optimizer: Optimizer, together: list[tuple[int, ...]], apart: list[tuple[int, ...]]) -> bool:
     """Whether elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     numel = sum(torch.Size(shape).numel() for shape in together)
     values, *grads = (torch.randn(numel, generator=generator) for _ in range(4))
     first, second = values.clone(), values.clone()
@@ -86,7 +95,7 @@ def _train(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[lis
     # Some optimizers add a default of their own, which their constructor does not take.
     options = {k: v for k, v in optimizer.defaults.items() if takes_any or k in accepted}
     if isinstance(options.get("lr"), torch.Tensor):
-        options["lr"] = options["lr"].detach().cpu().clone()
+        options["lr"] = options["lr"].detach().clone()
     copy = type(optimizer)(parameters, **options)
     for group in copy.param_groups:
         if not group.get("lr"):

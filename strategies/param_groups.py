@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .checkpoints.optimizer_state import take_over_state
+from .checkpoints.optimizer_state import scalar_state, take_over_state
 from .engine import Zero3Engine
 from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
@@ -33,11 +33,12 @@ class ParamGroups:
     Args:
         optimizers: as given to the engine.
         shard: builds an engine for groups that hold the module's own parameters, in the place of the one before.
+        device: of the shards.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], shard: Callable[[], Zero3Engine]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], shard: Callable[[], Zero3Engine], device: torch.device) -> None:
         self._optimizers, self._shard = optimizers, shard
-        self._stepping = [stepping(optimizer) for optimizer in optimizers]
+        self._stepping = [stepping(optimizer, device) for optimizer in optimizers]
         self._substitutions: dict[int, Substitution] = {}
         self._added: dict[int, str] = {}  # optimizer -> a parameter that it has since the last backward
 
@@ -205,7 +206,7 @@ def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optim
             name = next((name for start, name in places if segment.start <= start < segment.stop), None)
             if name in known:
                 scalars, present = known[name]
-                state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
+                state = scalar_state(flat, optimizer, scalars)
                 state |= {kind[0]: segment.view(moved[kind][flat]).clone() for kind in present}
                 optimizer.state[segment.parameter] = state
 
@@ -221,7 +222,8 @@ def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str
         for segment in flat.segments:
             state = before.get(segment.parameter, {})
             kinds = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
-            scalars = {k: v for k, v in state.items() if k not in kinds}
+            # On the host: unpickled elsewhere, a tensor would lie on this rank's device.
+            scalars = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if k not in kinds}
             if state:
                 names = [entry.name for entry in owned if segment.start <= entry.part.start < segment.stop]
                 mine |= dict.fromkeys(names, (scalars, tuple(kinds.items())))

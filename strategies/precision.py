@@ -111,6 +111,10 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
                 _unscale_for(optimizer, self.scaler)
             return result
 
+        if not self._schedulers:
+            return super().optimizer_step(
+                optimizer, model, complete, **kwargs
+            )  # to ask for the scale is to wait for the device
         before = self.scaler.get_scale()
         result = super().optimizer_step(optimizer, model, complete, **kwargs)
         skipped = self.scaler.get_scale() < before
@@ -161,6 +165,7 @@ def _sharded_scaler(scaler: torch.amp.GradScaler | None, device: str) -> torch.a
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
+        process_group=None,  # the default one when it is used; torch's own default is that of when it was imported
     )
 
 
@@ -175,8 +180,12 @@ def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
 def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     """2-norm [] of the concatenation of all ranks' ``grads``, in float64.
 
-    Norms of runs of 64 Ki elements are combined in float64: one fp32 sum over a flat tensor would lose digits.
+    One fp32 sum over a flat tensor would lose digits. On the CPU, where a sum in float64 makes a copy, norms of runs of 64 Ki
+    elements are combined in float64.
     """
+    if grads and grads[0].device.type != "cpu":
+        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
+        return sum_over_ranks(norms.square().sum()).sqrt()
     runs = [run for grad in grads for run in grad.split(1 << 16)]
     norms = torch.stack(torch._foreach_norm(runs)).double() if runs else torch.zeros(1, dtype=torch.float64)
     return sum_over_ranks(norms.square().sum()).sqrt()

@@ -110,7 +110,7 @@ class _Notes:
         found, ready = self._found, self._ready
         mine, self._free = self._free, found  # two take turns: the last one is still under way
         if mine is None:
-            mine = torch.empty(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            mine = torch.empty(2, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         mine[0], mine[1] = stop, requeue
         self._found = mine
         self._ready = self._send(mine, device) if device.type != "cpu" else dist.all_reduce(mine, _ANY, async_op=True)

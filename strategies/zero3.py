@@ -199,7 +199,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         else:
             self._door = make_hybrid_collectives(self._shard_size, self.root_device)
         self.show_progress()
-        self._groups = ParamGroups(self.optimizers, self._build_engine)
+        self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
         self._groups.start(self.engine, states)
         for child in module.modules():

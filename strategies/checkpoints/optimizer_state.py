@@ -57,7 +57,7 @@ def _packed_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> lis
 
 def _owned_state(engine: Zero3Engine, owned: State) -> dict[str, dict[str, Any]]:
     found = places(engine)
-    mine = {name: {k: (v.shape, v.dtype) if _elementwise(v) else v for k, v in state.items()} for name, state in owned.items()}
+    mine = {name: {k: _told(v) for k, v in state.items()} for name, state in owned.items()}
     result: dict[str, dict[str, Any]] = {}
     everyone = engine.collectives.all_gather_object(mine)
     for owner, theirs in enumerate(everyone[: engine.collectives.world_size]):  # the other replicas own the same
@@ -69,6 +69,12 @@ def _owned_state(engine: Zero3Engine, owned: State) -> dict[str, dict[str, Any]]
                 for key, kind in kinds.items()
             }
     return result
+
+
+def _told(value: Any) -> Any:
+    if _elementwise(value):
+        return value.shape, value.dtype
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,11 @@ def _load_group_options(names: list[list[str]], optimizer: Optimizer, saved: dic
         if not members and number < len(saved["param_groups"]):
             homes = {number}
         if len(homes) == 1:
-            group.update({k: v for k, v in saved["param_groups"][homes.pop()].items() if k != "params"})
+            options = {k: v for k, v in saved["param_groups"][homes.pop()].items() if k != "params"}
+            for key, value in options.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    options[key] = value.to(group[key].device)  # a learning rate that a graph reads
+            group.update(options)
         else:
             came = f"came from groups {sorted(homes)} of" if homes else "were not in"
             remarks.append(
@@ -241,7 +251,7 @@ def _load_group(
             vectors = {key: [state[key] for state in states] for key in states[0] if key in elementwise}
             scalars = {key: value for key, value in states[0].items() if key not in elementwise}
             optimizer.state[segment.parameter] = {
-                **_scalar_state(flat, optimizer, scalars),
+                **scalar_state(flat, optimizer, scalars),
                 **_vector_state(flat, segment, inside, vectors, reads),
             }
     return reads
@@ -287,7 +297,8 @@ def _vector_state(
     return result
 
 
-def _scalar_state(flat: FlatGroup, optimizer: Optimizer, scalars: dict[str, Any]) -> dict[str, Any]:
+def scalar_state(flat: FlatGroup, optimizer: Optimizer, scalars: dict[str, Any]) -> dict[str, Any]:
+    """Copies of what the optimizer knows of a group's parameters beside elementwise tensors, where it will look for them."""
     group = optimizer.param_groups[flat.key.group]
     steps_on_device = group.get("fused") or group.get("capturable")
     result = {}

@@ -178,8 +178,10 @@ class CheckpointStrategy(ProcessStrategy):
         """Report the end of a background save, on all ranks in the first step after any rank knows of it."""
         super().on_train_batch_start(batch, batch_idx)
         saving = self._background
-        if saving is not None and saving.running and self.reduce_boolean_decision(saving.finished(), all=False):
-            saving.wait()
+        if saving is not None and saving.running:
+            finished = torch.tensor([int(saving.finished())], device="cpu")
+            if int(self.engine.collectives.agree(finished)):  # among hosts: no device is waited for
+                saving.wait()
 
     @override
     def on_train_start(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .group import GroupCollectives, LocalCollectives
 from .hybrid import HybridCollectives
@@ -22,9 +24,18 @@ def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> L
     backend = dist.get_backend(group)
     if backend == "gloo" and device.type == "cpu":
         return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)
-    ranks = dist.get_process_group_ranks(group)
-    control = group if backend in ("gloo", "fake") else dist.new_group(ranks, backend="gloo")
-    return GroupCollectives(group, control)
+    return GroupCollectives(group, group if backend in ("gloo", "fake") else _of_hosts(group))
+
+
+@lru_cache(maxsize=1)  # a process may fit, validate and test many times
+def _of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+
+
+@lru_cache(maxsize=1)
+def _mesh(everyone: dist.ProcessGroup, device_type: str, shard_size: int) -> DeviceMesh:
+    shape = dist.get_world_size(everyone) // shard_size, shard_size
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
 def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalCollectives:
@@ -42,7 +53,7 @@ def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalColle
     everyone = make_collectives(dist.group.WORLD, device)
     if shard_size == world_size:
         return everyone
-    mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replica", "shard"))
+    mesh = _mesh(dist.group.WORLD, device.type, shard_size)
     group = mesh.get_group("shard")
     # All agreement is among everyone, so the shards of NCCL need no group on the host.
     shards = make_collectives(group, device) if isinstance(everyone, PairwiseCollectives) else GroupCollectives(group)

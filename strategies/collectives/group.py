@@ -153,7 +153,8 @@ class GroupCollectives(LocalCollectives):
         self.diary.progress[1] += 1
         self.diary.trace.append(label)
         shard = buffer.view(self.world_size, -1)[self.rank]
-        work = _reduce_scatter(self._group, shard, buffer, _REDUCE_OPTIONS)
+        sent, own = (torch.view_as_real(t) if t.is_complex() else t for t in (buffer, shard))  # NCCL knows no complex numbers
+        work = _reduce_scatter(self._group, own, sent, _REDUCE_OPTIONS)
         return Pending(shard, [work] if work is not None else None)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:

@@ -17,7 +17,7 @@ class Agreement:
     def __init__(self, units: list[Unit], collectives: LocalCollectives, used: bytearray, modules: int) -> None:
         self._units, self._collectives, self._used = units, collectives, used
         self._flags = torch.frombuffer(used, dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
-        self._message = torch.empty(2 + len(units) + modules + len(used), dtype=torch.int64)
+        self._message = torch.empty(2 + len(units) + modules + len(used), dtype=torch.int64, device="cpu")
         collectives.diary.describe = self.describe
 
     def reach(self, late: bytes, changed: bytes) -> tuple[bytes, bytes, bytes]:
@@ -43,7 +43,7 @@ class Agreement:
         message = self._message
         message[0], message[1] = trace, -trace
         units, modules = 2 + len(late), 2 + len(late) + len(changed)
-        message[2:modules] = torch.tensor(list(late + changed))
+        message[2:modules] = torch.tensor(list(late + changed), device="cpu")
         message[modules:].copy_(self._flags)
         agreed = self._collectives.agree(message).tolist()
         if agreed[0] != -agreed[1]:

@@ -72,8 +72,10 @@ class FlatGroup:
 
     @property
     def grad(self) -> Tensor:
-        """The gradients [numel], of the same dtype; only for a group that is ``trained``."""
+        """The gradients [numel], of the same dtype; None where the group is not ``trained``."""
         if self._grad is None:
+            if not self.trained:
+                return None  # type: ignore[return-value]
             self._grad = torch.empty_like(self.data)
             self._zero_idle()
         return self._grad

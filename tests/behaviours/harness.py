@@ -248,7 +248,7 @@ class Zero3Run(Run):
 
         names = {p: name for name, p in self.model.named_parameters()}
         states = [{names[p]: state for p, state in o.state.items()} for o in self.optimizers]
-        self.param_groups = ParamGroups(self.optimizers, shard)
+        self.param_groups = ParamGroups(self.optimizers, shard, device)
         self.engine = shard()
         self.param_groups.start(self.engine, states)
 

@@ -33,6 +33,9 @@ REFUSED = {torch.optim.SparseAdam: "could not be tried", ByGlobalNorm: "combines
 OF_TORCH = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer}
 
 
+CPU = torch.device("cpu")
+
+
 def make(cls):
     return cls(nn.Linear(3, 3, bias=False).parameters(), lr=0.1)
 
@@ -40,14 +43,28 @@ def make(cls):
 @pytest.mark.parametrize("cls", sorted((OF_TORCH | TENSORS) - REFUSED.keys(), key=lambda c: c.__name__))
 def test_what_it_must_see(cls):
     expected = Stepping.MODEL if cls is torch.optim.LBFGS else Stepping.TENSORS if cls in TENSORS else Stepping.ELEMENTS
-    assert stepping(make(cls)) is expected
+    assert stepping(make(cls), CPU) is expected
 
 
 def test_a_warm_up_from_zero_shows_nothing_at_first():
-    assert stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=0.0)) is Stepping.ELEMENTS
+    assert stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=0.0), CPU) is Stepping.ELEMENTS
 
 
 @pytest.mark.parametrize("cls", REFUSED)
 def test_refused(cls):
     with pytest.raises(ValueError, match=REFUSED[cls]):
-        stepping(make(cls))
+        stepping(make(cls), CPU)
+
+
+def test_it_is_tried_on_the_device_of_the_shards(monkeypatch):
+    optimizer = torch.optim.Adam(nn.Linear(3, 3).parameters(), capturable=True)
+    with pytest.raises(ValueError, match="could not be tried on small tensors.*capturable"):
+        stepping(optimizer, CPU)
+    # As on a GPU, which torch does not look for in tensors of the host.
+    monkeypatch.setattr(torch.optim.adam, "_get_capturable_supported_devices", lambda *args, **kwargs: ["cpu"])
+    assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+    torch.set_default_device("meta")  # a user's, for a large model
+    try:
+        assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+    finally:
+        torch.set_default_device(None)
