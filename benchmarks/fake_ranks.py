@@ -4,7 +4,8 @@
     python benchmarks/fake_ranks.py --device cuda          # on one GPU
 
 Memory is exact (on the CPU by heap.c, on a GPU by the caching allocator); the time of a step is the host's, until all
-is issued. Gathered weights are what was in the memory, so losses mean nothing. Interleaved rounds, each in fresh processes.
+is issued. A gather there is one copy of the shard to the place of each rank (of which the time of a step with many ranks is
+largely made, for both), so losses mean nothing. Interleaved rounds, each in fresh processes.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
