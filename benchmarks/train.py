@@ -290,7 +290,8 @@ def main():
         "ranks": world_size,
         "rounds": options.rounds,
     }
-    stem = options.out / f"train-{options.kind}-{'-'.join(options.sizes)}"
+    part = [] if options.sizes == list(CASES) else options.sizes
+    stem = options.out / "-".join(["train", options.kind, *part])
     with tempfile.TemporaryDirectory() as folder:
         counter = build_counter(folder) if options.kind == "cpu" else None
         by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
