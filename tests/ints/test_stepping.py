@@ -1,5 +1,7 @@
 """What optimizers must see of the model, found out by trying them."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -61,7 +63,7 @@ def test_it_is_tried_on_the_device_of_the_shards(monkeypatch):
     with pytest.raises(ValueError, match="could not be tried on small tensors.*capturable"):
         stepping(optimizer, CPU)
     # As on a GPU, which torch does not look for in tensors of the host.
-    monkeypatch.setattr(torch.optim.adam, "_get_capturable_supported_devices", lambda *args, **kwargs: ["cpu"])
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *args, **kwargs: ["cpu"])
     assert stepping(optimizer, CPU) is Stepping.ELEMENTS
     torch.set_default_device("meta")  # a user's, for a large model
     try:
