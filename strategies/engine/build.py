@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from .buffers import same
 from .checked import CheckedUnit
 from .chunk import Chunk, Entry
 from .layout import ChunkLayout
@@ -219,7 +218,7 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
                     view.copy_(value)
                 collectives.broadcast(buffer)
                 for entry, value, view in zip(chunk.entries, locals_, views, strict=True):
-                    if collectives.global_rank and not same(value.to(device), view):
+                    if collectives.global_rank and not torch.allclose(value.to(device), view, rtol=0, atol=0, equal_nan=True):
                         differing.append(entry.name)
                 chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
             for entry in chunk.entries:
