@@ -20,14 +20,8 @@ from .wire import narrow
 _all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
-
-def _on_current_stream(options: Any) -> Any:
-    options.asyncOp = False
-    return options
-
-
-_GATHER_OPTIONS = _on_current_stream(AllgatherOptions())
-_REDUCE_OPTIONS = _on_current_stream(ReduceScatterOptions())  # a sum, unless said otherwise
+_GATHER_OPTIONS, _REDUCE_OPTIONS = AllgatherOptions(), ReduceScatterOptions()  # a sum, unless said otherwise
+_GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = False  # on the current stream
 
 
 class Pending:
