@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .chunk import Entry
-from .resting import take_gradient
 from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
@@ -107,15 +106,8 @@ def _full_precision(unit: Unit, entries: list[Entry]) -> Callable[..., None]:
 class _ModuleHook(partial):
     """A function that stays behind when its module is copied or pickled: the copy is nobody's unit."""
 
-    def __deepcopy__(self, memo: dict) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
-def _get_nothing() -> Callable[..., None]:
-    return _nothing
+        return partial, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
@@ -124,7 +116,8 @@ def _nothing(*args: Any) -> None:
 
 def _drop_grad(parameter: Tensor) -> None:
     # No optimizer has it: on one device the gradient would pile up unread.
-    take_gradient(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
