@@ -43,10 +43,10 @@ def install(
 
     handles = []
     for module in unit.members:
-        # First in, last out: the user's own hooks find ordinary parameters.
-        handles.append(module.register_forward_pre_hook(_uncompiled(enter), prepend=True))
+        # First in, last out: the user's own hooks find ordinary parameters. The graph of a compiled module ends here.
+        handles.append(module.register_forward_pre_hook(_ModuleHook(torch.compiler.disable(enter)), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
-        handles.append(module.register_forward_hook(_uncompiled(leave), always_call=True))
+        handles.append(module.register_forward_hook(_ModuleHook(torch.compiler.disable(leave)), always_call=True))
     handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, collector(unit, index)))
@@ -65,14 +65,8 @@ def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
     return handle
 
 
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
-
-
 def _watch_autocast(unit: Unit) -> list[RemovableHandle]:
     """Give modules whose weights are gathered for autocast, in its dtype, the full precision where autocast is off."""
-    if unit.whole:
-        return []
     lower = {id(e.parameter): e for chunk in unit.chunks if chunk.dtype != chunk.master_dtype for e in chunk.entries}
     handles = []
     for module in dict.fromkeys(m for member in unit.members for m in member.modules()):
