@@ -20,14 +20,8 @@ from .wire import narrow
 _all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
-
-def _on_current_stream(options: Any) -> Any:
-    options.asyncOp = False
-    return options
-
-
-_GATHER_OPTIONS = _on_current_stream(AllgatherOptions())
-_REDUCE_OPTIONS = _on_current_stream(ReduceScatterOptions())  # a sum, unless said otherwise
+_GATHER_OPTIONS, _REDUCE_OPTIONS = AllgatherOptions(), ReduceScatterOptions()  # a sum, unless said otherwise
+_GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = False  # on the current stream
 
 
 class Pending:
@@ -152,9 +146,10 @@ class GroupCollectives(LocalCollectives):
         """See :meth:`LocalCollectives.reduce_scatter`."""
         self.diary.progress[1] += 1
         self.diary.trace.append(label)
-        shard = buffer.view(self.world_size, -1)[self.rank]
-        sent, own = (torch.view_as_real(t) if t.is_complex() else t for t in (buffer, shard))  # NCCL knows no complex numbers
-        work = _reduce_scatter(self._group, own, sent, _REDUCE_OPTIONS)
+        own = shard = buffer.view(self.world_size, -1)[self.rank]
+        if buffer.is_complex():  # NCCL knows no complex numbers
+            own, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
+        work = _reduce_scatter(self._group, own, buffer, _REDUCE_OPTIONS)
         return Pending(shard, [work] if work is not None else None)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .diary import Meeting
 from .group import LocalCollectives, Pending
 
 
@@ -27,23 +26,15 @@ class HybridCollectives(LocalCollectives):
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
         self.diary = everyone.diary = shards.diary
+        for name in ("allocate", "all_gather", "all_to_all", "all_reduce"):  # along a row; all rows hold the same
+            setattr(self, name, getattr(shards, name))
+        for name in ("meet", "agree", "broadcast", "all_gather_object"):
+            setattr(self, name, getattr(everyone, name))
 
     @property
     def nbytes(self) -> int:
         """See :class:`LocalCollectives`."""
         return self._shards.nbytes + self._everyone.nbytes
-
-    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """See :meth:`LocalCollectives.allocate`."""
-        return self._shards.allocate(nbytes, device)
-
-    def meet(self, meeting: Meeting) -> None:
-        """See :meth:`LocalCollectives.meet`."""
-        self._everyone.meet(meeting)
-
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
-        """See :meth:`LocalCollectives.all_gather`."""
-        return self._shards.all_gather(buffer, label)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
@@ -52,22 +43,6 @@ class HybridCollectives(LocalCollectives):
     def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter_in`; between replicas fp32 travels."""
         return _OverReplicas(self._shards.reduce_scatter_in(dtype, buffer, label), self._replicas)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Over the shards of one replica, all of which hold the same."""
-        return self._shards.all_reduce(tensor, op)
-
-    def agree(self, values: Tensor) -> Tensor:
-        """See :meth:`LocalCollectives.agree`."""
-        return self._everyone.agree(values)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """From the first replica to all."""
-        return self._everyone.broadcast(tensor, source)
-
-    def all_gather_object(self, value: object) -> list[object]:
-        """Of all ranks."""
-        return self._everyone.all_gather_object(value)
 
 
 class _OverReplicas(Pending):

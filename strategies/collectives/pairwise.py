@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ class PairwiseCollectives(GroupCollectives):
     """Exchanges straight between the places that the data lives in.
 
     gloo's reduce-scatter sends twice the necessary bytes and its all-gather copies through a scratch buffer as big as
-    the result; this does neither. Sums are taken in rank order,
-    whatever arrives first, so results do not depend on timing.
+    the result; this does neither. Sums are taken in rank order, whatever arrives first, so results do not depend on timing.
 
     Every exchange begins with its label. Ranks that exchange different things find out at once, instead of mixing them or
     waiting for each other for ever.
@@ -27,8 +26,8 @@ class PairwiseCollectives(GroupCollectives):
     # Message tags. A payload's tag includes its label, so that payloads of different exchanges never meet.
     _LABEL, _AGREE, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3, 4
 
-    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group, control)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
         self._labels: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []  # for labels to arrive in
         self._votes: dict[int, Tensor] = {}  # number of values -> [world_size, numel]
@@ -56,7 +55,7 @@ class PairwiseCollectives(GroupCollectives):
         shards = buffer.view(self.world_size, -1)
         staging = self._stage(shards.shape[1], buffer.dtype)
         works += [self._group.send([shards[r]], r, tag) for r in self._others]
-        return _OrderedSum(shards, self.rank, staging, works, lambda t, r: self._group.recv([t], r, tag), self._landed)
+        return _OrderedSum(self, tag, shards, staging, works)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_to_all`."""
@@ -86,12 +85,6 @@ class PairwiseCollectives(GroupCollectives):
         works = [self._control.recv([t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
         works += [self._control.send([mine], r, self._LABEL) for r in self._others]
         return _SameLabel(self, label, theirs, works)
-
-    def check_labels(self, label: int, theirs: list[Tensor]) -> None:
-        """Raise if another rank exchanges something else than ``label``."""
-        for rank, tensor in zip(self._others, theirs, strict=True):
-            self.require_same_label(label, rank, int(tensor))
-        self._spare += theirs
 
     def require_same_label(self, label: int, rank: int, other: int) -> None:
         """Raise if ``rank`` exchanges ``other`` and not ``label``."""
@@ -128,9 +121,6 @@ class PairwiseCollectives(GroupCollectives):
             self._staging = torch.empty(self._staged, dtype=torch.uint8)  # sums in flight keep the smaller one
         return self._staging[start : self._staged].view(dtype).view(rows, numel)
 
-    def _landed(self) -> None:
-        self._in_flight -= 1
-
 
 class _SameLabel:
     """The label of an exchange on its way to and from the other ranks."""
@@ -142,33 +132,26 @@ class _SameLabel:
         """Until all labels are there; raises if they differ."""
         for work in self._works:
             work.wait()
-        self._door.check_labels(self._label, self._theirs)
+        for rank, tensor in zip(self._door._others, self._theirs, strict=True):
+            self._door.require_same_label(self._label, rank, int(tensor))
+        self._door._spare += self._theirs
 
 
 class _OrderedSum(Pending):
     """Receives shards of the other ranks one after another and adds them in rank order."""
 
-    def __init__(
-        self,
-        shards: Tensor,  # [world, shard]
-        rank: int,
-        staging: Tensor,  # [1 or 2, shard]
-        works: list[Any],  # the label, then what is sent
-        receive: Callable[[Tensor, int], dist.Work],
-        landed: Callable[[], None],
-    ) -> None:
-        super().__init__(shards[rank], works)
-        self._sources = [r for r in range(len(shards)) if r != rank]
-        self._rank, self._receive, self._landed = rank, receive, landed
+    def __init__(self, door: PairwiseCollectives, tag: int, shards: Tensor, staging: Tensor, works: list[Any]) -> None:
+        super().__init__(shards[door.rank], works)  # of [world, shard]; the label, then what is sent
+        self._door, self._tag = door, tag
         # The first two can arrive while the caller computes; more would need more memory.
-        self._arriving = [(receive(staging[k], r), staging[k]) for k, r in enumerate(self._sources[:2])]
+        self._arriving = [(door._group.recv([staging[k]], r, tag), staging[k]) for k, r in enumerate(door._others[:2])]
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
         self._works[0].wait()
         total, k = None, 0
-        for source in range(len(self._sources) + 1):
-            if source == self._rank:
+        for source in range(self._door.world_size):
+            if source == self._door.rank:
                 # From here on the sum lies in the buffer: the staging is free when all have arrived.
                 total = self._result if total is None else torch.add(total, self._result, out=self._result)
                 continue
@@ -176,10 +159,11 @@ class _OrderedSum(Pending):
             work.wait()
             k += 1
             total = part if total is None else total.add_(part)
-            if part is not total and len(self._arriving) < len(self._sources):
+            if part is not total and len(self._arriving) < len(self._door._others):
                 # This half of the staging has been read: the next shard may come into it.
-                self._arriving.append((self._receive(part, self._sources[len(self._arriving)]), part))
+                following = self._door._others[len(self._arriving)]
+                self._arriving.append((self._door._group.recv([part], following, self._tag), part))
         for work in self._works[1:]:
             work.wait()
-        self._landed()
+        self._door._in_flight -= 1
         return self._result

@@ -109,14 +109,20 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return _Maximum(self, Meeting.AGREEMENT, values, self._ballots).wait()
 
     def _exchange_label(self, label: int) -> Any:
-        return _Label(self, label)
+        return _Label(self, label, self._ballots[0], [])  # what it results in is not looked at
 
 
-class _Exchange:
-    """One line of the board, from this rank's post on."""
+class _Exchange(Pending):
+    """One line of the board, from this rank's post on, in which ranks read what others have.
 
-    def __init__(self, door: SharedMemoryCollectives, label: int) -> None:
-        self._door, self._label = door, label
+    Args:
+        result: of :meth:`wait`.
+        parts: what each rank has, in rank order.
+    """
+
+    def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
+        super().__init__(result)
+        self._door, self._label, self._parts = door, label, parts
         self._number = door.board.post(label)
 
     def _expect(self, rank: int) -> None:
@@ -132,27 +138,14 @@ class _Exchange:
 class _Label(_Exchange):
     """Nothing but the comparison."""
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         """Until all ranks have come."""
         for rank in self._door.others:
             self._expect(rank)
+        return self._result
 
 
-class _Read(_Exchange, Pending):
-    """An exchange in which ranks read what others have.
-
-    Args:
-        result: of :meth:`wait`.
-        parts: what each rank has, in rank order.
-    """
-
-    def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
-        Pending.__init__(self, result)
-        self._parts = parts
-        _Exchange.__init__(self, door, label)
-
-
-class _Gather(_Read):
+class _Gather(_Exchange):
     """Copies shards; of ranks that have come already at once, so that whoever comes last finds that the others have read."""
 
     def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
@@ -181,7 +174,7 @@ class _Gather(_Read):
         return self._result
 
 
-class _Sum(_Read):
+class _Sum(_Exchange):
     """Adds up in rank order."""
 
     def wait(self) -> Tensor:
@@ -195,7 +188,7 @@ class _Sum(_Read):
         return self._result
 
 
-class _Swap(_Read):
+class _Swap(_Exchange):
     """Copies this rank's part of each."""
 
     def wait(self) -> Tensor:
@@ -208,7 +201,7 @@ class _Swap(_Read):
         return self._result
 
 
-class _Maximum(_Read):
+class _Maximum(_Exchange):
     """Of votes, element by element."""
 
     def wait(self) -> Tensor:

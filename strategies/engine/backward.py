@@ -21,15 +21,6 @@ from .unit import Unit
 class Backward:
     """Walks through the units as gradients arrive, on every rank in the same order.
 
-    Args:
-        units: all of the model's.
-        reducer: takes the gradients.
-        gradients: the books of who has one.
-        agreement: what ranks tell each other at the end.
-        buffers: made equal at the end.
-        joint: ranks that assist are told of the end.
-        saved: what was gathered for autograd is over at the end.
-
     Attributes:
         schedule: the visits that the forward has led to.
         active: the pass has begun and not ended.
@@ -138,7 +129,6 @@ class Backward:
         self.begin(silent=True)
         self.complete()
         self._conclude()
-        self.active = False
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.
@@ -169,6 +159,7 @@ class Backward:
             self._reducer.zero_untouched()
         self._gradients.show(used)
         self._saved.forget()
+        self.active = False
 
     def assist(self, unit: Unit | None) -> None:
         """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
@@ -177,7 +168,6 @@ class Backward:
             self.begin(silent=True)
         if unit is None:
             self._conclude()
-            self.active = False
         else:
             self._reducer.reduce(unit)
             self._reducer.finish()

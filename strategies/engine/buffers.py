@@ -20,8 +20,21 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, collectives: LocalCollectives, device: torch.device) -> None:
-        self.differing = place_buffers(model, collectives, device)
         self._collectives = collectives
+        self.differing: list[str] = []
+        moved: dict[Tensor, Tensor] = {}  # by the object, not by its id: one that dies here leaves that to a new buffer
+        for prefix, module in model.named_modules():
+            _materialize_buffers(prefix, module)
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer not in moved:
+                    local = moved[buffer] = buffer.to(device)
+                    agreed = collectives.broadcast(local.detach().clone().contiguous())
+                    if collectives.global_rank and not torch.allclose(local, agreed, rtol=0, atol=0, equal_nan=True):
+                        self.differing.append(f"{prefix}.{name}".lstrip("."))
+                        local.copy_(agreed)
+                module._buffers[name] = moved[buffer]
         owners = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
         # A scripted module's table is not a dict, and gives other tensor objects at each look.
         self._tables = [m._buffers if isinstance(m._buffers, dict) else dict(m._buffers.items()) for m in owners]
@@ -63,26 +76,6 @@ def _versions(table: dict[str, Tensor | None]) -> list[tuple[int, int]]:
     return [(id(b), 0 if b.is_inference() else b._version) for b in table.values() if b is not None]
 
 
-def place_buffers(model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
-    """Move buffers to ``device`` and make them rank 0's; returns the names of those that differed on this rank."""
-    differing = []
-    moved: dict[int, Tensor] = {}
-    for prefix, module in model.named_modules():
-        _materialize_buffers(prefix, module)
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                local = buffer.to(device)
-                agreed = collectives.broadcast(local.detach().clone().contiguous())
-                if not same(local, agreed):
-                    differing.append(f"{prefix}.{name}".lstrip("."))
-                    local.copy_(agreed)
-                moved[id(buffer)] = local
-            module._buffers[name] = moved[id(buffer)]
-    return differing
-
-
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:
     waiting = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
     if not waiting:
@@ -96,8 +89,3 @@ def _materialize_buffers(prefix: str, module: nn.Module) -> None:
     for name in waiting:
         module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
     module.reset_running_stats()
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether the elements are equal; NaN equals NaN."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from .buffers import same
 from .checked import CheckedUnit
 from .chunk import Chunk, Entry
 from .layout import ChunkLayout
@@ -24,8 +23,10 @@ from .whole import WholeUnit
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 
 
-def optimizer_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int]]:
-    """(optimizer, param group) of each parameter, by its ``id``.
+def optimizer_groups(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[int, tuple[int, int]], list[list[list[str]]]]:
+    """(optimizer, param group) of each parameter, by its ``id``; and the parameters' names, by optimizer and param group.
 
     Raises:
         ValueError: an optimizer holds a tensor that is no parameter of ``model``, or two optimizers hold the same one.
@@ -47,13 +48,7 @@ def optimizer_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
                         "so it can have one optimizer."
                     )
                 home[id(p)] = (i, g)
-    return home
-
-
-def optimizer_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
-    """Parameter names of each param group of each optimizer, in the user's order."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+    return home, [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
 
 
 def build_units(
@@ -74,7 +69,7 @@ def build_units(
             optimizer, number = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
             key = GroupKey(optimizer, number, p.dtype)
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
-            entry = Entry(name, p, class_of(p), p.dtype, p.shape, _dense_stride(p), group)
+            entry = Entry(name, p, class_of(p), p.dtype, p.shape, torch.empty_like(p, device="meta").stride(), group)
             slot = slot_dtype(name, p) if world_size > 1 else p.dtype
             wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
@@ -161,12 +156,6 @@ def _extent(tensor: Tensor) -> int:
     return (1 + steps) * tensor.itemsize
 
 
-def _dense_stride(p: Tensor) -> tuple[int, ...]:
-    """The parameter's strides if its elements fill their memory without holes (channels-last too), else contiguous."""
-    shape_only = torch.empty_strided(p.size(), p.stride(), device="meta")
-    return torch.empty_like(shape_only, memory_format=torch.preserve_format).stride()
-
-
 def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> None:
     """Every rank must have the same parameters in the same units and groups; collective.
 
@@ -201,11 +190,7 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
         Names of parameters whose value on this rank differed from rank 0's.
     """
     earlier = {id(home): home for p in model.parameters() if (home := home_of(p)) is not None}
-    owners = {}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                owners.setdefault(id(p), module)
+    owners = {id(p): module for module in reversed(list(model.modules())) for p in module._parameters.values()}
     differing = []
     for unit in units:
         _materialize(unit, owners)
@@ -219,7 +204,7 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
                     view.copy_(value)
                 collectives.broadcast(buffer)
                 for entry, value, view in zip(chunk.entries, locals_, views, strict=True):
-                    if collectives.global_rank and not same(value.to(device), view):
+                    if collectives.global_rank and not torch.allclose(value.to(device), view, rtol=0, atol=0, equal_nan=True):
                         differing.append(entry.name)
                 chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
             for entry in chunk.entries:

@@ -76,20 +76,13 @@ class Chunk:
     """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
 
     slot: Tensor  # [numel], dtype of computation; part of the arena
-    sent: Tensor  # [numel], dtype on the wire: the slot, or its second half
-    bytes: Tensor  # the same as bytes
+    bytes: Tensor  # what travels, as bytes: the slot, or its second half in the dtype on the wire
     owned: list[OwnedPiece]
 
     def __init__(
-        self,
-        entries: list[Entry],
-        layout: ChunkLayout,
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype,
-        master_dtype: torch.dtype,
+        self, entries: list[Entry], layout: ChunkLayout, dtype: torch.dtype, wire_dtype: torch.dtype, master_dtype: torch.dtype
     ) -> None:
-        self.entries = entries
-        self.layout = layout
+        self.entries, self.layout = entries, layout
         self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
         self.trained = entries[0].trained
 
@@ -102,9 +95,9 @@ class Chunk:
         """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
         self.owned = []
         for piece in self.layout.pieces(rank):
-            group, numel = groups[piece.group], piece.stop - piece.start
-            start = group.reserve(numel)
-            self.owned.append(OwnedPiece(group, slice(piece.start, piece.stop), slice(start, start + numel)))
+            group = groups[piece.group]
+            start, group.numel = group.numel, group.numel + piece.stop - piece.start
+            self.owned.append(OwnedPiece(group, slice(piece.start, piece.stop), slice(start, group.numel)))
         for index, entry in enumerate(self.entries):
             span = self.layout.span(index, rank)
             if span is not None:

@@ -15,33 +15,21 @@ from .access import NO_GRAPH_TASK, Access, graph_task
 from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
-from .build import (
-    SlotDtype,
-    build_units,
-    check_memory,
-    check_same_structure,
-    fill_shards,
-    optimizer_groups,
-    optimizer_names,
-)
+from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
 from .gradients import Gradients
-from .hooks import Collector, copy_views, install, transform, watch_outputs
+from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
-from .resting import unsettle
+from .resting import is_sharded, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup, attach
 from .streams import make_lane
-from .structure import Structure, check_optimizer
+from .structure import Structure
 from .unit import Arena, Unit
 from .whole import WholeReducer
-
-
-def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
-    return parameter.dtype
 
 
 class Zero3Engine:
@@ -76,15 +64,14 @@ class Zero3Engine:
         device: torch.device,
         collectives: LocalCollectives,
         unit_policy: UnitPolicy | None = None,
-        slot_dtype: SlotDtype = _own_dtype,
+        slot_dtype: SlotDtype = lambda name, parameter: parameter.dtype,
         wire_dtype: SlotDtype = lambda name, parameter: torch.float32,
         reduce_dtype: torch.dtype | None = None,
         reduce_once: bool = False,
         debug: bool = False,
     ) -> None:
         self.device, self.collectives = device, collectives
-        home = optimizer_groups(model, optimizers)
-        self.optimizer_names = optimizer_names(model, optimizers)
+        home, self.optimizer_names = optimizer_groups(model, optimizers)
         parts = find_units(model, unit_policy)
         check_memory(model)
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
@@ -101,7 +88,7 @@ class Zero3Engine:
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        hooks = self._enter_forward, self._leave_forward, self._collector
+        hooks = self._enter_forward, self._leave_forward, lambda unit, index: self.reducer.collector(unit, index, self._pass)
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
@@ -127,15 +114,7 @@ class Zero3Engine:
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self._pass.assist(unit))
-        self._pass = Backward(
-            self.units,
-            self.reducer,
-            self.gradients,
-            agreement,
-            self.buffers,
-            self.joint,
-            self._saved,
-        )
+        self._pass = Backward(self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved)
         self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self._pass.settle, self.close)
 
     def close(self) -> None:
@@ -251,7 +230,17 @@ class Zero3Engine:
             raise
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        check_optimizer(optimizer, graph_task() != NO_GRAPH_TASK)
+        if graph_task() != NO_GRAPH_TASK:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was stepped inside of a backward pass (in a hook of a parameter, for instance), "
+                "where gradients have not been summed over the ranks. Step it after it."
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            if any(is_sharded(p) for p in group["params"]):
+                raise ValueError(
+                    f"Param group {index} of {type(optimizer).__name__} was added within a step, and the gradients of its "
+                    "parameters were not kept. Add it between steps (in `on_train_epoch_start` or `on_train_batch_start`)."
+                )
         self._adopt_values()
         self._pass.require_whole()
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
@@ -310,8 +299,7 @@ class Zero3Engine:
                 unit.unuse()
             return None
         copied = copy_views(outputs, self._saved.in_slot)
-        if copied is not None:
-            outputs = copied
+        outputs = outputs if copied is None else copied
         if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self._pass.enter)
             return copied
@@ -322,6 +310,3 @@ class Zero3Engine:
         if not self.access.in_step:
             self._saved.leave_outside(unit)
         return copied
-
-    def _collector(self, unit: Unit, index: int) -> Collector:
-        return self.reducer.collector(unit, index, self._pass)

@@ -38,7 +38,8 @@ class Gradients:
                 self.used[group.first : group.last] = bytes(group.last - group.first)
                 if self._reducer.held:
                     self._reducer.drop(group.first, group.last)
-        return frozenset(number for g in trained if g.muted for number in range(g.first, g.last))
+        muted = [group for group in trained if not any(p.requires_grad for p in group.parameters)]  # by `toggle_optimizer`
+        return frozenset(number for group in muted for number in range(group.first, group.last))
 
     def give_back(self) -> None:
         """A loss is about to be differentiated, which is when the most memory is in use."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .chunk import Entry
-from .resting import take_gradient
 from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
@@ -44,10 +43,10 @@ def install(
 
     handles = []
     for module in unit.members:
-        # First in, last out: the user's own hooks find ordinary parameters.
-        handles.append(module.register_forward_pre_hook(_uncompiled(enter), prepend=True))
+        # First in, last out: the user's own hooks find ordinary parameters. The graph of a compiled module ends here.
+        handles.append(module.register_forward_pre_hook(_ModuleHook(torch.compiler.disable(enter)), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
-        handles.append(module.register_forward_hook(_uncompiled(leave), always_call=True))
+        handles.append(module.register_forward_hook(_ModuleHook(torch.compiler.disable(leave)), always_call=True))
     handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, collector(unit, index)))
@@ -66,14 +65,8 @@ def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
     return handle
 
 
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return _ModuleHook(torch.compiler.disable(hook))  # the graph of a compiled module ends here
-
-
 def _watch_autocast(unit: Unit) -> list[RemovableHandle]:
     """Give modules whose weights are gathered for autocast, in its dtype, the full precision where autocast is off."""
-    if unit.whole:
-        return []
     lower = {id(e.parameter): e for chunk in unit.chunks if chunk.dtype != chunk.master_dtype for e in chunk.entries}
     handles = []
     for module in dict.fromkeys(m for member in unit.members for m in member.modules()):
@@ -107,15 +100,8 @@ def _full_precision(unit: Unit, entries: list[Entry]) -> Callable[..., None]:
 class _ModuleHook(partial):
     """A function that stays behind when its module is copied or pickled: the copy is nobody's unit."""
 
-    def __deepcopy__(self, memo: dict) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
-def _get_nothing() -> Callable[..., None]:
-    return _nothing
+        return partial, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
@@ -124,7 +110,8 @@ def _nothing(*args: Any) -> None:
 
 def _drop_grad(parameter: Tensor) -> None:
     # No optimizer has it: on one device the gradient would pile up unread.
-    take_gradient(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:

@@ -15,8 +15,6 @@ class JointSteps:
     """Ranks that run announce what they gather and reduce; ranks that assist listen.
 
     Args:
-        units: all of the model's.
-        collectives: the door to the other ranks.
         backward: takes part in another rank's backward: in the reduction of a unit's gradients, or (None) in the end.
     """
 
@@ -59,24 +57,20 @@ class JointSteps:
         for _ in range(steps):
             self._release_all()
             while code := self._tell(0):
+                index, exchange = divmod(code - 1, len(Exchange))
                 if code == self._end_of_backward:
                     self._backward(None)
+                elif exchange == Exchange.SLOT:
+                    self._units[index].release()
+                    self._units[index].gather()
+                    self._units[index].arrive()  # the rank that runs waits until this one has read
+                elif exchange == Exchange.COPY:
+                    self._units[index].copy_of_slot()
+                elif exchange == Exchange.REDUCE:
+                    self._backward(self._units[index])
                 else:
-                    index, exchange = divmod(code - 1, len(Exchange))
-                    self._take_part(self._units[index], Exchange(exchange))
+                    self._units[index].values()
             self._release_all()
-
-    def _take_part(self, unit: Unit, exchange: Exchange) -> None:
-        if exchange is Exchange.SLOT:
-            unit.release()
-            unit.gather()
-            unit.arrive()  # the rank that runs waits until this one has read
-        elif exchange is Exchange.COPY:
-            unit.copy_of_slot()
-        elif exchange is Exchange.REDUCE:
-            self._backward(unit)
-        else:
-            unit.values()
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
         self._tell(1 + unit.labels[exchange])

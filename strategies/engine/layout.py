@@ -87,15 +87,10 @@ class ChunkLayout:
     def pieces(self, rank: int) -> list[Piece]:
         """The rank's shard cut at group borders; gaps and padding go to the group before them."""
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        starts = [i for i, g in enumerate(self.groups) if i == 0 or g != self.groups[i - 1]]
-        pieces = []
-        for k, first in enumerate(starts):
-            begin = self.offsets[first] if k else 0
-            end = self.offsets[starts[k + 1]] if k + 1 < len(starts) else self.numel
-            a, b = max(begin, low), min(end, high)
-            if a < b:
-                pieces.append(Piece(self.groups[first], a - low, b - low))
-        return pieces
+        firsts = [i for i, g in enumerate(self.groups) if i == 0 or g != self.groups[i - 1]]
+        edges = [0, *(self.offsets[i] for i in firsts[1:]), self.numel]
+        ranges = [(max(a, low), min(b, high)) for a, b in zip(edges, edges[1:], strict=False)]
+        return [Piece(self.groups[i], a - low, b - low) for i, (a, b) in zip(firsts, ranges, strict=True) if a < b]
 
     def span(self, index: int, rank: int) -> Span | None:
         """What ``rank`` owns of parameter ``index``, or None."""
@@ -106,14 +101,8 @@ class ChunkLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of the chunk that hold no parameter."""
-        found, end = [], 0
-        for offset, numel in zip(self.offsets, self.numels, strict=True):
-            if offset > end:
-                found.append((end, offset))
-            end = offset + numel
-        if end < self.numel:
-            found.append((end, self.numel))
-        return found
+        ends = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
+        return [(end, start) for end, start in zip(ends, [*self.offsets, self.numel], strict=True) if end < start]
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,8 @@ class BackwardSchedule:
     """
 
     def __init__(self) -> None:
-        self._tape: list[int] = []
-        self._left: dict[int, int] = {}  # unit -> visits still to come
-        self.position = 0  # visits done, of len(self)
-
-    def __len__(self) -> int:
-        return len(self._tape)
+        self._tape: list[int] = []  # visits still to come, the next one last
+        self._left: dict[int, int] = {}  # unit -> how many of them are its
 
     def record(self, unit: int) -> None:
         """The forward of ``unit`` made outputs that need gradients; the newest is visited first."""
@@ -50,18 +46,16 @@ class BackwardSchedule:
         """Forget the pass."""
         self._tape.clear()
         self._left.clear()
-        self.position = 0
 
     def advance(self) -> int:
         """Take the next visit whatever it is; return its unit."""
-        unit = self._tape[-1 - self.position]
-        self.position += 1
+        unit = self._tape.pop()
         self._left[unit] -= 1
         return unit
 
     def upcoming(self) -> int | None:
         """The unit of the next visit."""
-        return self._tape[-1 - self.position] if self.position < len(self._tape) else None
+        return self._tape[-1] if self._tape else None
 
     def pending(self, unit: int) -> bool:
         """Whether ``unit`` is to be visited again."""

@@ -103,13 +103,10 @@ def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]
     present = {type(module) for module in model.modules()}
     blocks: set[nn.Module] = set()
     for wanted in policy:
-        matches = {
-            c
-            for c in present
-            if (
-                wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}") if isinstance(wanted, str) else issubclass(c, wanted)
-            )
-        }
+        if isinstance(wanted, str):
+            matches = {c for c in present if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
+        else:
+            matches = {c for c in present if issubclass(c, wanted)}
         if not matches:
             known = ", ".join(sorted({c.__name__ for c in present}))
             label = wanted if isinstance(wanted, str) else wanted.__name__

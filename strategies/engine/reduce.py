@@ -20,7 +20,6 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Pending
 from .chunk import Chunk, Entry
 from .layout import ArenaLayout, overlap
-from .resting import RestingParameter, take_gradient
 from .streams import Lane
 from .unit import Exchange, Unit
 
@@ -74,10 +73,7 @@ class Reducer:
     """Owns the reduce buffer and everything in flight out of it.
 
     Args:
-        units: all of the model's.
-        collectives: the door to the other ranks.
         lane: where the exchange runs.
-        device: of the buffer.
         once: room for the gradients of all units, so that they can be held.
         wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
 
@@ -125,11 +121,8 @@ class Reducer:
         del place, now
 
         def collect(parameter: Tensor) -> None:
-            if type(parameter) is RestingParameter:
-                grad = take_gradient(parameter)
-            else:
-                grad = parameter.grad
-                parameter.grad = None
+            with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
+                grad, parameter.grad = parameter.grad, None
             now, place = get_now(), get_place()
             if not now.active:
                 now.begin()

@@ -20,14 +20,12 @@ class ReplayedStep:
     the slots hold now. So each capture and each replay stands between a ``begin_`` and an ``end_`` of this object.
     """
 
-    nbytes = 0  # gradients are the engine's
-
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
         engine.reducer.lasting = True  # graphs write to the gradients where they are now
-        self._filled: tuple[list[int], list[int]] = [], []  # units in slots after the forward, after the backward
+        self._filled: list[list[int]] = [[], []]  # units in slots after the forward, after the backward
         self._used: list[int] = []  # numbers of the parameters that get a gradient
-        self._written: tuple[list[Tensor], list[Tensor]] = [], []  # buffers that forward, that backward writes to
+        self._written: list[list[Tensor]] = [[], []]  # buffers that forward, that backward writes to
 
     def begin_forward(self) -> None:
         """The slots are empty: units that an earlier micro-batch has left there are gathered again."""
@@ -39,9 +37,7 @@ class ReplayedStep:
         """Inside of the graph."""
         versions = self._engine.buffers.versions()
         yield
-        self._join()
-        self._filled = self._find_filled(), []
-        self._written = self._written_since(versions), []
+        self._end_capture(0, versions)
 
     def end_forward(self) -> None:
         """The graph was replayed."""
@@ -62,9 +58,7 @@ class ReplayedStep:
         books[:] = bytes(len(books))
         yield
         self._engine.close_captured_backward()
-        self._join()
-        self._filled = self._filled[0], self._find_filled()
-        self._written = self._written[0], self._written_since(versions)
+        self._end_capture(1, versions)
         self._used = [number for number, used in enumerate(books) if used]
         books[:] = bytes(a | b for a, b in zip(books, before, strict=True))
 
@@ -76,8 +70,10 @@ class ReplayedStep:
         for unit in self._engine.units:
             unit.arrive()  # hazard: work in a side stream that the graph does not wait for at its end
 
-    def _find_filled(self) -> list[int]:
-        return [unit.index for unit in self._engine.units if unit.phase is Phase.READY]
+    def _end_capture(self, part: int, versions: list[tuple[Tensor, int]]) -> None:
+        self._join()
+        self._filled[part] = [unit.index for unit in self._engine.units if unit.phase is Phase.READY]
+        self._written[part] = [buffer for buffer, version in versions if buffer._version != version]
 
     def _fill(self, filled: list[int]) -> None:
         """Bring the units with these indices, and no others, into the slots; collective."""
@@ -92,9 +88,6 @@ class ReplayedStep:
         for unit in self._engine.units:
             unit.replayed(unit.index in self._filled[part])
         increment_version(self._written[part])  # seen by those who keep buffers equal on all ranks
-
-    def _written_since(self, versions: list[tuple[Tensor, int]]) -> list[Tensor]:
-        return [buffer for buffer, version in versions if buffer._version != version]
 
 
 def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:

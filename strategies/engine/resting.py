@@ -109,14 +109,6 @@ def is_sharded(parameter: Tensor) -> bool:
     return parameter in _SHARDED
 
 
-def take_gradient(parameter: Tensor) -> Tensor | None:
-    """What autograd just accumulated in ``parameter.grad``, which is cleared."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = parameter.grad
-        parameter.grad = None
-    return grad
-
-
 class FullGradient(Tensor):
     """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards."""
 

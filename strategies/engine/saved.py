@@ -130,17 +130,13 @@ class SavedTensors:
             )
         if unit.phase is Phase.RESTING:
             # Not into the slot: another operand of the same operation may be a view of what is there.
+            if self._spilled is None or self._spilled[0] is not unit:
+                self._spilled = unit, unit.copy_of_slot()
             offset -= unit.region.start
-            return torch.as_strided(self._spill(unit).view(dtype), size, stride, offset // dtype.itemsize)
+            return torch.as_strided(self._spilled[1].view(dtype), size, stride, offset // dtype.itemsize)
         if unit.phase is Phase.GATHERING:
             unit.arrive()
         memory = self._typed.get(dtype)
         if memory is None:
             memory = self._typed[dtype] = self._arena.memory.view(dtype)
         return torch.as_strided(memory, size, stride, offset // dtype.itemsize)
-
-    def _spill(self, unit: Unit) -> Tensor:
-        """The unit's slot contents in memory of its own [bytes]; collective."""
-        if self._spilled is None or self._spilled[0] is not unit:
-            self._spilled = (unit, unit.copy_of_slot())
-        return self._spilled[1]

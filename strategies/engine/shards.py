@@ -49,16 +49,9 @@ class FlatGroup:
     def __init__(self, key: GroupKey, index: int) -> None:
         self.key, self.index = key, index
         self.trained = key.optimizer is not None
-        self.numel = 0
-        self.window = 0
-        self.segments = []
+        self.numel, self.window, self.segments = 0, 0, []
         self._grad: Tensor | None = None
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
-
-    def reserve(self, numel: int) -> int:
-        """Take the next ``numel`` elements; return their start."""
-        start, self.numel = self.numel, self.numel + numel
-        return start
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors, zeroed: padding must never hold NaN."""
@@ -89,11 +82,6 @@ class FlatGroup:
     def parameters(self) -> list[nn.Parameter]:
         """What belongs in the optimizer's param group, in order."""
         return [segment.parameter for segment in self.segments]
-
-    @property
-    def muted(self) -> bool:
-        """Whether the optimizer's parameters are switched off (``toggle_optimizer`` does that)."""
-        return not any(segment.parameter.requires_grad for segment in self.segments)
 
     @property
     def shows_gradients(self) -> bool:
@@ -143,29 +131,26 @@ class FlatGroup:
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
+        assert self.owner is not None  # nobody looks at the segments of a group that is not trained
+        optimizer, group = self.owner
         result: list[Segment] = []
         for segment in self.segments:
             inner = [edge for edge in edges if segment.start < edge < segment.stop]
             bounds = [segment.start, *inner, segment.stop]
-            result += self._split(segment, bounds) if inner else [segment]
+            result += self._split(segment, bounds, optimizer.state) if inner else [segment]
         if len(result) == len(self.segments):
             return
         self.segments = result
-        if self.owner is not None:
-            self._replace_in_group(self.owner[1])
-
-    def _replace_in_group(self, group: dict[str, Any]) -> None:
         # A group may hold the flat tensors of several dtypes: keep the others.
         mine = {p.untyped_storage().data_ptr() for p in self.parameters}
         others = [p for p in group["params"] if p.untyped_storage().data_ptr() not in mine]
         group["params"][:] = [*others, *self.parameters]
 
-    def _split(self, segment: Segment, bounds: list[int]) -> list[Segment]:
+    def _split(self, segment: Segment, bounds: list[int], states: dict[Tensor, Any]) -> list[Segment]:
         parts = [
             Segment(a, b, nn.Parameter(self.data[a:b], requires_grad=segment.parameter.requires_grad))
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
-        states = self.owner[0].state if self.owner is not None else {}
         state = states.pop(segment.parameter, None)
         for part in parts:
             low, high = part.start - segment.start, part.stop - segment.start

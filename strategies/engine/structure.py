@@ -5,9 +5,6 @@ from __future__ import annotations
 from itertools import chain
 
 from torch import nn
-from torch.optim import Optimizer
-
-from .resting import is_sharded
 
 _REMEDY = (
     "Parameters must exist, for good, when the strategy shards the model: create or replace them in `__init__`, "
@@ -35,39 +32,15 @@ class Structure:
         Raises:
             ValueError: a parameter was added, replaced or removed.
         """
-        if self._identities() != self._seen:
-            self._refuse()
-            self._look()  # only names changed (pruning does that), or modules without parameters: nothing that is sharded
+        if self._identities() == self._seen:
+            return
+        now = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
+        for found, expected, what in ((now, self._names, "added or replaced"), (self._names, now, "removed")):
+            for key, name in found.items():
+                if key not in expected:
+                    raise ValueError(f"Parameter {name!r} was {what} after the model was sharded. {_REMEDY}")
+        self._look()  # only names changed (pruning does that), or modules without parameters: nothing that is sharded
 
     def _identities(self) -> list[int]:
         # Without a Python loop: this runs in every step.
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
-
-    def _refuse(self) -> None:
-        now = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
-        for key, name in now.items():
-            if key not in self._names:
-                raise ValueError(f"Parameter {name!r} was added or replaced after the model was sharded. {_REMEDY}")
-        for key, name in self._names.items():
-            if key not in now:
-                raise ValueError(f"Parameter {name!r} was removed after the model was sharded. {_REMEDY}")
-
-
-def check_optimizer(optimizer: Optimizer, in_backward: bool) -> None:
-    """Refuse steps that would not see their gradients.
-
-    Raises:
-        RuntimeError: gradients are being made, and are not yet summed over the ranks.
-        ValueError: a group that holds parameters of the model, and not flat shards, was added since the forward of this step.
-    """
-    if in_backward:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} was stepped inside of a backward pass (in a hook of a parameter, for instance), where "
-            "gradients have not been summed over the ranks. Step it after it."
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        if any(is_sharded(p) for p in group["params"]):
-            raise ValueError(
-                f"Param group {index} of {type(optimizer).__name__} was added within a step, and the gradients of its "
-                "parameters were not kept. Add it between steps (in `on_train_epoch_start` or `on_train_batch_start`)."
-            )

@@ -25,14 +25,6 @@ class Phase(enum.Enum):
     READY = "ready"  # in the slot, which another unit may take
     IN_USE = "in use"  # in the slot, which nobody may take
 
-    moves: tuple[Phase, ...]  # legal next phases
-
-
-Phase.RESTING.moves = (Phase.GATHERING,)
-Phase.GATHERING.moves = (Phase.READY,)
-Phase.READY.moves = (Phase.IN_USE, Phase.RESTING)
-Phase.IN_USE.moves = (Phase.READY,)
-
 
 class Exchange(enum.IntEnum):
     """Ways in which a unit is gathered."""
@@ -76,8 +68,7 @@ class Unit:
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
-        self.phase, self.pins, self.announce = Phase.RESTING, 0, None
-        self.lent = False
+        self.phase, self.pins, self.announce, self.lent = Phase.RESTING, 0, None, False
         self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
         self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
@@ -93,10 +84,10 @@ class Unit:
         offset = region.start
         for chunk in self.chunks:
             chunk.slot = arena.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
-            chunk.sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
-            chunk.bytes = chunk.sent.view(torch.uint8)
+            sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
+            chunk.bytes = sent.view(torch.uint8)
             offset += chunk.nbytes
-            shard = chunk.shard_of(chunk.sent, collectives.rank)
+            shard = chunk.shard_of(sent, collectives.rank)
             self._fills += [(shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned]
             for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
                 entry.parameter.data = view
@@ -158,8 +149,7 @@ class Unit:
         for work in pending:
             work.wait()
         for chunk in self._narrow:
-            with torch._C._DisableFuncTorch():
-                widen(chunk.slot, chunk.wire_dtype)
+            widen(chunk.slot, chunk.wire_dtype)
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""
@@ -179,7 +169,7 @@ class Unit:
         if self.phase is Phase.GATHERING:
             self.arrive()
         if not self.pins:
-            if Phase.IN_USE not in self.phase.moves:
+            if self.phase is not Phase.READY:
                 self._illegal(Phase.IN_USE)
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
@@ -192,12 +182,14 @@ class Unit:
         """End of one use. The values stay in the slot until another unit takes it."""
         self.pins -= 1
         if not self.pins:
-            if Phase.READY not in self.phase.moves:
+            if self.phase in (Phase.RESTING, Phase.READY):
                 self._illegal(Phase.READY)
             self.phase = Phase.READY
             self._arena.in_use.remove(self)
             if self.lifted:
-                self._lower()
+                for entry, place in self.lifted:
+                    set_data(entry.parameter, place)
+                self.lifted, self._master = [], {}
             written = None
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:
@@ -217,11 +209,6 @@ class Unit:
                 self.lifted.append((entry, entry.parameter.data))
                 # A copy: what autograd saves of it must not keep the values of the whole unit alive.
                 set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
-
-    def _lower(self) -> None:
-        for entry, place in self.lifted:
-            set_data(entry.parameter, place)
-        self.lifted, self._master = [], {}
 
     def _store(self, written: list[Entry]) -> None:
         """Parameters were changed in place during use: the shards get the new values, which the ranks compare afterwards."""

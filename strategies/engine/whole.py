@@ -37,13 +37,10 @@ class WholeUnit(Unit):
         """Always there."""
         return True
 
-    def use(self) -> None:
-        """Always usable."""
+    def use(self, filled: bool = True) -> None:
+        """Always usable, whatever a captured graph has ``filled``."""
 
-    unuse = rest = release = arrive = use
-
-    def replayed(self, filled: bool) -> None:
-        """Nothing has changed."""
+    unuse = rest = release = arrive = replayed = use
 
     def refresh(self) -> None:
         """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
@@ -76,6 +73,7 @@ class WholeReducer(Reducer):
 
     def __init__(self, units: list[Unit]) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._ranges, self._open, self._flying = {}, [], None  # nothing waits, and nothing is on its way
         trained = [(entry, _view(entry, entry.group.grad)) for unit in units for entry in unit.trained]
         self._views = sorted(trained, key=lambda pair: pair[0].number)
         self._written = [0] * len(trained)  # by number: the window in which the gradient was last written
@@ -128,18 +126,6 @@ class WholeReducer(Reducer):
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`."""
         return [(e, e.parameter.grad) for e, view in self._shown if e.parameter.grad is not view]
-
-    def is_open(self, unit: Unit) -> bool:
-        """Nothing ever waits."""
-        return False
-
-    def reduce(self, unit: Unit) -> None:
-        """Nothing to send."""
-
-    def finish(self) -> None:
-        """Nothing in flight."""
-
-    abandon = finish
 
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""

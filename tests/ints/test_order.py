@@ -32,15 +32,35 @@ def test_backward_is_the_reverse():
     schedule = BackwardSchedule()
     for unit in (0, 1, 2, 1):
         schedule.record(unit)
-    assert len(schedule) == 4
-    for expected, following in ((1, 2), (2, 1), (1, 0), (0, None)):
+    for expected, following, once_more in ((1, 2, True), (2, 1, True), (1, 0, False), (0, None, False)):
         assert schedule.advance() == expected
         assert schedule.upcoming() == following
-        assert schedule.pending(1) == (expected in (1, 2) and schedule.position < 3)
+        assert schedule.pending(1) == once_more
     assert not schedule.pending(0)  # one more visit of it would be outside the schedule
-    assert schedule.position == 4
+
+
+def test_a_cleared_schedule_has_no_visits():
+    schedule = BackwardSchedule()
+    for unit in (0, 1):
+        schedule.record(unit)
     schedule.clear()
-    assert (len(schedule), schedule.position, schedule.upcoming(), schedule.pending(1)) == (0, 0, None, False)
+    assert (schedule.upcoming(), schedule.pending(0), schedule.pending(1)) == (None, False, False)
+    schedule.record(1)
+    assert (schedule.advance(), schedule.upcoming(), schedule.pending(1)) == (1, None, False)
+
+
+def test_forwards_after_a_backward_are_what_the_next_one_visits():
+    """Two backwards in one step, the second of a loss that runs fewer units: a critic on real samples after made ones."""
+    schedule = BackwardSchedule()
+    for unit in (0, 1):
+        schedule.record(unit)
+    assert [schedule.advance(), schedule.advance(), schedule.upcoming()] == [1, 0, None]
+    for again in (1, 2):
+        for _ in range(again):
+            schedule.record(1)
+        assert not schedule.pending(0)
+        assert [schedule.advance() for _ in range(again)] == [1] * again
+        assert (schedule.upcoming(), schedule.pending(1)) == (None, False)
 
 
 def test_every_rank_takes_every_visit_whatever_it_skips():
@@ -57,8 +77,8 @@ def test_every_rank_takes_every_visit_whatever_it_skips():
                     if visits[-1] == unit:
                         break
             assert visits == [*reversed(tape)][: len(visits)]
-            assert schedule.position == len(visits)
-            while schedule.position < len(tape):
+            assert schedule.upcoming() == ([*reversed(tape), None][len(visits)])
+            while schedule.upcoming() is not None:
                 visits.append(schedule.advance())
             assert visits == [*reversed(tape)]
             assert not any(schedule.pending(u) for u in range(3))
