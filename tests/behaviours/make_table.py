@@ -13,8 +13,11 @@ TABLE = ROOT / "docs" / "BEHAVIOURS.md"
 ENGINES = ("zero3", "ddp", "fsdp2")
 TITLES = {
     "access": "Reading, writing and copying parameters",
+    "resting": "Other ways to a parameter outside its unit's use",
+    "states": "State dicts, and rank 0 alone",
     "outputs": "Calls, outputs and what ranks do differently",
     "autograd": "Derivatives, hooks, checkpoints and compilation",
+    "gradients": "Other ways to a gradient",
     "modules": "Modules",
     "optimizers": "Optimizers",
 }
