@@ -156,6 +156,7 @@ class ReadOnlyCopy(Tensor):
         return _with_copies(func, args, kwargs or {})
 
 
+@torch._disable_dynamo  # compiled functions are given copies, too
 def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments among which are copies of what is sharded."""
     given = (*args, *kwargs.values())
@@ -179,6 +180,8 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
         if name == "data.__get__" and isinstance(args[0], FullGradient):
             return FullGradient.of(args[0].parameter, result)
+        if name == "_base.__get__":
+            return result  # torch.compile asks for it until it is no view
         sources = instances(given, (ReadOnlyCopy, FullGradient))
         return _shield(result, [(each, getattr(each, "told", _TOLD_OF_GRADIENTS)) for each in sources])
 

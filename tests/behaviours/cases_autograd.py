@@ -663,7 +663,9 @@ class Compiled(Case):
         for step in range(STEPS):
             # From the second step on nothing is compiled, or given up, in silence.
             with torch._dynamo.config.patch(error_on_recompile=step > 0):
-                run.train_step(lambda _, step=step: self.loss(run.model if model is None else model, self.batch(step, run.rank)))
+                run.train_step(
+                    lambda _, step=step: self.loss(run.model if model is None else model, self.batch(step, run.rank))
+                )
         assert counters["stats"]["unique_graphs"]
 
 

@@ -6,22 +6,15 @@ import pytest
 
 from behaviours import load_cases
 from behaviours.harness import CASES, Outcome
-from behaviours.make_table import ENGINES, ROOT, TABLE, TITLES, read_table, render
+from behaviours.make_table import ENGINES, ROOT, TABLE, TITLES, read_refusals, read_table, render
 
 load_cases()
 KINDS = ("right", "refused", "wrong", "error", "hang")
-REFUSAL = re.compile(r"^- (?P<row>.*?): (?P<kind>[A-Za-z]+Error): (?P<text>.*)$", re.MULTILINE)
-
-
-def refusals():
-    """What the document says of each refusal, by row."""
-    told = TABLE.read_text().partition("## What zero3 says when it refuses")[2]
-    return {match["row"]: Outcome("refused", f"{match['kind']}: {match['text']}") for match in REFUSAL.finditer(told)}
 
 
 def test_it_is_what_the_generator_writes():
     """Row names, their order and sections, summary counts, the head: all of them from the kinds and refusals in it."""
-    rows, told = read_table(), refusals()
+    rows, told = read_table(), read_refusals()
     names = {case.__doc__: name for name, case in CASES.items()}
     assert sorted(rows) == sorted(names), set(rows) ^ set(names)
     cells = {name: {engine: Outcome(rows[row][engine]) for engine in ENGINES} for row, name in names.items()}
@@ -47,7 +40,7 @@ def test_row_names_are_unique():
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_row_says_what_the_case_expects(name):
-    case, told = CASES[name], refusals()
+    case, told = CASES[name], read_refusals()
     assert read_table()[case.__doc__]["zero3"] == ("refused" if case.refused else "right")
     assert bool(case.refused) == (case.__doc__ in told)
     if case.refused:
