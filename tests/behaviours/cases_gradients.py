@@ -46,7 +46,7 @@ class GradCopied(Graded):
     """`copy.deepcopy(p.grad)`, `torch.save(p.grad)` and arithmetic of gradients"""
 
     def touch(self, run, p):
-        copied, pair = copy.deepcopy((p.grad, [p.grad.view(-1), p.grad.clone()]))
+        copied, pair = copy.deepcopy(p.grad), copy.deepcopy([p.grad.view(-1), p.grad.clone()])
         assert type(copied) is type(pair[0]) is torch.Tensor
         copied.mul_(2.0)  # no longer the gradient
         file = io.BytesIO()

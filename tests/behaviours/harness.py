@@ -402,8 +402,7 @@ def compare_on_rank(rank: int, world_size: int, engine: str, names: list[str], d
     warnings.simplefilter("ignore")
     found = {}
     for name in names:
-        case = CASES[name]
-        expected = execute(case, Run, rank, world_size)
+        expected = execute(case := CASES[name], Run, rank, world_size)
         try:
             trained = execute(case, ENGINES[engine], rank, world_size)
         except BaseException as error:
