@@ -27,7 +27,7 @@ LAYERS = [
     (["strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
     (["strategies/symptoms"], NOTHING),
     (["strategies/reports"], TORCH),
-    (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
+    (["strategies/environment", "strategies/engine/functions", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.

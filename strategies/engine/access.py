@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, checksum
 from .chunk import Entry
@@ -54,7 +55,8 @@ class Access:
             )
         value = self.full_values([parameter])[0].clone()
         if torch.is_grad_enabled() and entry.parameter.requires_grad:
-            return _Read.apply(parameter, value)
+            with temporarily_clear_interpreter_stack():  # a transform that runs has not wrapped the parameter
+                return _Read.apply(parameter, value)
         return value
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -98,9 +98,12 @@ def _number(units: list[Unit], groups: Iterable[FlatGroup]) -> None:
 
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
-    if not isinstance(p, nn.Parameter) or p.layout != torch.strided:
+    # A wrapper of other tensors calls itself a parameter, but has no memory of its own.
+    wraps = nn.Parameter not in type(p).__mro__ or type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if wraps or p.layout != torch.strided:
         raise ValueError(
-            f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense parameters can be sharded."
+            f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense parameters can be sharded. Make it "
+            "a dense `nn.Parameter`, or a buffer if it is not trained."
         )
 
 

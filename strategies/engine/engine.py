@@ -73,8 +73,8 @@ class Zero3Engine:
         self.device, self.collectives = device, collectives
         home, self.optimizer_names = optimizer_groups(model, optimizers)
         parts = find_units(model, unit_policy)
-        check_memory(model)
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
+        check_memory(model)
         check_same_structure(self.units, collectives)
         for unit in self.units:
             for chunk in unit.chunks:

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
 
 
 class Home(Protocol):
@@ -145,39 +148,77 @@ class ReadOnlyCopy(Tensor):
         return _with_copies(func, args, kwargs or {})
 
 
+@torch._disable_dynamo  # compiled functions are given copies, too
 def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments among which are copies of what is sharded."""
-    name = _name(func)
-    written = _written(name, args, kwargs)
-    for copy in _all(written, ReadOnlyCopy):
+    given = (*args, *kwargs.values())
+    if instances(given, RestingParameter):
+        return RestingParameter.__torch_function__(func, (), args, kwargs)  # their memory is not theirs now
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        return _differentiate(func, *args, **kwargs)
+    if func is Tensor.backward:
+        return func(_plain(args[0]), *args[1:], **kwargs)  # hooks and recomputations run in it, so nothing is switched off
+    name = name_of(func)
+    targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
+    for copy in instances(targets, ReadOnlyCopy):
         raise ResidencyError(f"`{name}` would change {copy.told}")
-    source = args[0] if args and isinstance(args[0], FullGradient | ReadOnlyCopy) else None
     with torch._C.DisableTorchFunctionSubclass():
-        if source is not None and name in ("__deepcopy__", "__reduce_ex__"):
-            return func(source.as_subclass(Tensor), *args[1:], **kwargs)
+        if name in ("__deepcopy__", "__reduce_ex__"):
+            return _ordinary(func, *args)
         result = func(*args, **kwargs)
-        for gradient in _all(written, FullGradient):
+        for gradient in instances(targets, FullGradient):
+            if hasattr(result, "wait"):
+                result.wait()  # a collective that goes on in the background
             _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
-        if source is None or result is source:
-            return result
-        if name in ("numpy", "__array__"):
-            result.flags.writeable = False  # nobody would tell the shards
-        if isinstance(source, ReadOnlyCopy):
-            return _shield(result, source, source.told)
-        if name == "data.__get__":
-            return FullGradient.of(source.parameter, result)
-        whole = "Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
-        return _shield(result, source, f"a view of a copy of a sharded gradient. {whole}")
+        if name == "data.__get__" and isinstance(args[0], FullGradient):
+            return FullGradient.of(args[0].parameter, result)
+        if name == "_base.__get__":
+            return result  # torch.compile asks for it until it is no view
+        sources = instances(given, (ReadOnlyCopy, FullGradient))
+        return _shield(result, [(each, getattr(each, "told", _TOLD_OF_GRADIENTS)) for each in sources])
 
 
-def _shield(result: Any, source: Tensor, told: str) -> Any:
-    """``result``, of which what lies in the memory of ``source`` can only be read."""
+def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
+    """``copy.deepcopy`` or pickling: what comes out is an ordinary tensor."""
+    plain = copy.detach().requires_grad_(copy.requires_grad) if copy.is_leaf else _plain(copy)
+    result = func(plain, argument)
+    if isinstance(argument, dict):
+        argument.pop(id(plain), None)  # deepcopy's memory, where another tensor may soon have this id
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Copies as ordinary tensors in the same memory."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value.as_subclass(Tensor) if isinstance(value, ReadOnlyCopy | FullGradient) else value
+
+
+_TOLD_OF_GRADIENTS = (
+    "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
+)
+
+
+def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
+    """``result``, of which what lies in the memory of one of ``sources`` (and what to say of it) can only be read."""
     if type(result) in (tuple, list):
-        return type(result)(_shield(each, source, told) for each in result)
-    if not isinstance(result, Tensor) or is_functorch_wrapped_tensor(result):
+        return type(result)(_shield(each, sources) for each in result)
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False  # nobody would tell the shards
+    if not isinstance(result, Tensor) or isinstance(result, ReadOnlyCopy | FullGradient):
         return result
-    shared = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-    return ReadOnlyCopy.of(result, told) if shared and result.numel() else result.as_subclass(Tensor)
+    address = _address(result)
+    for source, told in sources:
+        if address and address == _address(source):
+            return ReadOnlyCopy.of(result, told)
+    return result
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory that ``tensor`` views begins; 0 if it has none of the usual kind."""
+    if tensor.layout != torch.strided or is_functorch_wrapped_tensor(tensor) or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 class _InUse:
@@ -195,13 +236,20 @@ class _InUse:
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             raise ResidencyError(
-                f"`.data` of parameter {describe(self)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype}. "
-                "While the parameter is sharded its shape and dtype stay as they are."
+                f"`.data` of parameter {describe(self)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype} "
+                f"on {value.device}. While the parameter is sharded its shape, dtype and device stay as they are."
             )
-        with torch.no_grad():
-            self.copy_(value)
+        if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
+            with torch.no_grad():
+                self.copy_(value)
+
+    def is_complex(self) -> bool:
+        # All that is seen of a collective that writes here; it counts no version itself.
+        if who_takes_memory("is_complex") in ("all_reduce", "broadcast"):
+            increment_version(self)
+        return Tensor.is_complex(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -224,8 +272,9 @@ class RestingParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answer, gather or raise."""
         kwargs = kwargs or {}
-        name = _name(func)
-        if name in _METADATA:
+        name = name_of(func)
+        taker = who_takes_memory(name) if name in ("is_complex", "dim") else None
+        if name in METADATA and not taker:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "dtype.__get__":
@@ -240,36 +289,30 @@ class RestingParameter(nn.Parameter):
             return args[0] is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
-        if name in _LIKE and isinstance(args[0], RestingParameter):
+        target = args[0] if args else None
+        if name in LIKE and isinstance(target, RestingParameter):
             kwargs.setdefault("dtype", _SHARDED[args[0]].dtype)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
             return _materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
+        if name in ("view_as", "expand_as", "reshape_as") and not isinstance(target, RestingParameter):
+            return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "register_post_accumulate_grad_hook":
             return _before_the_engine(*args)
-        target = args[0] if args else None
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
-        written = _all(target if name in _RAW else _written(name, args, kwargs), RestingParameter)
-        if written:
+        touched = instances(target if name in RAW or taker else written(func, args, kwargs), RestingParameter)
+        if touched:
             raise ResidencyError(
-                f"`{name}` would touch the memory of parameter {describe(written[0])} while it is sharded "
+                f"`{taker or name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
                 "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
                 "its full value."
             )
-        values = _materialize(args)
-        result = func(*values, **_materialize(kwargs))
-        if not isinstance(target, RestingParameter):
-            return result
-        told = (
-            f"a copy of the value of parameter {describe(target)}, not the parameter. Write `parameter.copy_(...)`, on all "
-            "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-        )
-        if name in ("numpy", "__array__"):
-            result.flags.writeable = False
-        return _shield(result, values[0], told)
+        read: list[tuple[Tensor, str]] = []
+        result = func(*_materialize(args, read), **_materialize(kwargs, read))
+        return _shield(result, read)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
@@ -281,45 +324,21 @@ class RestingParameter(nn.Parameter):
         return self.__deepcopy__({})
 
 
-# Questions that do not look at the value.
-_METADATA = frozenset(
-    f"{name}.__get__"
-    for name in "shape ndim device layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr itemsize nbytes _version "
-    "_post_accumulate_grad_hooks _backward_hooks retains_grad is_ipu is_vulkan is_maia is_mtia is_xla "
-    "volatile".split()
-) | frozenset(
-    "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size register_hook "
-    "requires_grad_ requires_grad.__set__ storage_offset get_device "
-    "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
-    "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
-)
-# New tensors that take after a parameter, but not its value.
-_LIKE = frozenset(
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
-    "new_tensor new_empty_strided".split()
-)
-# Ways around this class to the memory itself.
-_RAW = frozenset(
-    "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_ swap_tensors "
-    "__dlpack__ __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
-)
-
-
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
-    wanted = () if inputs is None else tuple(inputs)
-    edges = tuple(_edge(p) if isinstance(p, RestingParameter) else p for p in wanted)
+    wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    edges = tuple(_edge(p) if isinstance(p, RestingParameter | ReadOnlyCopy | FullGradient) else p for p in wanted)
+    outputs = _plain(_materialize(outputs))
     if func is torch.autograd.backward:
-        return func(_materialize(outputs), *args, inputs=None if inputs is None else edges, **kwargs)
+        return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
     zeros = kwargs.pop("materialize_grads", False)
     if zeros:
         kwargs["allow_unused"] = True
-    grads = func(_materialize(outputs), edges, *args, **kwargs)
+    grads = func(outputs, edges, *args, **kwargs)
     return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
 
 
-def _edge(parameter: RestingParameter) -> GradientEdge:
+def _edge(parameter: Tensor) -> GradientEdge:
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(parameter)
 
@@ -340,34 +359,22 @@ def keep_engine_last(parameter: Tensor) -> None:
             hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
 
 
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return f"{func.__self__.__name__}.{name}" if name in ("__get__", "__set__", "__delete__") else name
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Arguments that the function of this name writes to."""
-    return args[0] if args and (_writes(name) or kwargs.get("inplace") is True) else None, kwargs.get("out")
-
-
-def _all(value: Any, cls: type[Tensor]) -> list[Any]:
-    """The instances of ``cls`` in a tensor or (nested) list of tensors."""
-    if isinstance(value, cls):
-        return [value]
-    return [found for item in value for found in _all(item, cls)] if isinstance(value, tuple | list) else []
-
-
-def _materialize(value: Any) -> Any:
+def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> Any:
+    """``value`` with full values in the place of resting parameters; ``read`` notes these, and what to say of them."""
     if isinstance(value, RestingParameter):
-        return _home(value).read(value)
+        full = _home(value).read(value)
+        if read is not None:
+            read.append((full, _told_of_value(value)))
+        return full
     if isinstance(value, tuple | list):
-        return type(value)(map(_materialize, value)) if type(value) in (tuple, list) else value
+        return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
-        return {key: _materialize(item) for key, item in value.items()}
+        return {key: _materialize(item, read) for key, item in value.items()}
     return value
+
+
+def _told_of_value(parameter: RestingParameter) -> str:
+    return (
+        f"a copy of the value of parameter {describe(parameter)}, not the parameter. Write `parameter.copy_(...)`, on all "
+        "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+    )

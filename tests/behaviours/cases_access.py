@@ -154,60 +154,6 @@ class WriteToDataWithoutModify(WriteWithoutModify):
 
 
 @case
-class AliasWrittenOutsideItsUnit(Case):
-    """A write to `weight.detach()` outside its unit's forward"""
-
-    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*modify=True"
-
-    def write(self, weight):
-        weight.detach().clamp_(-0.1, 0.1)
-
-    def loss(self, model, batch):
-        with torch.no_grad():
-            self.write(model.head.weight)
-        return super().loss(model, batch)
-
-
-@case
-class RowsWrittenOutsideTheirUnit(AliasWrittenOutsideItsUnit):
-    """A write to a weight's rows, one by one, outside its unit's forward"""
-
-    refused = r"`zero_` would change a copy of the value of parameter 'head\.weight'"
-
-    def write(self, weight):
-        for row in weight:
-            row.zero_()
-
-
-@case
-class InplaceFunctionOutsideItsUnit(AliasWrittenOutsideItsUnit):
-    """`F.relu(weight, inplace=True)` outside the weight's unit's forward"""
-
-    refused = r"`relu` would touch the memory of parameter 'head\.weight'"
-
-    def write(self, weight):
-        F.relu(weight, inplace=True)
-
-
-@case
-class CopiesOfAliases(Case):
-    """`deepcopy`, `pickle` and arithmetic of `weight.detach()` outside its unit's forward"""
-
-    def loss(self, model, batch):
-        kept = copy.deepcopy({"weight": model.head.weight.detach(), "row": model.head.weight[0].detach()})
-        kept["weight"].mul_(2.0)
-        loaded = torch.load(io.BytesIO(_saved(model.head.weight.detach())))
-        rows = torch.stack([row * 2 for row in model.head.weight.detach()])
-        return super().loss(model, batch) + (kept["weight"].sum() + kept["row"].sum() + loaded.sum()) * rows.sum()
-
-
-def _saved(tensor):
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return file.getvalue()
-
-
-@case
 class ForwardWhenGathered(Case):
     """A forward inside `gathered`"""
 
@@ -414,7 +360,7 @@ class DataOfAnotherShapeInForward(ClampedInForward):
     """`p.data = ...` of another shape in the forward of its unit"""
 
     worlds = (2,)
-    refused = "`.data` of parameter 'blocks.0.norm.bias'.*shape and dtype stay as they are"
+    refused = "`.data` of parameter 'blocks.0.norm.bias'.*shape, dtype and device stay as they are"
 
     class Clamped(Block):
         def forward(self, x):
@@ -786,6 +732,55 @@ class Bfloat16Parameter(Kinds):
         return nn.Parameter(torch.ones(DIM, dtype=torch.bfloat16))
 
 
+class NotDense(Kinds):
+    """A frozen parameter that is added to the input"""
+
+    pitfalls = (36,)
+
+    def mix(self, x, extra):
+        return x + extra.to_dense().sum()
+
+
+@case
+class SparseParameter(NotDense):
+    """Parameters with a sparse layout"""
+
+    refused = refused_on_one = r"'blocks\.0\.extra' is a Parameter with layout torch\.sparse_coo; only dense.*buffer"
+
+    def extra(self):
+        return nn.Parameter(torch.eye(DIM).to_sparse(), requires_grad=False)
+
+
+class Scaled(torch.Tensor):
+    """A tensor that wraps another, as quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrapped = [2 * arg.inner if isinstance(arg, cls) else arg for arg in args]
+        result = func(*unwrapped, **(kwargs or {}))
+        return cls(result / 2) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else result
+
+
+@case
+class WrappedParameter(NotDense):
+    """Parameters that are tensor subclasses around other tensors (quantized weights)"""
+
+    refused = refused_on_one = r"'blocks\.0\.extra' is a Scaled with layout torch\.strided; only dense.*buffer"
+
+    def extra(self):
+        return nn.Parameter(Scaled(torch.eye(DIM)), requires_grad=False)
+
+    def mix(self, x, extra):
+        return x + extra.sum()
+
+
 @case
 class ParameterContainers(Kinds):
     """`ParameterList` and `ParameterDict`"""
@@ -886,7 +881,6 @@ class MovedToDouble(Case):
 
     refused = "'stem.weight'.* was read outside a step"  # by `Module.double`, which would replace it
     refused_on_one = "'stem.weight' was made torch.float64.*before the model is sharded"
-    worlds = (1,)
 
     def train(self, run):
         super().train(run)

@@ -652,11 +652,21 @@ class Compiled(Case):
     """Few blocks: compiling them is what takes the time"""
 
     pitfalls = (41,)
-    worlds = (2,)
     timeout = 90.0
 
     def model(self):
         return Chain(depth=2)
+
+    def train(self, run, model=None):
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        for step in range(STEPS):
+            # From the second step on nothing is compiled, or given up, in silence.
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                run.train_step(
+                    lambda _, step=step: self.loss(run.model if model is None else model, self.batch(step, run.rank))
+                )
+        assert counters["stats"]["unique_graphs"]
 
 
 @case
@@ -701,9 +711,7 @@ class CompiledModelAfterSetUp(Compiled):
     """`torch.compile` of the whole model after set-up"""
 
     def train(self, run):
-        compiled = torch.compile(run.model, backend="aot_eager")
-        for step in range(STEPS):
-            run.train_step(lambda model, step=step: self.loss(compiled, self.batch(step, run.rank)))
+        super().train(run, torch.compile(run.model, backend="aot_eager"))
 
 
 @case

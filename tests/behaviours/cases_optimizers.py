@@ -26,7 +26,7 @@ _optimizer_case(torch.optim.Adadelta, lr=0.1)
 _optimizer_case(torch.optim.Adamax, lr=0.01)
 _optimizer_case(torch.optim.ASGD, lr=0.01)
 _optimizer_case(torch.optim.NAdam, lr=0.01)
-_optimizer_case(torch.optim.RAdam, lr=0.01)
+_optimizer_case(torch.optim.RAdam, lr=0.01).steps = 8  # it rectifies from the sixth on
 _optimizer_case(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)
 _optimizer_case(torch.optim.Rprop, lr=0.01)
 _optimizer_case(torch.optim.Adafactor, lr=0.01)

@@ -28,8 +28,21 @@ class Dying(Run):
 
 
 class Raising(Run):
+    refuses = True
+
     def set_up(self):
         raise KeyError("no reason")
 
 
-ENGINES.update({"unreduced": Unreduced, "sleeping": Sleeping, "dying": Dying, "raising": Raising})
+class RaisingOnOneRank(Unreduced):
+    """What `read-outside-a-step` announces, but rank 0 goes on without a word."""
+
+    refuses = True
+
+    def set_up(self):
+        super().set_up()
+        if self.rank == 1:
+            raise RuntimeError("'head.weight' is sharded over the ranks and was read outside a step")
+
+
+ENGINES.update({cls.__name__.lower(): cls for cls in (Unreduced, Sleeping, Dying, Raising, RaisingOnOneRank)})

@@ -4,7 +4,7 @@ A `Case` is a model and a training program. `run_case` runs it on every rank twi
 averaged over ranks by hand, and under an engine; losses, gradients and parameters must agree. The outcome is one of
 
 right    all numbers agree
-refused  an error whose text the case announces
+refused  an error on every rank, whose text the case announces
 wrong    it ran, with other numbers
 error    any other exception, or a dead process
 hang     no end before the case's time-out
@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from helpers.ranks import run_ranks
 DIM = 8
 STEPS = 3
 BATCH = 20
+# What other sums of the same numbers may differ by: relative to the element, or to the tensor's largest where terms cancel.
+RTOL = {torch.float64: 4e-15, torch.complex128: 4e-15, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CASES: dict[str, Case] = {}
 
 
@@ -76,10 +79,13 @@ class Case:
 
     refused: str | None = None  # pattern of the error with which zero3 declines on several ranks
     refused_on_one: str | None = None  # the same on one rank, where nothing is sharded
+    refused_by_one = False  # the rank at fault raises, and the others wait for it until they are ended
     pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
     worlds: tuple[int, ...] = (1, 2)
     timeout = 15.0
+    steps = STEPS
     compare_gradients = True
+    rtol: float | None = None  # in the place of RTOL; the case says why
 
     def refusal(self, world_size: int) -> str | None:
         """Pattern of the error that is expected of zero3, if any."""
@@ -120,7 +126,7 @@ class Case:
         """Something that users do between backward and the optimizer's step."""
 
     def train(self, run: Run) -> None:
-        for step in range(STEPS):
+        for step in range(self.steps):
             run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
 
 
@@ -144,6 +150,7 @@ class Run:
 
     is_reference = True
     sharded = False
+    refuses = False  # what it cannot do is an error that cases announce
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
         self.case, self.rank, self.world_size = case, rank, world_size
@@ -231,7 +238,7 @@ class Zero3Run(Run):
     """The engine as `Zero3Strategy` drives it."""
 
     is_reference = False
-    sharded = True
+    sharded = refuses = True
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.collectives import make_collectives
@@ -374,7 +381,7 @@ class Outcome:
 
 
 class Raised(Exception):
-    """The engine's exception as one line of JSON, to be found in the text of a failed `run_ranks`."""
+    """What the ranks raised as one line of JSON, to be found in the text of a failed `run_ranks`."""
 
 
 def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str, Any]:
@@ -395,28 +402,55 @@ def compare_on_rank(rank: int, world_size: int, engine: str, names: list[str], d
     warnings.simplefilter("ignore")
     found = {}
     for name in names:
-        expected = execute(CASES[name], Run, rank, world_size)
+        expected = execute(case := CASES[name], Run, rank, world_size)
         try:
-            trained = execute(CASES[name], ENGINES[engine], rank, world_size)
+            trained = execute(case, ENGINES[engine], rank, world_size)
         except BaseException as error:
-            raise Raised(json.dumps([type(error).__name__, str(error)])) from error
-        found[name] = differences(expected, trained)
+            _tell(name, rank, mine := [type(error).__name__, str(error)])
+            everyone = ENGINES[engine].refuses and not case.refused_by_one
+            raise Raised(json.dumps(_told(name, world_size) if everyone else [mine])) from error
+        _tell(name, rank, None)
+        found[name] = differences(expected, trained, case.rtol)
     return found
 
 
-def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _tell(name: str, rank: int, raised: list[str] | None) -> None:
+    """Note for the other ranks how a case ended here."""
+    dist.distributed_c10d._get_default_store().set(f"{name}/{rank}", json.dumps(raised))
+
+
+def _told(name: str, world_size: int) -> list[list[str] | None]:
+    """How a case ended on each rank: type and text of the error, or None."""
+    store, told = dist.distributed_c10d._get_default_store(), []
+    for key in (f"{name}/{rank}" for rank in range(world_size)):
+        try:
+            store.wait([key], timedelta(seconds=CASES[name].timeout / 3))
+            told.append(json.loads(store.get(key)))
+        except dist.DistError:
+            told.append(["nothing", "it still runs"])
+    return told
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any], rtol: float | None = None) -> list[str]:
     if list(expected) != list(found) and sorted(expected) != sorted(found):
         return [f"names differ: {sorted(set(expected) ^ set(found))}"]
     wrong = []
     for name, value in expected.items():
         try:
             if isinstance(value, Tensor):
-                torch.testing.assert_close(found[name], value, equal_nan=True)
+                torch.testing.assert_close(found[name], value, equal_nan=True, **_tolerance(value, rtol))
             elif value != found[name]:
                 wrong.append(f"{name}: {found[name]!r} instead of {value!r}")
         except AssertionError as error:
             wrong.append(f"{name}: {' '.join(str(error).split())}")
     return wrong
+
+
+def _tolerance(expected: Tensor, rtol: float | None) -> dict[str, float]:
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return {"rtol": 0, "atol": 0}
+    rtol, sizes = rtol or RTOL.get(expected.dtype, 2e-6), expected.detach().to_dense().abs().nan_to_num(0, 0, 0)
+    return {"rtol": rtol, "atol": rtol * float(sizes.max()) if sizes.numel() else 0}
 
 
 def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu") -> Outcome:
@@ -459,8 +493,8 @@ def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
     raised = re.search(r"^\S*Raised: (\[.*\])$", text, re.MULTILINE)
     if raised is None:
         return Outcome("error", text)
-    kind, message = json.loads(raised[1])
-    refusal = case.refusal(world_size)
-    if engine == "zero3" and refusal and re.search(refusal, message, re.DOTALL):
-        return Outcome("refused", f"{kind}: {message}")
-    return Outcome("error", f"{kind}: {message}\n{text}")
+    ranks, refusal = json.loads(raised[1]), case.refusal(world_size)
+    if ENGINES[engine].refuses and refusal and all(error and re.search(refusal, error[1], re.DOTALL) for error in ranks):
+        return Outcome("refused", ": ".join(ranks[0]))
+    said = [f"rank {rank} raised {': '.join(error) if error else 'nothing'}" for rank, error in enumerate(ranks)]
+    return Outcome("error", "\n".join([*said, text]))

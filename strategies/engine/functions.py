@@ -1,0 +1,82 @@
+"""What functions of torch do to the tensors that they are given, as far as their names tell; see :mod:`~.resting`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Questions that do not look at the value.
+METADATA = frozenset(
+    f"{name}.__get__"
+    for name in "shape ndim device layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr itemsize nbytes _version "
+    "_post_accumulate_grad_hooks _backward_hooks retains_grad is_ipu is_vulkan is_maia is_mtia is_xla "
+    "volatile".split()
+) | frozenset(
+    "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size register_hook "
+    "requires_grad_ requires_grad.__set__ storage_offset get_device "
+    "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
+    "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
+)
+# New tensors that take after a parameter, but not its value.
+LIKE = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_tensor new_empty_strided".split()
+)
+# Ways to the memory itself.
+RAW = frozenset(
+    "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_ swap_tensors "
+    "__dlpack__ __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
+)
+# They end like functions that write, but of other tensors in the same memory none sees it.
+ABOUT_ITSELF = frozenset("requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_".split())
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_SENDING = frozenset({"send", "isend", "gather"})  # the other collectives write to their first argument
+
+
+def name_of(func: Any) -> str:
+    """``mul_``, ``data.__get__`` and the like."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{func.__self__.__name__}.{name}"
+    return name.partition(".")[0]  # `torch.ops.aten.mul_.Tensor`
+
+
+def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Arguments that ``func`` writes to."""
+    name, first = name_of(func), args[0] if args else None
+    if getattr(func, "__module__", None) == _COLLECTIVES:
+        return () if name in _SENDING else (first,)
+    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
+        return (args[1],)
+    return first if _writes(name) or kwargs.get("inplace") is True else None, kwargs.get("out")
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_") and not name.endswith("__")
+
+
+def instances(value: Any, cls: type[T]) -> list[T]:
+    """The instances of ``cls`` in a tensor or (nested) list of tensors."""
+    if isinstance(value, cls):
+        return [value]
+    return [found for item in value for found in instances(item, cls)] if isinstance(value, tuple | list) else []
+
+
+def who_takes_memory(question: str) -> str | None:
+    """Who called the function that asks this, if it is one that goes on to use a tensor's memory past any class of it.
+
+    Args:
+        question: what that function is about, which is how these are noticed at all.
+    """
+    frame = sys._getframe(2)
+    module = frame.f_globals.get("__name__")
+    if question == "is_complex" and module == _COLLECTIVES:
+        while frame.f_code.co_name.startswith("<"):  # a comprehension
+            frame = frame.f_back
+        return frame.f_code.co_name
+    return "vmap" if question == "dim" and module == "torch._functorch.vmap" else None

@@ -1,0 +1,412 @@
+"""Other ways to read, write or reach a parameter whose unit is not in use: none of them may be lost, or hit another unit."""
+
+import copy
+import io
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from .cases_access import ClampedInForward
+from .harness import DIM, Block, Case, Chain, case
+
+# ---- between steps ---------------------------------------------------------------------------
+
+
+class Between(Case):
+    """Something done to parameters between steps"""
+
+    refused = r"would touch the memory of parameter 'head\.weight'.*strategy.gathered\(module, modify=True\)"
+
+    def touch(self, run, weight):
+        raise NotImplementedError
+
+    def train(self, run):
+        super().train(run)
+        with torch.no_grad():
+            self.touch(run, run.model.head.weight)
+        super().train(run)
+
+
+@case
+class ForeachBetweenSteps(Between):
+    """`torch._foreach_mul_` on a list of parameters between steps"""
+
+    def touch(self, run, weight):
+        torch._foreach_mul_([weight, run.model.stem.weight], 0.5)
+
+
+@case
+class ElementSetBetweenSteps(Between):
+    """`p[0] = 0` between steps"""
+
+    def touch(self, run, weight):
+        weight[0] = 0
+
+
+@case
+class OutBetweenSteps(Between):
+    """`torch.mul(..., out=p)` between steps"""
+
+    def touch(self, run, weight):
+        torch.mul(torch.eye(DIM), 2, out=weight)
+
+
+@case
+class VectorToParameters(Between):
+    """`vector_to_parameters` between steps"""
+
+    refused = r"`data.__set__` would touch the memory of parameter 'stem\.weight'.*modify=True"
+
+    def touch(self, run, weight):
+        parameters = list(run.model.parameters())
+        vector_to_parameters(torch.linspace(-0.1, 0.1, sum(p.numel() for p in parameters)), parameters)
+
+
+@case
+class VectorToParametersWhenGathered(VectorToParameters):
+    """`parameters_to_vector` and `vector_to_parameters` inside `gathered(modify=True)`"""
+
+    refused = None
+
+    def touch(self, run, weight):
+        with run.gathered(run.model, modify=True):
+            vector_to_parameters(0.5 * parameters_to_vector(run.model.parameters()), run.model.parameters())
+
+
+@case
+class PointerBetweenSteps(Between):
+    """`p.data_ptr()` between steps"""
+
+    def touch(self, run, weight):
+        assert weight.data_ptr() % 4 == 0
+
+
+@case
+class NumpyBetweenSteps(Between):
+    """`p.detach().numpy()` between steps"""
+
+    refused = r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+
+    def touch(self, run, weight):
+        run.log(float(weight.detach().numpy().sum()))
+
+
+@case
+class ReducedBetweenSteps(Between):
+    """`torch.distributed.all_reduce(p)` between steps"""
+
+    refused = r"`all_reduce` " + Between.refused
+
+    def touch(self, run, weight):
+        dist.all_reduce(weight)
+
+
+@case
+class BroadcastBetweenSteps(Between):
+    """`torch.distributed.broadcast(p, 0)` between steps"""
+
+    refused = r"`broadcast` " + Between.refused
+
+    def touch(self, run, weight):
+        dist.broadcast(weight, 0)
+
+
+@case
+class GatheredIntoBetweenSteps(Between):
+    """`torch.distributed.all_gather` into a list with a parameter in it, between steps"""
+
+    worlds = (2,)
+    refused = r"`all_gather` " + Between.refused
+
+    def touch(self, run, weight):
+        dist.all_gather([torch.empty(DIM, DIM), weight], torch.eye(DIM))
+
+
+# ---- in a step, outside their unit -----------------------------------------------------------
+
+
+class Outside(Case):
+    """Something done to `head.weight` in a step, before the head's forward"""
+
+    def touch(self, run, weight):
+        raise NotImplementedError
+
+    def train(self, run):
+        def loss(model, step):
+            with torch.no_grad():
+                self.touch(run, model.head.weight)
+            return self.loss(model, self.batch(step, run.rank))
+
+        for step in range(2):
+            run.train_step(lambda model, step=step: loss(model, step))
+
+
+@case
+class AliasWrittenOutsideItsUnit(Outside):
+    """A write to `weight.detach()` outside its unit's forward"""
+
+    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*modify=True"
+
+    def touch(self, run, weight):
+        weight.detach().clamp_(-0.1, 0.1)
+
+
+@case
+class RowsWrittenOutsideTheirUnit(Outside):
+    """A write to a weight's rows, one by one, outside its unit's forward"""
+
+    refused = r"`zero_` would change a copy of the value of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        for row in weight:
+            row.zero_()
+
+
+@case
+class InplaceFunctionOutsideItsUnit(Outside):
+    """`F.relu(weight, inplace=True)` outside the weight's unit's forward"""
+
+    refused = r"`relu` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        F.relu(weight, inplace=True)
+
+
+@case
+class OperatorOutsideItsUnit(Outside):
+    """`torch.ops.aten.mul_.Tensor(weight, ...)` outside the weight's unit's forward"""
+
+    refused = r"`mul_` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        torch.ops.aten.mul_.Tensor(weight, torch.tensor(0.5))
+
+
+@case
+class MaxNormOutsideItsUnit(Outside):
+    """`F.embedding(..., weight, max_norm=...)` outside the weight's unit's forward"""
+
+    refused = r"`embedding` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        F.embedding(torch.arange(DIM), weight, max_norm=0.1)
+
+
+@case
+class ReducedOutsideItsUnit(Outside):
+    """`torch.distributed.all_reduce(weight)` outside the weight's unit's forward"""
+
+    refused = r"`all_reduce` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        dist.all_reduce(weight)
+
+
+@case
+class AliasReducedOutsideItsUnit(Outside):
+    """`torch.distributed.all_reduce(weight.detach())` outside the weight's unit's forward"""
+
+    refused = r"`all_reduce` would change a copy of the value of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        dist.all_reduce(weight.detach())
+
+
+@case
+class SentOutsideItsUnit(Outside):
+    """`torch.distributed.all_gather(..., weight)` outside the weight's unit's forward"""
+
+    def touch(self, run, weight):
+        parts = [torch.empty(DIM, DIM) for _ in range(run.world_size)]
+        dist.all_gather(parts, weight)
+        run.log(*parts)
+
+
+@case
+class CopiesOfAliases(Case):
+    """`deepcopy`, `pickle`, numpy and arithmetic of `weight.detach()` outside its unit's forward"""
+
+    def loss(self, model, batch):
+        weight = model.head.weight
+        kept = copy.deepcopy({"weight": weight.detach(), "row": weight[0].detach(), "rows": [r.detach() for r in weight]})
+        alone = copy.deepcopy(weight.detach()).mul_(2.0)
+        loaded = torch.load(io.BytesIO(_saved(weight.detach())))
+        rows = torch.stack([row * 2 for row in weight.detach()])
+        values = kept["weight"].sum() + kept["row"].sum() + kept["rows"][1].sum() + loaded.sum() + alone.norm()
+        values = values + float(weight.detach().numpy()[1].sum()) + float(np.asarray(weight.detach()).copy().max())
+        return super().loss(model, batch) + values * rows.sum()
+
+
+def _saved(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+@case
+class AliasesInOperations(Case):
+    """`weight.detach()` of one unit and weights of others in one operation, aliases that require gradients"""
+
+    def loss(self, model, batch):
+        alias, view = model.head.weight.detach(), model.head.weight.t()
+        other = model.blocks[1].down.bias
+        mixed = torch.add(alias, other).square().mean() + torch.cat([view, model.stem.weight]).norm()
+        mixed = mixed + torch.where(view > 0, model.stem.weight, view).sum() + (alias @ model.blocks[2].up.weight.t()).mean()
+        leaf = model.stem.weight.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad((leaf * alias).square().sum(), leaf)
+        (through,) = torch.autograd.grad(F.linear(model(batch), view).square().sum(), view)
+        return super().loss(model, batch) * mixed + (gradient * leaf).mean() + through.mean()
+
+
+@case
+class DoubleBackwardOfViews(Case):
+    """Double backward through views of weights outside their unit's forward"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        view = model.head.weight.t()
+        out = F.linear(model(batch), view).square().mean()
+        (grad,) = torch.autograd.grad(out, view, create_graph=True)
+        return out + grad.square().sum()
+
+
+@case
+class VmapOverWeight(Outside):
+    """`torch.func.vmap` over the rows of a weight outside its unit's forward"""
+
+    pitfalls = (46,)
+    refused = r"`vmap` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        run.log(torch.func.vmap(lambda row: row.sum())(weight))
+
+
+@case
+class VmapOverViews(Case):
+    """`torch.func.vmap` over the rows of a view of a weight, and with a whole weight, outside their unit's forward"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        rows = torch.func.vmap(lambda row: (row * batch).sum(-1))(model.head.weight.clone())
+        views = torch.func.vmap(lambda row, whole: whole @ row, in_dims=(0, None))(model.head.weight.t(), model.stem.weight)
+        return super().loss(model, batch) + rows.square().mean() + views.square().mean()
+
+
+@case
+class CompiledFunctionOfViews(Case):
+    """A compiled function of views of weights outside their unit's forward"""
+
+    pitfalls = (41,)
+    timeout = 60.0
+
+    def prepare(self, model):
+        self.penalty = torch.compile(lambda a, b: (a @ b * 2).square().mean(), backend="aot_eager")
+
+    def views(self, model):
+        return model.head.weight.t(), model.stem.weight.detach()
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + self.penalty(*self.views(model))
+
+
+@case
+class CompiledFunctionOfWeight(CompiledFunctionOfViews):
+    """A compiled function of a weight itself outside its unit's forward"""
+
+    refused = r"`untyped_storage` would touch the memory of parameter 'head\.weight'.*strategy.gathered"
+
+    def views(self, model):
+        return model.head.weight, model.stem.weight
+
+
+# ---- in use ----------------------------------------------------------------------------------
+
+
+@case
+class ReducedInForward(ClampedInForward):
+    """`torch.distributed.all_reduce(weight)` in the weight's own forward"""
+
+    class Clamped(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                dist.all_reduce(self.up.bias)
+            return super().forward(x)
+
+
+@case
+class BroadcastInForward(ClampedInForward):
+    """`torch.distributed.broadcast(weight, 0)` in the weight's own forward, written before by a pointer"""
+
+    class Clamped(Block):
+        def forward(self, x):
+            self.norm.bias.detach().numpy()[:] = 0.5
+            with torch.no_grad():
+                dist.broadcast(self.norm.bias, 0)
+            return super().forward(x)
+
+
+@case
+class MovedWhenGathered(Case):
+    """`model.to(...)` that changes nothing, inside `gathered`"""
+
+    def train(self, run):
+        super().train(run)
+        with run.gathered(run.model):
+            run.model.float().to(torch.get_default_device())
+        super().train(run)
+
+
+@case
+class CastWhenGathered(Case):
+    """`model.double().float()` inside `gathered`"""
+
+    worlds = (2,)
+    refused = r"`\.data` of parameter 'stem\.weight'.*torch\.float64.*shape, dtype and device stay as they are"
+
+    def train(self, run):
+        super().train(run)
+        with run.gathered(run.model):
+            run.model.double().float()
+        super().train(run)
+
+
+@case
+class Averaged(Case):
+    """An average of weights kept by hand: `lerp_` of `weight.detach()` in a step"""
+
+    pitfalls = (34,)
+
+    def train(self, run):
+        torch.manual_seed(0)
+        averages = [p.detach().clone() for p in self.model().parameters()]
+
+        def loss(model):
+            with torch.no_grad():
+                for average, p in zip(averages, model.parameters(), strict=True):
+                    average.lerp_(p.detach(), 0.3)
+                    average.mul_(0.99).add_(p, alpha=0.01)
+                torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 0.1)
+            return self.loss(model, self.batch(0, run.rank))
+
+        for _ in range(2):
+            run.train_step(loss)
+        run.log(*averages)
+
+
+@case
+class RootWeightAveraged(Averaged):
+    """The same of parameters that the model itself has"""
+
+    def model(self):
+        model = Chain(depth=2)
+        model.scale = nn.Parameter(torch.ones(DIM))
+        return model
+
+    def loss(self, model, batch):
+        return (model(batch) * model.scale).square().mean()
