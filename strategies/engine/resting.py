@@ -256,28 +256,10 @@ class RestingParameter(nn.Parameter):
             return _materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
         if name == "register_post_accumulate_grad_hook":
             return _before_the_engine(*args)
-        target = args[0] if args else None
-        if name == "copy_" and isinstance(target, RestingParameter):
-            _home(target).write(target, _materialize(args[1]))
-            return target
-        written = _all(target if name in _RAW else _written(name, args, kwargs), RestingParameter)
-        if written:
-            raise ResidencyError(
-                f"`{name}` would touch the memory of parameter {describe(written[0])} while it is sharded "
-                "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
-                "its full value."
-            )
-        values = _materialize(args)
-        result = func(*values, **_materialize(kwargs))
-        if not isinstance(target, RestingParameter):
-            return result
-        told = (
-            f"a copy of the value of parameter {describe(target)}, not the parameter. Write `parameter.copy_(...)`, on all "
-            "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-        )
-        if name in ("numpy", "__array__"):
-            result.flags.writeable = False
-        return _shield(result, values[0], told)
+        if name == "copy_" and isinstance(args[0], RestingParameter):
+            _home(args[0]).write(args[0], _materialize(args[1]))
+            return args[0]
+        return _compute(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
@@ -287,6 +269,29 @@ class RestingParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({})
+
+
+def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """``func`` of full values, or an error if it writes to what rests."""
+    target = args[0] if args else None
+    written = _all(target if name in _RAW else _written(name, args, kwargs), RestingParameter)
+    if written:
+        raise ResidencyError(
+            f"`{name}` would touch the memory of parameter {describe(written[0])} while it is sharded "
+            "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
+            "its full value."
+        )
+    values = _materialize(args)
+    result = func(*values, **_materialize(kwargs))
+    if not isinstance(target, RestingParameter):
+        return result
+    told = (
+        f"a copy of the value of parameter {describe(target)}, not the parameter. Write `parameter.copy_(...)`, on all "
+        "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+    )
+    if name in ("numpy", "__array__"):
+        result.flags.writeable = False
+    return _shield(result, values[0], told)
 
 
 # Questions that do not look at the value.
