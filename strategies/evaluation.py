@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from typing_extensions import override
 
-from .collectives import DivergenceError
+from .collectives import DivergenceError, Meeting
 from .data import NoBatch, ShardedLoader
 from .engine import Zero3Engine
 from .logged import adopt, describe
@@ -46,7 +46,16 @@ class EvaluationStrategy(WatchedStrategy):
         self._plan_turns(self._trainer.predict_loop)
 
     @override
+    def on_validation_end(self) -> None:
+        self._end_turns()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_turns()
+
+    @override
     def on_predict_end(self) -> None:
+        self._end_turns()
         for predictions in self._trainer.predict_loop._predictions:
             predictions[:] = [prediction for prediction in predictions if not isinstance(prediction, NoBatch)]
 
@@ -69,6 +78,11 @@ class EvaluationStrategy(WatchedStrategy):
                 self._turns.append(iter(plan_turns(batches, self.global_rank)))
             else:  # the user's own, of unknown length: as many steps on each rank
                 self._turns.append(iter(()))
+
+    def _end_turns(self) -> None:
+        """A rank whose loader has ended sooner than it said, or had not said when, must not leave the others waiting."""
+        assert self.engine is not None
+        self.engine.collectives.meet(Meeting.EVALUATED)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, or help those that do; what a rank without a batch returns is its `NoBatch`."""

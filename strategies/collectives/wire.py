@@ -1,7 +1,7 @@
 """fp32 values that travel in a narrower dtype: they are rounded once, and added up in fp32.
 
-Nothing here needs memory. The bytes of n values hold them twice in a dtype of half the size: what is sent lies in one half of
-the buffer, and what arrives lands in the other.
+Nothing here needs memory but for a run of 4096 values. The bytes of n values hold them twice in a dtype of half the size: what
+is sent lies in one half of the buffer, and what arrives lands in the other.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ from .whole import WholeReducer
 class Zero3Engine:
     """Shards a model's parameters, gradients and optimizer state over the ranks (ZeRO stage 3, arXiv 1910.02054).
 
+    Engine and model hold each other, by hooks and by units. When nobody else holds either, Python's garbage collector frees the
+    shards; `gc.collect()` does it at once.
+
     Args:
         model: any module; its parameters stay the same objects with the same names.
         optimizers: built on the parameters of ``model``; each param group is re-pointed to its flat shard.

@@ -207,8 +207,8 @@ class Reducer:
                 target, part = piece.group.grad[piece.place], total[piece.inside]
                 first = piece.is_first_in_window()
                 if target.dtype != part.dtype:
-                    part = part.mul_(scale).to(target.dtype)
-                    target.copy_(part) if first else target.add_(part)
+                    part.mul_(scale)
+                    target.copy_(part) if first else target.add_(part.to(target.dtype))
                 elif first:
                     torch.mul(part, scale, out=target)
                 else:

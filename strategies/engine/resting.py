@@ -303,16 +303,7 @@ class RestingParameter(nn.Parameter):
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
-        touched = instances(target if name in RAW or taker else written(func, args, kwargs), RestingParameter)
-        if touched:
-            raise ResidencyError(
-                f"`{taker or name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
-                "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
-                "its full value."
-            )
-        read: list[tuple[Tensor, str]] = []
-        result = func(*_materialize(args, read), **_materialize(kwargs, read))
-        return _shield(result, read)
+        return _compute(func, name, taker, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
@@ -322,6 +313,21 @@ class RestingParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({})
+
+
+def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func`` of full values, or an error if it (or ``taker``, for whom it asks) writes to what rests."""
+    target = args[0] if args else None
+    touched = instances(target if name in RAW or taker else written(func, args, kwargs), RestingParameter)
+    if touched:
+        raise ResidencyError(
+            f"`{taker or name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
+            "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
+            "its full value."
+        )
+    read: list[tuple[Tensor, str]] = []
+    result = func(*_materialize(args, read), **_materialize(kwargs, read))
+    return _shield(result, read)
 
 
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -43,8 +43,9 @@ def sharded_gradients(module: pl.LightningModule) -> dict[str, Tensor]:
 
 
 def trainer(strategy: str | Any = "auto", devices: int = 1, **options: Any) -> pl.Trainer:
-    """A quiet Trainer on the CPU."""
+    """A quiet Trainer, on the CPU unless options say otherwise."""
     quiet = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -54,7 +55,7 @@ def trainer(strategy: str | Any = "auto", devices: int = 1, **options: Any) -> p
         "limit_val_batches": 0,
         "max_epochs": 1,
     }
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **options})
+    return pl.Trainer(devices=devices, strategy=strategy, **{**quiet, **options})
 
 
 def zero3(**options: Any) -> Any:

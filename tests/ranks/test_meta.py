@@ -61,3 +61,57 @@ def test_a_buffer_whose_value_is_lost_is_refused():
         model = nn.Sequential(Masked(), nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"Buffer '0\.mask' is on the meta device"):
         _engine(model)
+
+
+# ---- values ----------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.hidden(self.embed(tokens))))
+
+
+def _tied(rank, world_size):
+    with torch.device("meta"):
+        model = Tied()
+    torch.manual_seed(5 + rank)
+    engine = _engine(model)
+    assert model.head.weight is model.embed.weight and not model.embed.weight.is_meta
+    with engine.step(), torch.no_grad():
+        out = model(torch.arange(11))
+    return {name: value.clone() for unit in engine.units for name, value in unit.values().items()}, out
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values_are_those_that_rank_0_draws(world_size):
+    model = Tied()
+    torch.manual_seed(5)
+    for module in (model.embed, model.hidden, model.norm):  # the head has the embedding's
+        module.reset_parameters()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for values, out in run_ranks(_tied, world_size):
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+        torch.testing.assert_close(out, model(torch.arange(11)).detach())
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+def test_a_parameter_that_nothing_initialises_is_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Gain())
+    expected = (
+        r"Parameter '1\.gain' is on the meta device and Gain has no `reset_parameters\(\)`.*or create the module on the CPU"
+    )
+    with pytest.raises(ValueError, match=expected):
+        _engine(model)

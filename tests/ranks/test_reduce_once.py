@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
+from helpers.tracking import needs_cuda
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
@@ -29,8 +30,8 @@ class Net(nn.Module):
         return x * self.scale
 
 
-def batch(rank, step, micro):
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+def batch(rank, step, micro, device="cpu"):
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).to(device)
 
 
 # What happens in the micro-batches of a window: blocks that are not used, on rank 0 or on all ranks.
@@ -75,13 +76,13 @@ def reference(world_size, skipped, cleared_before):
 class Sharded:
     """The model under the engine; counts reductions."""
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
         self.model, self.optimizers = make()
-        cpu = torch.device("cpu")
-        doors = make_collectives(dist.group.WORLD, cpu)
+        self.device = torch.device(device)
+        doors = make_collectives(dist.group.WORLD, self.device)
         units = lambda model: [model, *model.blocks]  # noqa: E731
         self.engine = Zero3Engine(
-            self.model, self.optimizers, device=cpu, collectives=doors, unit_policy=units, reduce_once=True
+            self.model, self.optimizers, device=self.device, collectives=doors, unit_policy=units, reduce_once=True
         )
         self.reductions, reduce = 0, doors.reduce_scatter
 
@@ -94,18 +95,18 @@ class Sharded:
     def micro_batch(self, rank, step, micro, skip=(), hold=True):
         with self.engine.accumulate() if hold else nullcontext():
             with self.engine.step():
-                loss = self.model(batch(rank, step, micro), skip).square().mean()
+                loss = self.model(batch(rank, step, micro, self.device), skip).square().mean()
             with self.engine.backward():
                 loss.backward()
 
     def values(self):
-        return {name: value.clone() for unit in self.engine.units for name, value in unit.values().items()}
+        return {name: value.to("cpu", copy=True) for unit in self.engine.units for name, value in unit.values().items()}
 
 
-def train(rank, world_size, cases):
+def train(rank, world_size, cases, device="cpu"):
     results = {}
     for skipped, cleared_before, look in cases:
-        run, states = Sharded(), []
+        run, states = Sharded(device), []
         for step in range(3):
             for optimizer in run.optimizers:
                 optimizer.zero_grad()
@@ -146,6 +147,16 @@ def test_a_window_is_the_sum_of_its_micro_batches(world_size):
             torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=2e-6, atol=2e-6)
             extra = {"read": 2, "clear": 2}.get(look, 1)
             assert reductions == (0 if world_size == 1 else 3 * 5 * extra), (skipped, look)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_window_on_a_gpu(world_size):
+    for results in run_ranks(train, world_size, CASES, "cuda", timeout=100):
+        for (skipped, cleared_before, _), (states, _) in results.items():
+            # The matrices of a GPU add up in another order.
+            torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=1e-5, atol=1e-5)
 
 
 def failing(rank, world_size):

@@ -1,6 +1,7 @@
 """16-mixed: an infinity in one rank's shard makes all ranks skip the step and the scheduler; gradients are read as they are."""
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
@@ -53,18 +54,29 @@ class Model(pl.LightningModule):
         return DataLoader(list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
 
 
-def fit(rank, world_size):
-    found = []
+def fit(rank, world_size, accelerator="cpu"):
+    if accelerator == "gpu":
+        torch.distributed.destroy_process_group()  # gloo's
+    found, device = [], {"cpu": "cpu", "gpu": "cuda"}[accelerator]
     for fused in (False, True):
         module = Model(fused)
-        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
-        trainer(zero3(unit_policy=None), world_size, plugins=[plugin]).fit(module)
-        found.append((module.rates, module.scales, module.weights, module.unscaled, getattr(module, "found_at", None)))
+        plugin = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=SCALE))
+        trainer(zero3(unit_policy=None), world_size, plugins=[plugin], accelerator=accelerator).fit(module)
+        weights = [weight.cpu() for weight in module.weights]
+        found.append((module.rates, module.scales, weights, module.unscaled, getattr(module, "found_at", None)))
     return found
 
 
 def test_all_ranks_skip_a_step_that_overflows_on_one():
     plain, fused = zip(*run_ranks(fit, 2, timeout=60), strict=True)
+    check(plain)
+    check(fused)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_skip_alike():
+    plain, fused = zip(*run_ranks(fit, 2, "gpu", timeout=100), strict=True)
     check(plain)
     check(fused)
 

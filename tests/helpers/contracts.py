@@ -1,0 +1,117 @@
+"""What the contracts are counted on: blocks of one size under an engine, and a door whose calls are counted."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDTH, BLOCKS = 64, 6
+# One unit is one block: 2 * 4 * 64 * 64 weights and 5 * 64 biases, a multiple of 4 elements for each rank of two or four.
+UNIT_BYTES = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+# Exchanges in bfloat16, and slots in it.
+ON_THE_WIRE = {"wire_dtype": lambda name, parameter: torch.bfloat16, "reduce_dtype": torch.bfloat16}
+IN_THE_SLOTS = {"slot_dtype": lambda name, parameter: torch.bfloat16}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 4 * WIDTH)
+        self.second = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(x)))
+
+
+def build(
+    rank: int,
+    world_size: int,
+    door: Any = None,
+    *,
+    device: str = "cpu",
+    block: type[nn.Module] = Block,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    blocks: int = BLOCKS,
+    tail: tuple[nn.Module, ...] = (),
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """The model, its optimizer and its engine on this rank."""
+    from lightning_zero3.strategies.collectives import make_collectives
+    from lightning_zero3.strategies.engine import Zero3Engine
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[block() for _ in range(blocks)], *tail)
+    built = optimizer(model.parameters(), lr=0.1)
+    place = torch.device(device)
+    door = door or make_collectives(dist.group.WORLD, place)
+    return model, built, Zero3Engine(model, [built], device=place, collectives=door, unit_policy=[block], **options)
+
+
+def micro_batch(model: nn.Module, engine: Any, rank: int, seed: int) -> None:
+    """Forward and backward on numbers of this rank's own."""
+    batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * seed + rank)).to(engine.device)
+    with engine.step():
+        loss = model(batch).square().mean()
+    with engine.backward():
+        loss.backward()
+
+
+def count_calls(door: Any) -> Counter[str]:
+    """From here on every exchange that is asked of ``door``, by its name; not those that one of them is made of."""
+    from lightning_zero3.strategies.collectives import LocalCollectives
+
+    counts: Counter[str] = Counter()
+    depth = 0
+
+    def counted(name: str) -> Any:
+        method = getattr(door, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if not depth:
+                counts[name] += 1
+            depth += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    names = [name for name, value in vars(LocalCollectives).items() if callable(value) and not name.startswith("_")]
+    assert {"all_gather", "reduce_scatter", "agree", "broadcast", "all_reduce", "all_gather_object", "meet"} <= set(names)
+    for name in names:
+        setattr(door, name, counted(name))
+    return counts
+
+
+class Allocations(TorchDispatchMode):
+    """Operations that our code makes memory with: the bytes, and which function of ours asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            before = {t.untyped_storage().data_ptr() for t in _tensors([*args, *(kwargs or {}).values()])}
+        out = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            new = sum(t.nbytes for t in _tensors(out) if t.untyped_storage().data_ptr() not in before)
+        if new:
+            caller = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename][-1]
+            if "/strategies/" in caller.filename:
+                self.found.append((new, caller.name))
+        return out
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.layout == torch.strided else []
+    return [t for item in value for t in _tensors(item)] if isinstance(value, tuple | list) else []
