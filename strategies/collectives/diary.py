@@ -25,6 +25,7 @@ class Meeting(enum.IntEnum):
     VALUES = -3, "broadcast or all-gather values"
     OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
     BARRIER = -5, "wait for the others at a barrier"
+    END = -6, "end its training (it has no more batches, or was stopped)"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""
