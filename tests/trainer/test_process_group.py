@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,14 +105,21 @@ def fits_in_a_row(rank, size, port):
     for _ in range(4):
         weight_after_fit(size)
         gc.collect()
-        found.append(len(os.listdir("/proc/self/fd")))
+        found.append(sorted(filter(None, map(open_file, Path("/proc/self/fd").iterdir()))))
     return found, torch.get_num_threads()
+
+
+def open_file(descriptor):
+    """What is open there; of sockets nothing: rank 0's server closes its own when it comes to that."""
+    with contextlib.suppress(FileNotFoundError):
+        name = re.sub(r"\d+", "", str(descriptor.readlink()))
+        return None if name.startswith("socket:") else name
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 def test_fits_leave_no_descriptors_and_share_the_cpus_out():
     for descriptors, threads in run_ranks(fits_in_a_row, 2, free_port()):
-        assert len(set(descriptors)) == 1, descriptors  # the first fit's group and store stay
+        assert descriptors[1:] == descriptors[:1] * 3
         assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
