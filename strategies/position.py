@@ -150,8 +150,10 @@ class Neighbour:
         self._place, self._memory = place, b""
         with suppress(OSError, ValueError):  # another file, if the process has ended meanwhile
             memory = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
-            self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
-            os.close(memory)
+            try:
+                self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
+            finally:
+                os.close(memory)
 
     @property
     def words(self) -> str | None:
@@ -175,3 +177,5 @@ class Neighbour:
     def close(self) -> None:
         """Stop watching."""
         os.close(self.descriptor)
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()  # it has a descriptor, too

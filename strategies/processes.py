@@ -263,8 +263,11 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        self._wait_for_all(Meeting.BARRIER)
+
+    def _wait_for_all(self, meeting: Meeting) -> None:
         if _distributed_is_initialized():
-            self._meet(Meeting.BARRIER)
+            self._meet(meeting)
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     @override

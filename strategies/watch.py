@@ -286,7 +286,7 @@ class Watch:
                 self._over[rank] = report.beat.place
             elif report.read - report.since > limit:
                 self._condemn_silent(rank, report, f"has not been heard of for {report.read - report.since:.0f} s", "its")
-        silence = time.monotonic() - self._reports.answered
+        silence = self._looked - self._reports.answered
         if silence > limit and 0 in newest and self._rank and 0 not in self._over:
             self._condemn_silent(0, newest[0], f"has not answered for {silence:.0f} s", "its store's")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from .collectives import DivergenceError, make_clock
+from .collectives import DivergenceError, Meeting, make_clock
 from .device_waits import DeviceWaits, lanes_of
 from .engine import Zero3Engine
 from .position import Activity
@@ -59,6 +60,7 @@ class WatchedStrategy(ProcessStrategy):
     engine: Zero3Engine | None
     _watch_options: WatchOptions | None = None
     _runs = 0  # of this process: the same number on all ranks
+    _has_ended = False  # training has, on all ranks
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -71,6 +73,11 @@ class WatchedStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         WatchedStrategy._runs += 1
+        self._has_ended = False
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        # Before any `on_train_end`: what rank 0 does alone there, however long, keeps nobody waiting.
+        loop.on_run_end = partial(_end_run, loop)  # type: ignore[method-assign]
         if self._watch_options is None or not _distributed_is_initialized() or dist.get_world_size() == 1:
             return
         # A connection of its own: the training thread may wait in the other one.
@@ -96,10 +103,19 @@ class WatchedStrategy(ProcessStrategy):
         return units[index].name if index < len(units) else str(index)
 
     @override
-    def on_train_end(self) -> None:
-        """Ranks end together: one that has fewer batches meets the others here, who are told apart from it, and all fail."""
-        super().on_train_end()
-        self.barrier("end of training")
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._has_ended = False
+
+    def end_together(self) -> None:
+        """Wait for the others at the end of training; ranks that still train are told apart from those that do not.
+
+        Raises:
+            DivergenceError: one rank has more batches than another; on all ranks.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._wait_for_all(Meeting.END)
 
     def stop_watch(self) -> None:
         """The run is over on this rank."""
@@ -121,3 +137,10 @@ class WatchedStrategy(ProcessStrategy):
         super().on_exception(exception)
         if self.watch is not None and not isinstance(exception, SIGTERMException):
             self.watch.ends_with(exception)
+
+
+def _end_run(loop: _FitLoop) -> None:
+    strategy = loop.trainer.strategy
+    assert isinstance(strategy, WatchedStrategy)
+    strategy.end_together()
+    type(loop).on_run_end(loop)

@@ -251,7 +251,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def teardown(self) -> None:
         module = self.lightning_module
         if module is not None and module._trainer is not None and self.engine is not None:
-            if module._trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            fitting = module._trainer.state.fn == TrainerFn.FITTING
+            if fitting and not module._trainer.interrupted:
+                self.end_together()  # where a rank had no batch at all
+            if fitting and self._layer_sync:
                 self.model = self._layer_sync.revert(self.model)
             if isinstance(self._launcher, _MultiProcessingLauncher) and not module._trainer.interrupted:
                 self.engine.unshard()  # the launcher sends rank 0's state_dict to the process that called fit

@@ -26,6 +26,7 @@ class Meeting(enum.IntEnum):
     OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
     BARRIER = -5, "wait for the others at a barrier"
     EVALUATED = -6, "end an evaluation, having no batch left"
+    END = -7, "end its training (it has no more batches, or was stopped)"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""

@@ -93,7 +93,7 @@ class PairwiseCollectives(GroupCollectives):
             raise DivergenceError(
                 f"The ranks run different things: rank {here} is about to {self.diary.describe(label)}, rank {there} to "
                 f"{self.diary.describe(other)}. All ranks must run the same modules in the same order and take the same number "
-                "of steps; look for a branch or a loop that depends on a rank's own data."
+                "of steps; look for loaders of different length, and for a branch or a loop that depends on a rank's own data."
             )
 
     def agree(self, values: Tensor) -> Tensor:

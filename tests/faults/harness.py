@@ -17,6 +17,7 @@ from pathlib import Path
 from helpers import ranks
 
 LIMIT_S = 60  # no run takes so long; one that does hangs
+PAUSE_S = 7  # longer than `lost`
 # Faults may be tried beside each other, but two threads must not ask for the end of one process at a time, as `start` does too.
 _processes = threading.Lock()
 
@@ -97,6 +98,8 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
         ]
         for process in processes:
             process.start()
+    if fault is not None and fault.kind == "pause":
+        _pause(processes, folder, fault.rank)
     frozen = fault.rank if fault is not None and fault.kind == "freeze" else None  # until somebody wakes or kills it
     running = [p.sentinel for r, p in enumerate(processes) if r != frozen]
     deadline = time.monotonic() + timeout
@@ -115,6 +118,22 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
         for r in range(world_size):
             print(f"--- rank {r}\n{(logs / str(r)).read_text(errors='replace')}")
     return outcome
+
+
+def _pause(processes: list, folder: Path, first: int) -> None:
+    """Stop all for a while, as Ctrl-Z and `fg` do, and let one go on before the others."""
+    until = time.monotonic() + LIMIT_S
+    while not (folder / "fault").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(PAUSE_S)
+    os.kill(processes[first].pid, signal.SIGCONT)
+    time.sleep(1.5)  # for its thread, which looks once a second, to find nobody's new report
+    for process in processes:
+        os.kill(process.pid, signal.SIGCONT)
+    time.sleep(1.5)
+    (folder / "go on").touch()
 
 
 def _last_words(log: str) -> str:

@@ -55,8 +55,9 @@ DIVERGENCES = [
     ("lonely save", "end", 0, 3),
     ("other order", "device", 1, 3),
     ("lonely barrier", "device", 1, 2),
+    ("fewer batches", "device", 0, 2),
 ]
-SLOW = [("doze", "forward", 1, 2), ("doze", "loading", 0, 3)]
+SLOW = [("doze", "forward", 1, 2), ("doze", "loading", 0, 3), ("pause", "forward", 0, 2), ("pause", "forward", 1, 3)]
 RESTARTED = [("kill", "forward", 1, 2), ("kill", "backward", 0, 2), ("fail", "validation", 1, 2), ("kill", "writing", 0, 2)]
 HEAD = """# What happens when a rank fails
 
@@ -74,6 +75,7 @@ started again from its last checkpoint.
 | fail, run out | `ValueError`, `MemoryError` in the user's code |
 | freeze | SIGSTOP: the process is there and does nothing (given up after `lost=5` seconds, ended after `grace=3` more) |
 | doze | sleeps for seven seconds (`slow=3`) |
+| pause | all ranks are stopped for seven seconds (Ctrl-Z and `fg`, `docker pause`) and go on, this one first |
 | other order, skipped unit | runs its units in another order, leaves one out |
 | fewer batches | has half as many batches as the others |
 | lonely barrier, lonely save | calls `strategy.barrier()`, `trainer.save_checkpoint()` alone |

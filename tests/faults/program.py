@@ -65,9 +65,14 @@ def doze(folder):
     time.sleep(7)
 
 
+def pause(folder):
+    while not (folder / "go on").exists():  # the harness stops all ranks, and continues them
+        time.sleep(0.02)
+
+
 KINDS = {
     f.__name__.replace("_", " "): f
-    for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, power_off, lose_node, doze)
+    for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, power_off, lose_node, doze, pause)
 }
 
 
@@ -155,7 +160,7 @@ class Model(pl.LightningModule):
         if self.here("lonely save"):
             self.trainer.save_checkpoint(self.folder / "lonely.ckpt")
 
-    def on_train_end(self):
+    def on_train_epoch_end(self):
         if self.fault is not None and self.fault.kind == "fewer batches" and self.global_rank == self.fault.rank:
             self._mark()
 

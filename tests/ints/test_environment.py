@@ -160,8 +160,17 @@ REFUSED = {
     "no local rank": (without(BY_HAND, "LOCAL_RANK"), ["its local rank is unknown: LOCAL_RANK is not set"]),
     "no local size": (without(BY_HAND, "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE is not set"]),
     "not a number": ({**TORCHRUN, "RANK": "one"}, ["RANK='one' is not a whole number"]),
-    "rank too large": ({**TORCHRUN, "RANK": "4"}, ["rank 4 (RANK=4)", "world_size 4 (WORLD_SIZE=4)", "Unset"]),
-    "negative rank": ({**TORCHRUN, "RANK": "-1"}, ["rank -1 (RANK=-1)"]),
+    "rank too large": ({**TORCHRUN, "RANK": "4"}, ["rank 4 (RANK=4)", "world_size 4 (WORLD_SIZE=4)", "unset it where"]),
+    "negative rank": ({**TORCHRUN, "RANK": "-1"}, ["rank -1 (RANK=-1)", "numbered from 0", "Correct the variable"]),
+    "no ranks": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, ["rank 0 (RANK=0) is none of the world_size 0 (WORLD_SIZE=0)"]),
+    "nobody on the node": (
+        {**OPEN_MPI, **MEET, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"},
+        ["OMPI_COMM_WORLD_LOCAL_SIZE=0 is no number of processes", "Correct or unset"],
+    ),
+    "nobody on the node, by hand": (
+        {**without(BY_HAND, "GROUP_RANK", "NODE_RANK"), "LOCAL_WORLD_SIZE": "0"},
+        ["LOCAL_WORLD_SIZE=0 is no number of processes"],
+    ),
     "local rank too large": ({**TORCHRUN, "LOCAL_RANK": "4"}, ["local_rank 4 (LOCAL_RANK=4)", "(LOCAL_WORLD_SIZE=4)"]),
     "node larger than world": (
         {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},

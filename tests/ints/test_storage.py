@@ -1,5 +1,6 @@
 """Checkpoints on disk: whatever moment a process dies at, a whole one is found and a broken one is named."""
 
+import errno
 import os
 
 import pytest
@@ -89,6 +90,26 @@ def test_deleting_is_one_moment(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.shutil, "rmtree", lambda *_, **__: None)  # killed before anything is deleted
     storage.remove(tmp_path / "a.ckpt")
     assert storage.last_complete(tmp_path) is None and not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_full_disk_keeps_nothing_that_could_be_deleted(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    write(path, 1)
+    stage = storage.make_folder(path)
+    (stage / "__0_0.distcp").write_text("half of")
+
+    def refuse(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "mkdir", refuse)
+        storage.remove(stage)  # of a save that failed
+    assert not stage.exists() and Manifest.read(path).global_step == 1
+    stage = storage.make_folder(path)
+    Manifest(2, 0, 2).write(stage)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    storage.commit(stage, path)  # there was room for it, and for nothing else
+    assert Manifest.read(path).global_step == 2 and [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_broken_ones_are_named(tmp_path):

@@ -4,10 +4,23 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
 
 from helpers.ranks import free_port, run_ranks
 from lightning_zero3.__main__ import main
+from lightning_zero3.strategies import environment_report
+from lightning_zero3.strategies.environment import detect
 from lightning_zero3.strategies.environment_report import differences
+from lightning_zero3.strategies.world import Devices
+
+PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 def report(*options):
@@ -24,6 +37,12 @@ def on_a_rank(rank, size, port):
     return code + code_2, as_json, table
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_ranks_come_into_one_table_and_differences_are_marked():
     port = free_port()
     (code, as_json, table), others = run_ranks(on_a_rank, 2, port)
@@ -38,9 +57,7 @@ def test_ranks_come_into_one_table_and_differences_are_marked():
     assert sum("differs" in line for line in lines) == 1
 
 
-def test_alone_it_shows_the_machine(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
+def test_alone_it_shows_the_machine(alone):
     code, text = report("--json")
     facts = json.loads(text)["ranks"]["0"]
     assert code == 0 and facts["process"]["launcher"] == "single"
@@ -81,3 +98,70 @@ def test_what_ranks_have_for_themselves_is_no_difference():
     assert differences(own) == []
     own[1]["process"]["backend"] = "nccl"
     assert differences(own) == ["process.backend"]
+
+
+def test_torchrun_brings_all_ranks_into_one_report():
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m lightning_zero3 env --json"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, *torchrun.split()], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # of rank 0 alone
+    assert found["problem"] is None and found["differs"] == []
+    places = [(facts["process"]["launcher"], facts["process"]["rank"]) for facts in found["ranks"].values()]
+    assert places == [("torchrun", 0), ("torchrun", 1)]
+    assert found["ranks"]["1"]["variables"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torchrun serves the store
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0", "1e12", "soon"])
+def test_a_timeout_that_is_no_time_is_refused(seconds, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["env", f"--timeout={seconds}"])
+    assert ended.value.code == 2 and "--timeout" in capsys.readouterr().err
+
+
+def test_values_are_shown_as_they_are(alone, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NAME", "a[gpu] b[/x]")
+    code, table = report()
+    assert code == 0 and "a[gpu] b[/x]" in table
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_without_standard_output_nothing_is_shown(alone, monkeypatch, options):
+    monkeypatch.setattr(sys, "stdout", None)  # what Python has after `>&-`
+    assert main(["env", *options]) == 0
+
+
+def test_a_gpu_that_another_process_has_does_not_end_the_report(monkeypatch):
+    gpu = SimpleNamespace(
+        major=9, minor=0, name="H200", total_memory=144 * 2**30, pci_domain_id=0, pci_bus_id=1, pci_device_id=0
+    )
+
+    def refuse(device):
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    world = detect({}, Devices("cuda", 1, "nccl"))
+    found = environment_report._devices(world)
+    assert found["cuda:0"].startswith("H200, 144.0 GiB, compute 9.0")
+    assert found["free_gib"] == "unknown: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+class Gone:
+    """The store, after the process that served it."""
+
+    def set(self, key, value):
+        pass
+
+    def check(self, keys):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_rank_that_finds_rank_0_gone_has_been_heard(monkeypatch):
+    monkeypatch.setattr(environment_report, "open_store", lambda world, timeout: None)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: Gone())
+    world = detect({**PLACE, "MASTER_PORT": "29500"}, Devices())
+    assert environment_report._gather(world, {}, 5.0) == {1: {}}
+    with pytest.raises(dist.DistNetworkError):
+        environment_report._gather(replace(world, rank=0, local_rank=0), {}, 5.0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.ranks import free_port, run_ranks
 from lightning_zero3.strategies.environment import detect
 from lightning_zero3.strategies.rendezvous import current_world, end_process_group, listen, serve_at, start_process_group
-from lightning_zero3.strategies.rollcall import describe_process, roll_call
+from lightning_zero3.strategies.rollcall import _compare, describe_process, roll_call
 from lightning_zero3.strategies.signals import _Notes
 from lightning_zero3.strategies.world import Devices, LaunchError
 
@@ -59,6 +59,12 @@ def test_another_version_on_another_node_is_named_on_every_rank(item):
     messages = call([(0, 3, {}), (1, 3, {"host": "node7", "pid": 5, **changes}), (2, 3, {})])
     assert len(set(messages)) == 1
     assert messages[0].startswith(f"Rank 1 (process 5 on node7) {expected}")
+
+
+def test_a_version_that_tells_less_is_named():
+    cards = {rank: describe_process(world(rank, 2), "gloo") for rank in range(2)}
+    del cards[1]["lightning"]
+    assert "has lightning None, but rank 0 (" in _compare(cards)
 
 
 def test_a_doubled_rank_is_named_on_every_rank():

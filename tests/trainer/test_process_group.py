@@ -1,7 +1,9 @@
 """The life of the process group around fits, failures and Ctrl-C; and fits in a notebook."""
 
 import contextlib
+import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +93,34 @@ def fits(rank, size, port):
 def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
     port = free_port()
     assert run_ranks(fits, size, port) == [[True] * 3] * size
+
+
+def fits_in_a_row(rank, size, port):
+    dist.destroy_process_group()  # the test's own
+    os.environ["MASTER_PORT"] = str(port)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        os.environ.pop(name, None)
+    torch.set_num_threads(5)
+    found = []
+    for _ in range(4):
+        weight_after_fit(size)
+        gc.collect()
+        found.append(sorted(filter(None, map(open_file, Path("/proc/self/fd").iterdir()))))
+    return found, torch.get_num_threads()
+
+
+def open_file(descriptor):
+    """What is open there; of sockets nothing: rank 0's server closes its own when it comes to that."""
+    with contextlib.suppress(FileNotFoundError):
+        name = re.sub(r"\d+", "", str(descriptor.readlink()))
+        return None if name.startswith("socket:") else name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_fits_leave_no_descriptors_and_share_the_cpus_out():
+    for descriptors, threads in run_ranks(fits_in_a_row, 2, free_port()):
+        assert descriptors[1:] == descriptors[:1] * 3
+        assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 NOTEBOOK = """

@@ -6,31 +6,32 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.checkpoints import storage
 
 BATCHES, EPOCHS = 6, 2
 
 
 class Model(pl.LightningModule):
-    """Gets `signum` on `rank` at `when`: ("forward" or "backward" or "validate", batch)."""
+    """Gets `signum` on `ranks` at each of `when`: ("forward", "backward", "validate" or "save", how many before)."""
 
-    def __init__(self, signum=None, rank=0, when=("", 0)):
+    def __init__(self, signum=None, ranks=(), *when):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.signum, self.rank, self.when = signum, rank, when
-        self.losses, self.validated = [], 0
+        self.signum, self.ranks, self.when = signum, ranks, list(when)
+        self.losses, self.validated, self.saved = [], 0, 0
 
     def maybe_signal(self, *now):
-        if self.signum is not None and self.global_rank == self.rank and now == self.when:
-            self.signum, signum = None, self.signum
-            os.kill(os.getpid(), signum)
+        if self.global_rank in self.ranks and now in self.when:
+            self.when.remove(now)
+            os.kill(os.getpid(), self.signum)
 
     def training_step(self, batch, batch_idx):
         self.maybe_signal("forward", len(self.losses))
@@ -46,6 +47,10 @@ class Model(pl.LightningModule):
         self.validated += 1
         self.net(batch)
 
+    def on_save_checkpoint(self, checkpoint):
+        self.maybe_signal("save", self.saved)
+        self.saved += 1
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
@@ -58,6 +63,7 @@ class Model(pl.LightningModule):
 
 
 def fit(model, folder, size, ckpt_path=None, **options):
+    callbacks = [OnExceptionCheckpoint(folder), *(make(folder) for make in options.pop("callbacks", ()))]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -65,7 +71,7 @@ def fit(model, folder, size, ckpt_path=None, **options):
         strategy="zero3",
         max_epochs=EPOCHS,
         default_root_dir=folder,
-        callbacks=[OnExceptionCheckpoint(folder)],
+        callbacks=callbacks,
         **{**quiet, "num_sanity_val_steps": 0, **options},
     )
     stopped = False
@@ -80,12 +86,17 @@ def fit(model, folder, size, ckpt_path=None, **options):
         return stopped, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def saver(folder):
+    return ModelCheckpoint(Path(folder, "saves"), "{step}", every_n_train_steps=2, save_top_k=-1)
+
+
 CASES = {  # who gets SIGTERM and when; options of the Trainer; batches trained until all stop
     "another rank, forward": (-1, ("forward", 2), {}, 4),
     "rank 0, backward": (0, ("backward", 1), {}, 3),
     "last batch of an epoch": (-1, ("forward", BATCHES - 1), {"limit_val_batches": 0}, BATCHES + 1),
     "between steps of a window": (-1, ("forward", 0), {"accumulate_grad_batches": 3}, 3),
     "validation": (-1, ("validate", 1), {}, BATCHES),
+    "saving": (-1, ("save", 0), {"callbacks": (saver,)}, 3),
 }
 
 
@@ -95,7 +106,7 @@ def stop_and_resume(rank, size, folder):
         folder_of_case = str(Path(folder, name.replace(" ", "_")))
         whole = Model()
         _, expected = fit(whole, folder_of_case, size, **options)
-        first = Model(signal.SIGTERM, who % size, when)
+        first = Model(signal.SIGTERM, [who % size], when)
         stopped, _ = fit(first, folder_of_case, size, **options)
         rest = Model()
         _, state = fit(rest, folder_of_case, size, Path(folder_of_case, "on_exception.ckpt"), **options)
@@ -109,6 +120,8 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_can_go_on(tmp_
     for name, (*_, batches) in CASES.items():
         for found in everyone:
             assert found[name][:4] == (True, batches, True, True), (name, found[name])
+    # What was being saved is whole; the run without the signal has taken its name.
+    assert storage.damage(tmp_path / "saving/saves/step=2-v1.ckpt") is None
     # Asked at the second of four batches, and done at the third.
     assert [found["validation"][4] for found in everyone] == [3, 3]
 
@@ -128,7 +141,8 @@ def requeue(rank, size, folder):
     os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()}, PATH=f"{folder}/bin:{os.environ['PATH']}")
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME"):
         os.environ.pop(name, None)
-    first = Model(signal.SIGUSR1, size - 1, ("backward", 2))
+    # SLURM signals every process, and may do so again: one request.
+    first = Model(signal.SIGUSR1, range(size), ("backward", 2), ("save", 0), ("backward", 5))
     stopped, expected = fit(first, folder, size)
     rest = Model()
     _, state = fit(rest, folder, size)  # as the requeued job: the same command

@@ -1,0 +1,125 @@
+"""The watch's thread by itself: whom it takes for a neighbour, and what must not stop it."""
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero3.strategies.position import Activity, Neighbour, Place, machine
+from lightning_zero3.strategies.reports import Reports
+from lightning_zero3.strategies.symptoms import ENGINE, Beat
+from lightning_zero3.strategies.watch import Watch, WatchOptions
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes look at each other by /proc and pidfd_open")
+
+PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
+BEAT = Beat(1, "host", 1, -1, PLACE, 0.0, ENGINE, "train.py:7 in step")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@contextmanager
+def watching(store):
+    """Rank 0 of two, in this process."""
+    watch = Watch(WatchOptions(), store, 0, 2)
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+def ended_process():
+    """An id that no process has."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_host_is_not_known_by_its_name(same):
+    here, boot = machine(), BOOT.read_text().strip()
+    there = here if same else here.replace(boot, "5e0f3a3c-0000-4000-8000-000000000000")
+    assert here.startswith(os.uname().nodename) and (there == here) == same
+    store = dist.HashStore()
+    store.set("1", replace(BEAT, machine=there, pid=ended_process()).pack())
+    with watching(store) as watch:
+        until = time.monotonic() + 20
+        while not (1 in watch._unread if same else 1 in watch._neighbours) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        # Its number is nobody's here: only of a process of this machine does that say that it has ended.
+        assert watch._neighbours == {1: None} and list(watch._unread) == [1] * same
+
+
+def test_another_file_in_the_place_of_a_position_tells_nothing():
+    before = len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryFile() as file:
+        file.write(b"short")
+        file.flush()
+        neighbour = Neighbour(os.getpid(), file.fileno(), PLACE)
+    assert neighbour.words is None and neighbour.place() == PLACE and not neighbour.ended
+    neighbour.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Unwritable:
+    def __init__(self, error):
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        pass
+
+
+ERRORS = [OSError(errno.ENOSPC, "No space left on device"), ValueError("I/O operation on closed file.")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_rank_ends_though_nothing_can_be_said(error, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(sys, "stderr", Unwritable(error))
+    store = dist.HashStore()
+    with watching(store):
+        store.set("1", BEAT.pack())
+        store.set("verdict", json.dumps({"rank": 1, "text": "Rank 1 waits for ever.", "stuck": True}))
+        assert ended.wait(20)
+
+
+def test_a_warning_that_is_an_error_does_not_end_the_watch():
+    store, asked = dist.HashStore(), []
+    store.set("1", replace(BEAT, machine=machine(), pid=os.getpid()).pack())
+    with watching(store) as watch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch._straggler.find = lambda beats, name: asked.append(1) or "Rank 1 holds the others up."
+        until = time.monotonic() + 20
+        while len(asked) < 2 and time.monotonic() < until:
+            watch._wake()
+            time.sleep(0.02)
+        assert len(asked) >= 2
+
+
+def test_a_rank_that_stood_still_counts_silence_from_then_on(monkeypatch):
+    now = [100.0]
+    reports = Reports.__new__(Reports)
+    reports.newest = {}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    silences = []
+    for later in (0, 1, 1, 70, 1, 1):  # seconds since the last look; nothing new is there
+        now[0] += later
+        reports._keep(1, BEAT)
+        silences.append(reports.newest[1].read - reports.newest[1].since)
+    assert silences == [0, 1, 2, 0, 1, 2]
