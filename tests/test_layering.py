@@ -1,4 +1,4 @@
-"""Imports go one way: a module may import only from rows above its own.
+"""Imports go one way: a module may import only from rows above its own. Files and functions stay short.
 
 `LAYERS` is the whole rule. Every source file must stand in it, so that a new file gets its place
 by decision; a name in it without a file is fine. Names are paths below the repository's root,
@@ -7,6 +7,7 @@ by decision; a name in it without a file is fine. Names are paths below the repo
 
 import ast
 import fnmatch
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,3 +274,46 @@ def test_a_planted_fault_is_found(case, tmp_path):
     (tmp_path / f"{module}.py").write_text(source)
     faults = find_faults(tmp_path, LAYERS)
     assert len(faults) == 1 and expected in faults[0] and faults[0].startswith(module), faults
+
+
+# ---- sizes -----------------------------------------------------------------------------------
+
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 40
+
+
+def functions(source: str) -> list[tuple[str, int]]:
+    """Name of each, and lines below its signature: the docstring and the code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append((node.name, node.body[-1].end_lineno - node.body[0].lineno + 1))
+    return found
+
+
+def test_files_and_functions_are_short():
+    sources = {module: (ROOT / f"{module}.py").read_text(encoding="utf-8") for module in source_modules(ROOT)}
+    lengths = {module: len(source.splitlines()) for module, source in sources.items()}
+    assert {module: n for module, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
+    found = [(module, name, n) for module, source in sources.items() for name, n in functions(source)]
+    assert len(found) > 1000 and max(n for *_, n in found) > 20, "the functions were not found"
+    assert [entry for entry in found if entry[2] > MOST_LINES_OF_A_FUNCTION] == []
+
+
+def test_a_long_function_is_counted():
+    assert functions('def f(\n    a,\n):\n    """Two\n    lines."""\n    x = a\n\n    return x\n') == [("f", 5)]
+
+
+def test_the_size_of_the_engine_is_what_the_document_says():
+    text = (ROOT / "docs" / "CONTRACTS.md").read_text(encoding="utf-8")
+    said = re.search(r"`strategies/engine/` has about ([\d,]+) lines", text)
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "strategies/engine").glob("*.py"))
+    assert said is not None and abs(int(said[1].replace(",", "")) - lines) <= 0.05 * lines, "run tests/ranks/make_contracts.py"
+
+
+def test_the_engine_records_no_stream():
+    """Slots are never returned to the allocator, and everything else is waited for by events (see engine/streams.py)."""
+    for module in source_modules(ROOT):
+        if not module.startswith(("strategies/engine/", "strategies/collectives/")):
+            continue
+        tree = ast.parse((ROOT / f"{module}.py").read_text(encoding="utf-8"))
+        assert not any(isinstance(node, ast.Attribute) and node.attr == "record_stream" for node in ast.walk(tree)), module

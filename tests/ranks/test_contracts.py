@@ -1,55 +1,22 @@
-"""What a step may cost, counted: exchanges and their bytes, Python calls, allocations, copies."""
+"""What a step may cost, counted: exchanges and their bytes, Python calls, copies. Allocations are in test_allocations.py."""
 
 import subprocess
 import sys
+import traceback
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.contracts import BLOCKS, ON_THE_WIRE, UNIT_BYTES, WIDTH, Block, build, count_calls, micro_batch
+from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
-
-WIDTH, BLOCKS = 64, 6
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 4 * WIDTH)
-        self.second = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.second(torch.relu(self.first(x)))
-
-
-def build(rank, world_size, door=None, **options):
-    import torch.distributed as dist
-
-    from lightning_zero3.strategies.collectives import make_collectives
-    from lightning_zero3.strategies.engine import Zero3Engine
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Zero3Engine(
-        model,
-        [optimizer],
-        device=torch.device("cpu"),
-        collectives=door or make_collectives(dist.group.WORLD, torch.device("cpu")),
-        unit_policy=[Block],
-        **options,
-    )
-    return model, optimizer, engine
-
-
-def micro_batch(model, engine, rank, seed):
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    with engine.step():
-        loss = model(torch.randn(3, WIDTH, generator=generator)).square().mean()
-    with engine.backward():
-        loss.backward()
 
 
 def exchanges(rank, world_size, micro_batches, **options):
@@ -77,19 +44,12 @@ def exchanges(rank, world_size, micro_batches, **options):
     return counts
 
 
-IN_BF16 = {"wire_dtype": lambda name, parameter: torch.bfloat16, "reduce_dtype": torch.bfloat16}
-
-
 def once(rank, world_size, micro_batches):
     return exchanges(rank, world_size, micro_batches, reduce_once=True)
 
 
 def in_bf16(rank, world_size, micro_batches):
-    return exchanges(rank, world_size, micro_batches, **IN_BF16)
-
-
-# One unit is one block: 2 * 4 * 64 * 64 weights and 5 * 64 biases, a multiple of 4 elements for each rank here.
-UNIT_BYTES = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+    return exchanges(rank, world_size, micro_batches, **ON_THE_WIRE)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -117,6 +77,100 @@ def test_exchanges_in_bf16_have_half_the_bytes(world_size):
     assert run_ranks(in_bf16, world_size, 1) == [expected] * world_size
 
 
+# ---- every call --------------------------------------------------------------------------------
+
+GATHERS = 2 * BLOCKS - 2  # see test_exchanges_of_a_step
+ONCE_THROUGH = {"all_gather": GATHERS, "reduce_scatter": BLOCKS, "agree": 1}
+# Name -> what the engine is built with, micro-batches, all that is asked of the door in a step after the first.
+STEPS = {
+    "plain": (dict, 1, ONCE_THROUGH),
+    "accumulation": (dict, 3, {"all_gather": 3 * 2 * BLOCKS - 2 * 3 - 2 * 2, "reduce_scatter": 3 * BLOCKS, "agree": 3}),
+    "reduced once": (
+        lambda: {"reduce_once": True},
+        3,
+        {"all_gather": 3 * 2 * BLOCKS - 2 * 3 - 2 * 2, "reduce_scatter": BLOCKS, "agree": 3},
+    ),
+    "bf16": (lambda: ON_THE_WIRE, 1, {"all_gather": GATHERS, "reduce_scatter_in": BLOCKS, "agree": 1}),
+    # Buffers that changed come from rank 0, all in one message.
+    "statistics": (
+        lambda: {"tail": (nn.BatchNorm1d(WIDTH, affine=False), nn.BatchNorm1d(WIDTH, affine=False))},
+        1,
+        {**ONCE_THROUGH, "broadcast": 1},
+    ),
+}
+
+
+def calls_of_a_step(rank, world_size):
+    found = {}
+    for name, (options, micro_batches, _) in STEPS.items():
+        model, optimizer, engine = build(rank, world_size, **options())
+        for step in range(3):
+            counts = count_calls(engine.collectives) if step == 2 else {}
+            for micro in range(micro_batches):
+                with engine.accumulate() if micro < micro_batches - 1 else nullcontext():
+                    micro_batch(model, engine, rank, micro_batches * step + micro)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = dict(counts)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_call_of_the_door(world_size):
+    expected = {name: calls for name, (_, _, calls) in STEPS.items()}
+    assert run_ranks(calls_of_a_step, world_size) == [expected] * world_size
+
+
+class Counted(pl.LightningModule):
+    """Counts what is asked of the door, and of torch.distributed, in its third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[Block() for _ in range(BLOCKS)])
+        self.calls, self.beside = {}, Counter()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.counting, self.counted = count_calls(self.trainer.strategy.engine.collectives), Counter()
+            for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier"):
+                setattr(dist, name, self.noting(name, getattr(dist, name)))
+
+    def noting(self, name, function):
+        def call(*args, **kwargs):
+            self.counted[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            self.calls, self.beside = dict(self.counting), dict(self.counted)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(3, WIDTH), batch_size=1)
+
+
+def calls_of_a_trainer(rank, world_size):
+    module = Counted()
+    trainer(zero3(), world_size, gradient_clip_val=0.1).fit(module)
+    return module.calls, module.beside
+
+
+def test_every_call_of_a_step_of_the_trainer():
+    # One more for the norm that gradients are clipped by. Beside the door the ranks compare, while they go on, whether any of
+    # them was asked to stop.
+    expected = {**ONCE_THROUGH, "all_reduce": 1}, {"all_reduce": 1 + 1}
+    assert run_ranks(calls_of_a_trainer, 2) == [expected] * 2
+
+
 def written_bytes():
     """What this process has written to files and sockets; gloo sends with writev."""
     with open("/proc/self/io") as file:
@@ -125,8 +179,6 @@ def written_bytes():
 
 def sent(rank, world_size, kind):
     """Bytes that a rank really sends in a step of four micro-batches."""
-    import torch.distributed as dist
-
     if kind == "ddp":
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Sequential(*[Block() for _ in range(BLOCKS)]))
@@ -134,7 +186,7 @@ def sent(rank, world_size, kind):
     else:
         from lightning_zero3.strategies.collectives import PairwiseCollectives
 
-        options = IN_BF16 if kind == "bf16" else {"reduce_once": kind == "once"}
+        options = ON_THE_WIRE if kind == "bf16" else {"reduce_once": kind == "once"}
         model, optimizer, engine = build(rank, world_size, PairwiseCollectives(dist.group.WORLD), **options)
     for step in range(3):
         dist.barrier()
@@ -169,56 +221,8 @@ def runs_engine(file):
     return "/strategies/engine/" in file or "/strategies/collectives/" in file
 
 
-def memory_of_a_step(rank, world_size):
-    """Operations of engine code that allocate tensor memory in a step after the first."""
-    import traceback
-
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Allocations(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            before = {t.untyped_storage().data_ptr() for t in tensors([*args, *(kwargs or {}).values()])}
-            out = func(*args, **(kwargs or {}))
-            new = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in before and t.nbytes >= 1024]
-            callers = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            if new and runs_engine(callers[-1].filename):
-                found.append((str(func), callers[-1].name))
-            return out
-
-    def tensors(value):
-        if isinstance(value, torch.Tensor):
-            return [value]
-        return [t for item in value for t in tensors(item)] if isinstance(value, tuple | list) else []
-
-    model, optimizer, engine = build(rank, world_size)
-    found = []
-    for step in range(3):
-        if step < 2:
-            micro_batch(model, engine, rank, step)
-        else:
-            with Allocations():
-                micro_batch(model, engine, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    # The mode works: it sees an allocation that engine code makes outside a step.
-    with Allocations():
-        engine.units[0].values()
-    return found
-
-
-def test_engine_allocates_gradients_alone_after_the_first_step():
-    """Once for each group: while a loss begins to be differentiated, and most memory is in use, there are none."""
-    for found in run_ranks(memory_of_a_step, 2):
-        assert [name for _, name in found] == ["grad", "_gather_apart"], found
-
-
 def copies_of_a_step(rank, world_size, shared):
     """Bytes that engine code copies in a step after the first, without the optimizer's."""
-    import traceback
-
-    import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from lightning_zero3.strategies.collectives import PairwiseCollectives
 
     class Copies(TorchDispatchMode):
@@ -313,10 +317,16 @@ print(*(more[1] - less[1] for less, more in zip(ours, ours[1:])))
 """
 
 
-def test_python_calls_per_unit_and_step():
+def python_calls():
+    """Calls of a step that a unit adds, and lines that the engine runs for two more units, of three and of five."""
     done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     calls, *lines = map(float, done.stdout.split())
+    return calls, lines
+
+
+def test_python_calls_per_unit_and_step():
+    calls, lines = python_calls()
     # FSDP2 adds 1223 for the same block (torch 2.13). Of ours 68 are autograd asking about each tensor it saves and reads.
     assert calls <= 149
     # Two units more cost the same whether there are three or five: nothing looks at all units for each unit, or for each

@@ -1,0 +1,146 @@
+"""Measure what the tests of the contracts bound and write the figures to docs/CONTRACTS.md.
+
+python tests/ranks/make_contracts.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "CONTRACTS.md"
+HEAD = """# What the engine may cost
+
+Written by `tests/ranks/make_contracts.py`. The tests named below count the same on every run and fail above the bound.
+Ψ is the number of parameters, N the number of ranks (gloo, CPU, one machine). Exchanges, copies and allocations are those of a
+step after the first, of {blocks} equal units.
+
+| what | bound | why | found, N=2 | N=4 |
+|-|-|-|-|-|
+"""
+TAIL = """
+Tests: state, slots, reduce buffer and the most memory in `tests/ranks/test_memory.py`; allocations in `test_allocations.py`;
+calls, bytes, Python and copies in `test_contracts.py`. On a device (`pytest -m gpu tests/ranks`) gradients keep their memory,
+and the reduce buffer has room for two neighbouring units, because a unit's reduction overlaps the next one's backward. None
+of this has been run on a GPU yet. Two exceptions: with `gather_dtype` or `reduce_dtype` each exchange copies a run of 4096
+values (8 KiB), and in `bf16-true` and `16-true` a later micro-batch of a window allocates a unit's shard for a moment.
+
+## Size
+
+`strategies/engine/` has about {lines} lines, comments and docstrings included. The aim was about 1,500: parameters that are
+right outside of their unit, whole-tensor optimizers, unused parameters, uneven evaluation and texts of refusals came on top.
+`strategies/collectives/` has about {doors}. No file of `strategies/` or `callbacks/` has more than 400 lines, no function
+more than 40 below its signature (`tests/test_layering.py`).
+"""
+
+
+def memory(world_size):
+    """Rows of bytes that are held."""
+    import test_memory as m
+    import torch
+
+    from helpers.ranks import run_ranks
+
+    numels = m.unit_sizes(lambda name: 1)
+    total = sum(numels)
+    linear = sum(
+        p.numel() for layer in m.Model().blocks.modules() if isinstance(layer, torch.nn.Linear) for p in layer.parameters()
+    )
+
+    def state(options):
+        return max(run_ranks(m.count, world_size, options), key=lambda found: found[0])
+
+    exact, mixed = state({}), state({"mixed": True})
+    frozen = {dtype: state({"frozen": dtype})[0] for dtype in (torch.float32, torch.bfloat16)}
+    rest = m.frozen_bytes(torch.float32) - 4 * linear
+    kept = {dtype: (found * world_size - rest) / linear for dtype, found in frozen.items()}
+    shards, largest = 4 * total / world_size, 4 * max(p.numel() for p in m.Model().parameters())
+    most = max(most for _, most in run_ranks(m.most_in_a_backward, world_size, {}))
+    pair = 4 * max(a + b for a, b in zip(numels, numels[1:], strict=False))
+    return [
+        f"{exact[0] * world_size / total:.3f} Ψ/N",
+        f"{mixed[0] * world_size / total:.3f} Ψ/N",
+        f"{kept[torch.float32]:.2f}, {kept[torch.bfloat16]:.2f} bytes",
+        f"{exact[1]['slots'] / pair:.4f}",
+        f"{exact[1]['reduce'] / (4 * max(numels)):.4f}",
+        f"{most / (shards + largest):.3f}",
+    ]
+
+
+def steps(world_size):
+    """Rows of what a step does."""
+    import test_allocations as a
+    import test_contracts as c
+
+    from helpers.contracts import BLOCKS, UNIT_BYTES
+    from helpers.ranks import run_ranks
+
+    total = BLOCKS * UNIT_BYTES
+    (freed, *_), (kept, *_) = (run_ranks(a.memory_of_a_step, world_size, lasting) for lasting in (False, True))
+    (calls, *_) = run_ranks(c.calls_of_a_step, world_size)
+    sent = {kind: max(run_ranks(c.sent, world_size, kind)) for kind in ("once", "each", "ddp")}
+    copied = max(run_ranks(c.copies_of_a_step, world_size, False))
+    gathers = calls["plain"]["all_gather"]
+    return [
+        f"{a.large(freed['plain']).total()}, {a.large(kept['plain']).total()}",
+        ", ".join(f"{name} {count}" for name, count in calls["plain"].items()),
+        ", ".join(f"{name} {count}" for name, count in calls["accumulation"].items()),
+        "; ".join(f"{kind} {sent[kind] / total:.2f}" for kind in ("each", "once", "ddp")),
+        f"{copied / (gathers * UNIT_BYTES / world_size + total):.3f}",
+    ]
+
+
+WHAT = [
+    ("state, AdamW, fp32", "16.016 Ψ/N bytes", "value, gradient and two moments of 4 bytes; padding below 0.1%"),
+    ("the same, `bf16-mixed`", "16.016 Ψ/N bytes", "the shards are fp32"),
+    ("a frozen parameter in fp32, in bf16", "4, 2 bytes", "its value alone (the rest of the model's padding counts here)"),
+    ("slots, over the fp32 bytes of two neighbouring units", "1.001", "one unit in use, one gathered ahead; half in bf16"),
+    ("reduce buffer, over the largest unit's fp32 gradients", "1.001", "a unit at a time"),
+    (
+        "most memory in a forward and backward, over gradient shards and the largest parameter",
+        "1 and activations",
+        "one parameter's gradient at a time",
+    ),
+    (
+        "allocations of 1 KiB or more: on the CPU; where gradients stay",
+        "1, 0",
+        "gradients are freed between steps",
+    ),
+    (
+        "calls of the door in a step",
+        "the same",
+        "two units stay in the slots at the turn: 2U - 2 gathers, U reductions",
+    ),
+    ("the same with three micro-batches", "the same", "and two from each micro-batch to the next"),
+    (
+        "bytes that a rank sends in four micro-batches, over 4Ψ: reduced each, once; `ddp`",
+        "(8U - 14 + 4U)/U, (8U - 14 + U)/U; 2: times (N-1)/N, and 2%",
+        "an exchange sends (N-1)/N of what it moves; labels and votes",
+    ),
+    ("bytes copied, over one shard for each gather and one unit for each reduction", "1", "no other copies"),
+]
+
+
+def python_row():
+    import test_contracts as c
+
+    calls, _ = c.python_calls()
+    return f"| Python calls that a unit of nine parameters adds | 149 | FSDP2 adds 1223 | {calls:.0f} | |"
+
+
+def count_lines(folder):
+    """Of all files, as `wc -l`."""
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / "strategies" / folder).glob("*.py"))
+
+
+def main():
+    from helpers.contracts import BLOCKS
+
+    two, four = (memory(n) + steps(n) for n in (2, 4))
+    rows = [f"| {' | '.join(what)} | {a} | {b} |" for what, a, b in zip(WHAT, two, four, strict=True)]
+    sizes = {"lines": f"{round(count_lines('engine'), -2):,}", "doors": f"{round(count_lines('collectives'), -2):,}"}
+    TABLE.write_text(HEAD.format(blocks=BLOCKS) + "\n".join([*rows, python_row()]) + "\n" + TAIL.format(**sizes))
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "ranks")]
+    main()
