@@ -66,8 +66,9 @@ def main(names: list[str]) -> None:
 
 def read_table() -> dict[str, dict[str, str]]:
     """The kind of every cell, by behaviour and engine, as the document has it."""
-    rows = [line.split("|")[1:-1] for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    return {row[0].strip(): dict(zip(ENGINES, map(str.strip, row[1:]), strict=True)) for row in rows if len(row) == 4}
+    sections = TABLE.read_text().partition("\n## ")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in sections.splitlines() if line.startswith("| ")]
+    return {row[0]: dict(zip(ENGINES, row[1:], strict=True)) for row in rows if row[0]}
 
 
 def read_refusals() -> dict:
