@@ -4,7 +4,8 @@
 
 Every way trains the same GPT in the same process, turn by turn, so that a busy machine slows all alike: the median and the
 spread of the turns are printed. Ways: Lightning on one device and `zero3` on one rank, eager and with `CUDAGraphStep`;
-`torch.compile(mode="reduce-overhead")`; and FSDP2, captured in a bare loop by hand.
+`torch.compile(mode="reduce-overhead")`; and FSDP2, captured in a bare loop by hand. The last column is what looking for changes
+costs the host before each replay, a part of the step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_state import Guard
 
 SIZES = {"small": (12, 256, 128, 4), "large": (16, 2048, 1024, 8)}  # layers, width, tokens, batch
 VOCABULARY, WARMUP = 8192, 20
@@ -80,13 +82,39 @@ class Stopwatch(Callback):
         return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
 
 
-def lightning_way(strategy: str, captured: bool, compiled: bool = False) -> Callable[[str, int], tuple[float, str]]:
-    def run(size: str, steps: int) -> tuple[float, str]:
+class Figures(Callback):
+    """Of a captured run: memory of the graphs, and how long the host looks for changes before each replay."""
+
+    def __init__(self, graphs: CUDAGraphStep) -> None:
+        self.graphs, self.pool, self.looks = graphs, "", list[int]()
+        self.real = Guard.changed
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def changed(guard: Guard) -> str | None:
+            start = time.perf_counter_ns()
+            found = self.real(guard)
+            self.looks.append(time.perf_counter_ns() - start)
+            return found
+
+        Guard.changed = changed  # type: ignore[method-assign]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Guard.changed = self.real  # type: ignore[method-assign]
+        self.pool = f"{self.graphs.memory_bytes()['pool'] / 2**20:.0f} MiB"
+
+    def texts(self) -> tuple[str, str]:
+        """Memory, and microseconds in the median."""
+        return self.pool, f"{statistics.median(self.looks) / 1000:.0f}" if self.looks else ""
+
+
+Found = tuple[float, str, str]  # ms of a step; of captured runs the pool, and microseconds of a look for changes
+
+
+def lightning_way(strategy: str, captured: bool, compiled: bool = False) -> Callable[[str, int], Found]:
+    def run(size: str, steps: int) -> Found:
         layers, width, length, batch = SIZES[size]
         module, watch, graphs = Gpt(layers, width, compiled), Stopwatch(), CUDAGraphStep(strict=True)
-        pool: list[int] = []
-        keep = Callback()
-        keep.on_train_epoch_end = lambda *_: pool.append(graphs.memory_bytes()["pool"])  # type: ignore[method-assign]
+        figures = Figures(graphs)
         tokens = list(torch.randint(VOCABULARY, (steps + WARMUP, batch, length)).pin_memory())
         trainer = Trainer(
             accelerator="gpu",
@@ -94,19 +122,19 @@ def lightning_way(strategy: str, captured: bool, compiled: bool = False) -> Call
             strategy=Zero3Strategy() if strategy == "zero3" else "auto",
             precision="bf16-mixed",
             max_epochs=1,
-            callbacks=[watch, keep, *([graphs] if captured else [])],
+            callbacks=[watch, *([graphs, figures] if captured else [])],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
         trainer.fit(module, DataLoader(tokens, batch_size=None))
-        return watch.milliseconds(), f"{pool[0] / 2**20:.0f} MiB" if captured else ""
+        return watch.milliseconds(), *figures.texts()
 
     return run
 
 
-def fsdp2_way(size: str, steps: int) -> tuple[float, str]:
+def fsdp2_way(size: str, steps: int) -> Found:
     """FSDP2's forward and backward in one graph, without Lightning."""
     layers, width, length, batch = SIZES[size]
     model = Gpt(layers, width).cuda()
@@ -127,7 +155,7 @@ def fsdp2_way(size: str, steps: int) -> tuple[float, str]:
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks[WARMUP:], marks[WARMUP + 1 :], strict=False)), ""
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks[WARMUP:], marks[WARMUP + 1 :], strict=False)), "", ""
 
 
 def _bf16_step(model: nn.Module, tokens: Tensor) -> None:
@@ -136,7 +164,7 @@ def _bf16_step(model: nn.Module, tokens: Tensor) -> None:
     loss.backward()
 
 
-WAYS: dict[str, Callable[[str, int], tuple[float, str]]] = {
+WAYS: dict[str, Callable[[str, int], Found]] = {
     "one device, eager": lightning_way("auto", captured=False),
     "one device, captured": lightning_way("auto", captured=True),
     "one device, compiled (reduce-overhead)": lightning_way("auto", captured=False, compiled=True),
@@ -157,9 +185,9 @@ def main() -> None:
         os.environ.setdefault(name, value)
     device, today = torch.cuda.get_device_name(), datetime.date.today()
     print(f"{device}, torch {torch.__version__}, lightning {lightning.__version__}, {today}; ms of a step, bf16\n")
-    print("| model | way | median | turns | graph pool |\n|---|---|---|---|---|")
+    print("| model | way | median | turns | graph pool | `Guard.changed()`, µs |\n|---|---|---|---|---|---|")
     for size in arguments.sizes:
-        results: dict[str, list[tuple[float, str]]] = {name: [] for name in WAYS}
+        results: dict[str, list[Found]] = {name: [] for name in WAYS}
         for _ in range(arguments.turns):
             for name, way in WAYS.items():
                 if way is fsdp2_way and not dist.is_initialized():
@@ -171,9 +199,9 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 time.sleep(1)
         for name, found in results.items():
-            times = [t for t, _ in found]
+            times = [t for t, *_ in found]
             turns = " ".join(f"{t:.2f}" for t in times)
-            print(f"| {size} | {name} | {statistics.median(times):.2f} | {turns} | {found[-1][1]} |")
+            print(f"| {size} | {name} | {statistics.median(times):.2f} | {turns} | {' | '.join(found[-1][1:])} |")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ def find_remarks(options: Mapping[str, Value], with_cuda_graphs: bool) -> list[s
     if isinstance(divisions, (int, dict)) and (gaps := torch_gaps(divisions)):
         remarks.append(f"roundup_power2_divisions: torch does not round sizes from {gaps} MB, which are not named")
     if with_cuda_graphs:
-        for name in ("max_split_size_mb", "garbage_collection_threshold"):
-            if name in options:
-                remarks.append(f"{name}: may free memory while a CUDA graph is captured, which breaks the capture")
+        if "garbage_collection_threshold" in options:
+            remarks.append(
+                "garbage_collection_threshold: may free memory while a CUDA graph is captured, which breaks the capture"
+            )
         if options.get("pinned_use_background_threads"):
             remarks.append("pinned_use_background_threads: its thread may touch CUDA while a graph is captured")
     return remarks

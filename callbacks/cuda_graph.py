@@ -22,8 +22,10 @@ class CUDAGraphStep(Callback):
 
     The first `warmup` batches of a shape run eagerly and are watched, and then the first in each epoch (so one that comes once
     an epoch, as a ragged last batch, is never captured). If the step does anything that a replay would not repeat (waits for a
-    value, computes with a Python number or a tensor of outside that is another one each time, updates a metric, prints, keeps
-    state in Python), the reason and the line are named, and training goes on eagerly. What the step reads is compared before
+    value, computes with a Python number or a tensor of outside that is another one each time, logs or writes to tensors on the
+    host, updates a metric, prints, keeps state in Python), the reason and the line are named, and training goes on eagerly (of
+    `batch_idx` it is not seen that it is an index of a list, the end of a `range` or on the right of a float: `batch_idx > 1e3`
+    is seen, `1e3 < batch_idx` is not). What the step reads is compared before
     each replay: weights, buffers, hooks and modes; attributes of modules that it mentions, whatever they hold (containers and
     settings objects, too); globals; numbers of the optimizer, where it mentions them; settings of torch. What belongs to no
     module, is no global and changes within an epoch (a number that a function has in a closure, or the trainer in an attribute)
@@ -35,14 +37,15 @@ class CUDAGraphStep(Callback):
     all steps on a single device and with `ddp`: keep a copy, not `parameter.grad` itself, beyond a step.
 
     Works on a single device, with `zero3`, whose gathers and reductions are captured too, and with `ddp` where every parameter
-    is used. Ranks decide together in each step, by one small exchange of the hosts; with NCCL, `ddp` runs eleven steps before
-    a capture. Tested with the software graph so far, not on a GPU.
+    is used, without `gradient_as_bucket_view` and hooks of communication. Ranks decide together in each step, by one small
+    exchange of the hosts; with NCCL, `ddp` runs eleven steps before a capture. Tested with the software graph so far, not on a
+    GPU.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
-        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly. With `ddp` and accumulation, which
-            exchange something else in the first, in the last and in other micro-batches of a window, each of these counts as
-            a shape.
+        max_graphs: shapes of batches that are captured; batches of other shapes run eagerly. With `ddp` the first, the last
+            and other micro-batches of a window of accumulation exchange something else, and the first one after a
+            validation: each of these counts as a shape.
         strict: a step that cannot be captured is an error.
         optimizer: capture the optimizer's update too, in a graph of its own. It must be made with ``capturable=True`` (or
             ``fused=True``, where it has no such option) and a tensor as learning rate, which schedulers change as ever.

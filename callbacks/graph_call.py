@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from .graph_batch import StaticInputs, tensors_in
 from .graph_device import CudaGraphs, SoftwareGraphs
+from .graph_step import leaves_of
 from .graph_values import address
 from .graph_watch import Watch
 
@@ -63,6 +64,9 @@ class CapturedCall:
         graphs: makes graphs.
         watch: of an eager run.
         settle: waits for weights that are on their way to this rank.
+
+    Attributes:
+        others: tensors whose gradients a replay would lose: neither inputs nor the module's own parameters.
     """
 
     def __init__(self, name: str, graphs: CudaGraphs | SoftwareGraphs, watch: Watch, settle: Callable[[], None]) -> None:
@@ -86,9 +90,12 @@ class CapturedCall:
         ends = [t for t, given in zip([t for t in self._outputs if t.requires_grad], self.given, strict=True) if given]
         self._seeds = [torch.zeros_like(t, requires_grad=False) for t in ends]
         self._starts = [t for t in [*tensors_in(self._inputs.batch), *parameters] if t.requires_grad]
+        known = set(map(id, self._starts))
+        leaves = [*leaves_of(*ends), *(t for t in ends if t.is_leaf)]
+        self.others = [leaf for leaf in leaves if id(leaf) not in known]
         self._gradients: tuple[Tensor | None, ...] = ()
         if ends:
-            with self._backward.capture(), self._watch.watching(None, forward=False):
+            with self._backward.capture(), self._watch.watching(None, forward=False, capturing=True):
                 self._gradients = torch.autograd.grad(ends, self._starts, self._seeds, allow_unused=True)
         self._structure = apply_to_collection(output, Tensor, Tensor.detach)
         self._outputs = [t.detach() for t in self._outputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
 
 from .graph_lines import definition
 from .graph_watch import Problem
@@ -48,7 +50,7 @@ def report(what: str, problems: list[Problem], consequence: str, strict: bool, e
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     """Problems that are there before the first step."""
-    step, found = definition(module.training_step), check_device(trainer)
+    step, found = definition(module.training_step), [*check_device(trainer), *_check_ddp(trainer.strategy.model)]
     if not module.automatic_optimization:
         found.append(
             Problem("The module optimizes manually: its `training_step` runs backward and the optimizer itself.", step)
@@ -63,6 +65,18 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
     return found
 
 
+def _check_ddp(model: object) -> list[Problem]:
+    found = []
+    if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
+        what = "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients that a graph adds to. Leave it out."
+        found.append(Problem(what))
+    if isinstance(model, DistributedDataParallel) and model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+        what = f"`DDPStrategy(ddp_comm_hook=...)`, {name}, is Python, which would run only once. Leave it out."
+        found.append(Problem(what))
+    return found
+
+
 def check_device(trainer: Trainer) -> list[Problem]:
     """Problems of any capture in this run."""
     strategy, found = trainer.strategy, []
@@ -72,23 +86,30 @@ def check_device(trainer: Trainer) -> list[Problem]:
         if getattr(strategy, f"_{option}", False):
             found.append(f"`Zero3Strategy({option}=True)` {why}")
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-    found += check_allocator(settings, trainer.world_size, os.environ)
+    device, fraction = strategy.root_device, 1.0
+    if device.type == "cuda" and "garbage_collection_threshold" in settings:
+        fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
+    found += check_allocator(settings, trainer.world_size, os.environ, fraction)
     return [Problem(what) for what in found]
 
 
-def check_allocator(settings: str, world_size: int, environ: Mapping[str, str]) -> list[str]:
+def check_allocator(settings: str, world_size: int, environ: Mapping[str, str], fraction: float = 1.0) -> list[str]:
     """Settings of the CUDA allocator that do not go with graphs.
 
     Args:
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         world_size: number of ranks.
         environ: of the process.
+        fraction: of the device's memory that the process may use, as it was set since.
     """
-    found = [
-        f"The allocator's {name} frees memory whenever it likes, which ends a capture with an error. Unset it."
-        for name in ("max_split_size_mb", "garbage_collection_threshold")
-        if name in settings
-    ]
+    found = []
+    asked = re.search(r"per_process_memory_fraction:([0-9]*\.?[0-9]+)", settings)
+    limited = min(fraction, float(asked[1]) if asked else 1.0) < 1  # the allocator collects nothing otherwise
+    if "garbage_collection_threshold" in settings and limited:
+        found.append(
+            "The allocator's garbage_collection_threshold frees unused memory when more is asked for, in a capture too, which "
+            "ends it with an error. Unset it, or per_process_memory_fraction."
+        )
     if "expandable_segments:True" in settings and world_size > 1 and environ.get("NCCL_GRAPH_REGISTER") != "0":
         found.append("NCCL registers the memory of graphs, which hangs with expandable_segments. Set NCCL_GRAPH_REGISTER=0.")
     return found

@@ -9,8 +9,9 @@ import torchmetrics.metric
 from torch import Tensor
 
 from .graph_lines import describe_line, line_of_attribute
+from .graph_python import REMEDY_HOOK, REMEDY_NUMBER, plain
 from .graph_tape import LogTape
-from .graph_watch import REMEDY_HOOK, REMEDY_NUMBER, Operation, Problem, Watch, plain
+from .graph_watch import Operation, Problem, Watch
 
 
 def compare(before: Watch, after: Watch) -> list[Problem]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 
@@ -145,9 +148,42 @@ class CudaGraphs:
         self._others.clear()
 
     def pool_nbytes(self) -> int:
-        """Memory of the pools, reserved."""
+        """Memory of the pools, reserved; 0 if the allocator does not tell."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0
         pools = [self._pool, *self._others]
         return sum(segment["total_size"] for pool in pools for segment in torch.cuda.memory_snapshot(pool))
+
+
+_WAIT = "called a synchronizing CUDA operation"
+
+
+@contextmanager
+def telling_waits(note: Callable[[FrameType | None], None]) -> Iterator[None]:
+    """Inside, ``note`` is called with the frame in which torch waits for the device, as far as its own debug mode sees it.
+
+    What it sees in a backward is told when that is over.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", message=_WAIT)
+        show, before = warnings.showwarning, torch.cuda.get_sync_debug_mode()
+
+        def tell(message: Any, *rest: Any) -> None:
+            if not str(message).startswith(_WAIT):
+                show(message, *rest)
+                return
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_globals.get("__name__") == "warnings":
+                frame = frame.f_back
+            note(frame)
+
+        torch.cuda.set_sync_debug_mode("warn")
+        warnings.showwarning = tell
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 class SoftwareGraphs:

@@ -6,7 +6,9 @@ import dis
 import inspect
 import linecache
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -79,6 +81,24 @@ def line_of_attribute(name: str, codes: Iterable[CodeType]) -> Place:
                     lines = (line for start, stop, line in code.co_lines() if start <= instruction.offset < stop)
                     return code.co_filename, next(lines, None) or code.co_firstlineno
     return None
+
+
+@contextmanager
+def naming_failure(what: str) -> Iterator[None]:
+    """Around the capture of ``what``: an error says what failed, and in which line of the user's.
+
+    Raises:
+        RuntimeError: in place of one, after which CUDA has nothing to go on with.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if is_users(f)]
+        where = f"\n    {describe_line(frames[-1])}" if frames else ""
+        raise RuntimeError(
+            f"CUDAGraphStep: capturing {what} failed: it does something that no graph can hold and that eager steps did not "
+            "show. Run without `CUDAGraphStep`, or choose the modules that are captured, `CUDAGraphStep(modules=...)`." + where
+        ) from error
 
 
 def describe_line(place: Place) -> str:

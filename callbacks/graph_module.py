@@ -17,6 +17,7 @@ from .graph_check import check_device, report
 from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
+from .graph_software import CaptureError, memory_of
 from .graph_state import Guard, Snapshot
 from .graph_watch import Problem, Watch
 
@@ -204,10 +205,14 @@ class CapturedModule:
         call = CapturedCall(self._name, self._graphs, watch, self._settle)
         try:
             call.capture(self._eager, inputs, self._module)
-        except RuntimeError as error:
+        except CaptureError:
             if not watch.problems:
-                what = f"Capturing module {self._name!r} failed. Leave it out of `CUDAGraphStep(modules=...)`."
-                raise RuntimeError(what) from error
+                raise
+        except RuntimeError as error:  # of CUDA, which after it has no more to give
+            what = f"Capturing module {self._name!r} failed. Leave it out of `CUDAGraphStep(modules=...)`."
+            raise RuntimeError(what) from error
+        else:
+            self._check_leaves(call, watch)
         if watch.problems:
             call.reset()
             return None
@@ -215,6 +220,17 @@ class CapturedModule:
         self._globals |= watch.globals
         self._guard = Guard(self._module, [], self._names, self._globals.values())
         return call
+
+    def _check_leaves(self, call: CapturedCall, watch: Watch) -> None:
+        """Weights of others may not get their gradients inside."""
+        names = {id(p): name for name, p in self._trainer.lightning_module.named_parameters()}
+        own = set(map(memory_of, self._module.parameters()))
+        for leaf in call.others:
+            name = names.get(id(leaf))
+            if name is not None or memory_of(leaf) in watch.sources - own:  # else the program made it, and drops it
+                what = f"It computes with {name or f'a tensor of shape {list(leaf.shape)}'}, which is none of its parameters:"
+                remedy = "Pass it to `forward`, or capture a module that has both."
+                watch.add(f"{what} its gradient would be lost. {remedy}", watch.program)
 
     def _stop(self, problems: list[Problem]) -> None:
         """From now on it runs eagerly."""
@@ -268,7 +284,8 @@ class ModulesRunner:
             )
 
     def _refuse(self, problems: list[Problem]) -> None:
-        report("a module cannot be captured", problems, "It runs without a graph.", self._strict)
+        # Each rank decides for itself: what is wrong on one is news to the first.
+        report("a module cannot be captured", problems, "It runs without a graph.", self._strict, everywhere=True)
 
     def remove(self) -> None:
         """The graphs go, and everything is as it was."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,13 +21,14 @@ from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
 from .graph_optimizer import CapturedOptimizer, check_optimizer
+from .graph_python import WatchedIndex
 from .graph_state import GroupSettings, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
-from .graph_watch import Problem, Watch, WatchedIndex
+from .graph_watch import Problem, Watch
 from .memory_ranks import RankGatherer
 
 _UNKNOWN = -1
-_ELSEWHERE = "On another rank the step cannot be captured; that rank says why."
+_NEVER = 2**31 - 1
 
 
 class StepRunner:
@@ -67,7 +68,6 @@ class StepRunner:
         self._watched_inputs: list[Tensor] = []
         self._numbers: dict[Hashable, int] = {}  # of signatures, as they came
         self._refused = self._replayed = False
-        self._silent = False  # the first rank does not know what is wrong
         self._stale: str | None = None  # why all graphs are out of date
         self._ranks = RankGatherer()
         self._outdated = Recaptures(warmup)
@@ -81,10 +81,13 @@ class StepRunner:
         self._graphs.enter()
         self._trainer.strategy.training_step = self._training_step
         self._plugin.backward = self._backward
-        problems = check_trainer(self._trainer, self._module)
-        if problems:
-            self._refuse(problems)
-        elif self._with_optimizers:
+        if not self._may_go_on(check_trainer(self._trainer, self._module)):
+            return
+        model = self._trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            # Each hundredth forward it records events, and waits for them in the next one: a capture may be neither.
+            model._set_ddp_runtime_logging_sample_rate(_NEVER)
+        if self._with_optimizers:
             self._take_optimizers()
 
     def _take_optimizers(self) -> None:
@@ -166,7 +169,7 @@ class StepRunner:
             return self._eager_step(*args)
         if shape.watched < self._warmup or shape.epoch != self._trainer.current_epoch:
             return self._watch(shape, batch, rest)
-        if shape.graphs is None and not self._may_capture(shape):
+        if shape.graphs is None and not self._may_go_on(shape.problems()):
             return self._eager_step(*args)
         if shape.graphs is None:
             shape.graphs = self._capture(shape, batch, rest)
@@ -190,7 +193,6 @@ class StepRunner:
         if (shape is None or shape.graphs is None) and self.captured >= self._max_graphs:
             return None
         if shape is None and len(self._shapes) >= MOST_SIGNATURES and not self.captured:
-            self._silent = False
             self._refuse([Problem(TOO_MANY)])
         if shape is None and (_UNKNOWN in key or len(self._shapes) >= MOST_SIGNATURES or self._refused):
             return None
@@ -207,38 +209,34 @@ class StepRunner:
         """The keys of this micro-batch on all ranks, which so take the same decisions in all that follows."""
         if self._stale is None and self._guard is not None:
             self._stale = self._guard.changed()
-        number, refused, stale = self._number_of(key), isinstance(key, Problem), self._stale is not None
-        agreed: tuple[float, ...] = (number,)
+        everyone: list[list[float]] = [[self._number_of(key), isinstance(key, Problem), self._stale is not None]]
         if self._ranks.world_size > 1:
-            everyone = self._ranks.gather([number, refused, stale])
-            _, refused, stale = map(bool, everyone.sum(0).tolist())
-            self._silent = not everyone[0, 1]
-            agreed = tuple(everyone[:, 0].tolist())
-        if refused:
-            self._refuse([key if isinstance(key, Problem) else Problem(_ELSEWHERE)])
-        elif stale:
-            reason, self._stale = self._stale or "on another rank something changed", None
-            self._recapture(reason)
-        return agreed
+            everyone = self._ranks.gather(everyone[0]).tolist()
+        numbers, refusing, outdated = zip(*everyone, strict=True)
+        if self._agree_to_go_on(refusing, [key] if isinstance(key, Problem) else []) and any(outdated):
+            reason, self._stale = self._stale, None
+            self._recapture(reason or f"on rank {_first(outdated)} something changed", reason is not None and not outdated[0])
+            numbers = (self._number_of(key),) * len(numbers)  # the first that is counted anew, on all ranks
+        return numbers
 
     def _number_of(self, key: Hashable) -> int:
         if key not in self._numbers and len(self._numbers) < MOST_SIGNATURES:
             self._numbers[key] = len(self._numbers)
         return self._numbers.get(key, _UNKNOWN)
 
-    def _recapture(self, reason: str) -> None:
+    def _recapture(self, reason: str, everywhere: bool) -> None:
         self.drop()
         if self._outdated.add(self.replays):
             rank_zero_info(f"CUDAGraphStep: {reason}; the training step is captured again")
         else:
             times = self._outdated.in_vain
             what = f"Captured steps went out of date {times} times, each time before they had paid; the last time, {reason}."
-            self._refuse([Problem(what)])
+            self._refuse([Problem(what)], everywhere)
 
     def _watch(self, shape: Shape, batch: Any, rest: list) -> Any:
         """An eager step, observed."""
         watch = Watch(self._trainer.strategy.root_device, batch)
-        rest = [WatchedIndex(value, watch) if type(value) is int else value for value in rest]
+        rest = [WatchedIndex(value, watch.add) if type(value) is int else value for value in rest]
         snapshot = Snapshot(self._module)
         with watch.watching(self._module, forward=True):
             output = self._eager_step(batch, *rest)
@@ -251,15 +249,15 @@ class StepRunner:
         self._watching, self._watched_inputs = shape, tensors_in(batch)
         return output
 
-    def _may_capture(self, shape: Shape) -> bool:
-        problems = shape.problems()
-        everyone = self._ranks.gather([bool(problems)])
-        self._silent = not everyone[0, 0]
-        if everyone.any() and not problems:
-            problems = [Problem(_ELSEWHERE)]
-        if problems:
-            self._refuse(problems)
-        return not problems
+    def _may_go_on(self, problems: list[Problem]) -> bool:
+        """Whether there are no problems, on any rank; else all refuse."""
+        return self._agree_to_go_on(self._ranks.gather([bool(problems)])[:, 0].tolist(), problems)
+
+    def _agree_to_go_on(self, refusing: Sequence[float], problems: list[Problem]) -> bool:
+        if any(refusing):
+            elsewhere = f"On rank {_first(refusing)} the step cannot be captured; that rank says why."
+            self._refuse(problems or [Problem(elsewhere)], everywhere=bool(problems) and not refusing[0])
+        return not any(refusing)
 
     def _capture(self, shape: Shape, batch: Any, rest: list) -> CapturedStep:
         watch = shape.watches[-1]
@@ -277,9 +275,9 @@ class StepRunner:
         self._guard = Guard(self._module, self._trainer.optimizers, self._names, self._globals.values())
         return step
 
-    def _refuse(self, problems: list[Problem]) -> None:
-        own = self._silent and problems[0].what != _ELSEWHERE
-        report("the training step cannot be captured", problems, "The run goes on without graphs.", self._strict, own)
+    def _refuse(self, problems: list[Problem], everywhere: bool = False) -> None:
+        """Once for all ranks; ``everywhere``: the first does not know what is wrong on this one."""
+        report("the training step cannot be captured", problems, "The run goes on without graphs.", self._strict, everywhere)
         self.drop()
         self._refused = True
 
@@ -304,3 +302,8 @@ class StepRunner:
                 self._stale = problems[0].what
         else:
             run()
+
+
+def _first(flags: Sequence[float]) -> int:
+    """The first rank that says yes."""
+    return next(rank for rank, flag in enumerate(flags) if flag)

@@ -190,6 +190,8 @@ def waits_for_device(func: Any, args: tuple) -> bool:
     if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index_put):
         indices = args[1]
         return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
+    if func.overloadpacket is _aten._linalg_check_errors:
+        return True  # though its tags do not say so
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 

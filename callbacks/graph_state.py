@@ -196,23 +196,28 @@ class GroupSettings(Mapping[str, dict[int, Any]]):
 
 
 class Snapshot:
-    """Attributes of all modules before a step."""
+    """Attributes of all modules, and of their classes, before a step."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = [(path, each, _attributes(each)) for path, each in _modules(module)]
+        holders: dict[nn.Module | type, str] = {each: path for path, each in _modules(module)}
+        for each, path in list(holders.items()):
+            holders |= {cls: path for cls in type(each).__mro__ if cls not in holders}
+        self._before = [(path, holder, _attributes(holder)) for holder, path in holders.items()]
 
     def changes(self) -> list[str]:
         """Names of the attributes that were assigned since, or hold something else."""
-        found = []
-        for path, module, before in self._before:
-            after = _attributes(module)
+        found = set()
+        for path, holder, before in self._before:
+            after = _attributes(holder)
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
-                    found.append(f"{path}.{name}".lstrip("."))
+                    found.add(f"{path}.{name}".lstrip("."))
         return sorted(found)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module | type) -> dict[str, Any]:
+    if isinstance(module, type):
+        return {k: freeze(v, Everything()) for k, v in settings_of(module).items() if not k.startswith("__")}
     values = {k: v for k, v in module.__dict__.items() if k not in _IGNORED}
     values |= {k: v for table in _TABLES for k, v in getattr(module, table).items()}
     return {k: freeze(v, Everything()) for k, v in values.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..strategies.engine import ReplayedStep
 from .graph_batch import StaticInputs
 from .graph_device import Graph
+from .graph_lines import naming_failure
 from .graph_tape import LogTape
 
 
@@ -90,7 +91,8 @@ class CapturedStep:
         """Record ``step(batch, *rest)``, which is the strategy's ``training_step``."""
         self._inputs = StaticInputs(batch)
         self._books.begin_forward()
-        with self._forward.capture(), self._books.capture_forward(), self._tape.record(module):
+        naming = naming_failure("the forward of the training step")
+        with naming, self._forward.capture(), self._books.capture_forward(), self._tape.record(module):
             self._output = step(self._inputs.batch, *rest)
         loss = loss_of(self._output)
         assert loss is not None
@@ -129,7 +131,8 @@ class CapturedStep:
         self._books.begin_backward(self._trained)
         if self._loss is not None:
             loss, self._loss = self._loss, None
-            with self._backward.capture(), self._books.capture_backward(self._trained):
+            naming = naming_failure("the backward of the training step")
+            with naming, self._backward.capture(), self._books.capture_backward(self._trained):
                 torch.autograd.backward(loss, self._seed)
         self._backward.replay()
         self._books.end_backward()
@@ -151,9 +154,9 @@ def loss_of(output: Any) -> Tensor | None:
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Tensors whose ``grad`` a backward of ``loss`` can add to."""
-    found, seen, waiting = [], set(), [loss.grad_fn]
+def leaves_of(*outputs: Tensor) -> list[Tensor]:
+    """Tensors whose ``grad`` a backward of ``outputs`` can add to."""
+    found, seen, waiting = [], set(), [t.grad_fn for t in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
-import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,14 +13,15 @@ from typing import Any
 
 import torch
 import torchmetrics.metric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .graph_batch import UnsupportedBatch, signature, tensors_in
+from .graph_device import telling_waits
 from .graph_lines import (
     ELSEWHERE,
     Place,
@@ -34,10 +33,19 @@ from .graph_lines import (
     user_frames,
     user_line,
 )
+from .graph_python import (
+    METRIC,
+    REMEDY_HOOK,
+    SETS_RANDOM_STATE,
+    WatchedIndex,
+    builtin_problem,
+    call_problem,
+    plain,
+)
 from .graph_random import HOME, LOST, RandomStates
-from .graph_software import memory_of, waits_for_device, written_by
+from .graph_software import CaptureError, memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
-from .graph_values import freeze, is_constant, is_opaque
+from .graph_values import freeze, is_opaque
 
 
 @dataclass(frozen=True)
@@ -62,54 +70,19 @@ class Operation:
     sources: tuple = ()  # memory of the tensors that the step did not make, nor get; 0 for others
 
 
-# Calls whose answers change from step to step, or which would happen only once.
-_CHANGES = "is read, and changes while the graph would keep the value of its capture"
-_ONCE = "is called, and would be called only once, at the capture"
-REMEDY_NUMBER = "Keep the number in a buffer of the module and fill it in `on_train_batch_start`: `self.weight.fill_(...)`."
-REMEDY_HOOK = "Move it to `on_train_batch_end`, which gets what `training_step` returns."
-
-
-def _code(function: Any) -> CodeType:
-    return (function.fget if isinstance(function, property) else function).__code__
-
-
-_PYTHON_CALLS = {
-    _code(LightningModule.global_step): f"`global_step` {_CHANGES}. {REMEDY_NUMBER}",
-    _code(LightningModule.current_epoch): f"`current_epoch` {_CHANGES}. {REMEDY_NUMBER}",
-    _code(Trainer.global_step): f"`trainer.global_step` {_CHANGES}. {REMEDY_NUMBER}",
-    _code(Trainer.current_epoch): f"`trainer.current_epoch` {_CHANGES}. {REMEDY_NUMBER}",
-    _code(LightningModule.logger): f"`self.logger` is used, and would be used only once. Use `self.log`. {REMEDY_HOOK}",
-    _code(LightningModule.loggers): f"`self.loggers` is used, and would be used only once. Use `self.log`. {REMEDY_HOOK}",
-    _code(LightningModule.print): f"`self.print` {_ONCE}. {REMEDY_HOOK}",
-    _code(LightningModule.log): f"`self.log` of a module in the middle of a graph {_ONCE}. {REMEDY_HOOK}",
-    _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
-}
-_SETS_RANDOM_STATE = (torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed)
-_SETS_RANDOM_STATE = tuple(map(_code, _SETS_RANDOM_STATE))
 _RANDOM = torch.Tag.nondeterministic_seeded
 _LOST = (
     "{} draws random numbers in the backward pass from a state that a graph cannot go back to, as dropout does in a checkpoint "
     "inside of a re-entrant one. Make the outer one with `use_reentrant=False`."
 )
 _LEFT = "The backward pass leaves the random state elsewhere. Restore the state that it found, as `torch.random.fork_rng` does."
+_LOOKS = (
+    "{} needs a value, or a size that depends on values, on the host: nobody has computed it when the graph is captured. Keep "
+    "it on the device (`torch.where` for `if` and for masks; log the tensor; `torch.linalg.inv_ex`, `solve_ex` and "
+    "`cholesky_ex` do not look at whether they succeeded)."
+)
 _CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)  # of what a program is made
-_METRICS = torchmetrics.metric.__file__
-_METRIC = f"A torchmetrics metric is used, and would be updated only once. {REMEDY_HOOK}"
 _OWN = {__name__, RandomStates.__module__}  # which read values on the host themselves
-_CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
-
-
-def _builtin_problem(function: Any) -> str | None:
-    if function is print:
-        return f"`print` {_ONCE}. {REMEDY_HOOK}"
-    if function in _CLOCKS:
-        return f"The time {_CHANGES}. {REMEDY_HOOK}"
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, Tensor) and function.__name__ in ("numpy", "tolist"):
-        return f"`Tensor.{function.__name__}` reads values on the host: a graph would keep those of its capture. {REMEDY_HOOK}"
-    if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
-        return f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
-    return None
 
 
 class Watch(TorchDispatchMode):
@@ -133,7 +106,7 @@ class Watch(TorchDispatchMode):
         exchanges: where something was exchanged with other ranks.
         names: of all attributes that the program mentions.
         tape: what was logged.
-        generators: that random operations drew from, other than the default.
+        generators: of the device that random operations drew from, other than the default.
         random: states of the default generator that were saved and set.
     """
 
@@ -154,6 +127,10 @@ class Watch(TorchDispatchMode):
         self.given: list[bool] = []
         self.exchanges: Place = None
         self._made: set[int] = set()  # memory
+        self._of_device: set[int] = set()  # memory of the host that operations of the device returned
+        self._free: dict[Hashable, Any] = {}  # what functions have in closures
+        self._local: set[Hashable] = set()  # those closures that are made in each step
+        self._logging = self._capturing = False
         self._held: list[torch.UntypedStorage] = []  # a graph knows their addresses
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
         self._set_random: Place = None  # where the backward last set the state of a generator
@@ -173,15 +150,26 @@ class Watch(TorchDispatchMode):
             )
 
     @contextmanager
-    def watching(self, module: LightningModule | None, forward: bool) -> Iterator[None]:
-        """Around a forward or a backward, whose operations follow from the forward and from what gradients there are."""
-        profiler, self._forward = sys.getprofile(), forward
+    def watching(self, module: LightningModule | None, forward: bool, capturing: bool = False) -> Iterator[None]:
+        """Around a forward or a backward, whose operations follow from the forward and from what gradients there are.
+
+        Args:
+            module: whose log is listened to.
+            forward: else it is a backward.
+            capturing: a graph is captured, which what it cannot repeat must not reach.
+
+        Raises:
+            CaptureError: with ``capturing``, before an operation runs, when there are problems.
+        """
+        profiler, self._forward, self._capturing = sys.getprofile(), forward, capturing
         collecting = gc.isenabled()
         gc.disable()  # callbacks of the garbage collector are no part of the step
         if forward:
             self.random.begin()
         listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
-        with listening, self.random.following(forward, self._note_save), self:
+        eager_on_cuda = self._device.type == "cuda" and not capturing
+        waits = telling_waits(self._note_wait) if eager_on_cuda else nullcontext()
+        with listening, waits, self.random.following(forward, self._note_save), self:
             sys.setprofile(self._on_call)
             try:
                 yield
@@ -195,7 +183,16 @@ class Watch(TorchDispatchMode):
             self.add(_LEFT, self._set_random)
         for code in self._codes:
             self.names.update(code.co_names)
+        if self.mentions("getattr", "hasattr", "vars", "__dict__"):
+            self.names |= self._texts()
         self.values.update({key: freeze(table.get(name), self.names) for key, (table, name) in self.globals.items()})
+        outer = {key: value for key, value in self._free.items() if key not in self._local}
+        self.values.update({key: freeze(value, self.names) for key, value in outer.items()})
+
+    @property
+    def sources(self) -> set[int]:
+        """Memory that the program read, and neither made nor got."""
+        return {memory for operation in self.operations for memory in operation.sources} - {0}
 
     @property
     def codes(self) -> list[CodeType]:
@@ -206,11 +203,14 @@ class Watch(TorchDispatchMode):
         """Whether the user's code has one of these names."""
         return any(name in code.co_names for code in self.codes for name in names)
 
+    def _texts(self) -> set[str]:
+        constants = (value for code in self.codes for value in code.co_consts)
+        return {v for value in constants for v in (value if isinstance(value, tuple) else [value]) if isinstance(v, str)}
+
     def settings_of_groups(self, optimizer: Optimizer) -> set[str]:
         """Names of settings of an optimizer's groups that the user's code mentions; all, if it does not say which."""
         settings = {name for group in optimizer.param_groups for name in group} - {"params"}
-        constants = {value for code in self.codes for value in code.co_consts if isinstance(value, str)}
-        found = (settings & constants or settings) if self.mentions("param_groups") else set()
+        found = (settings & self._texts() or settings) if self.mentions("param_groups") else set()
         return found | ({"lr"} if self.mentions("get_last_lr") else set())
 
     def note_output(self, output: Any, program: Callable[..., Any]) -> Any:
@@ -220,6 +220,9 @@ class Watch(TorchDispatchMode):
             what = "`batch_idx` is returned, and changes while the graph would keep the value of its capture."
             self.add(f"{what} {REMEDY_HOOK}", self.program)
             output = apply_to_collection(output, WatchedIndex, plain)
+        if foreign := [t for t in tensors_in(output) if self._is_foreign(t) and _memory(t) not in self._inputs]:
+            what = f"A tensor on {foreign[0].device} is returned, and a graph would go on with that of its capture."
+            self.add(f"{what} Make it on {self._device.type}, or in `on_train_batch_end`.", self.program)
         try:
             self.returned = signature(output, "What is returned")
         except UnsupportedBatch as error:
@@ -238,28 +241,36 @@ class Watch(TorchDispatchMode):
 
     def _log_unwatched(self, log: Callable[..., None], name: str, value: Any, options: dict[str, Any]) -> None:
         if isinstance(value, torchmetrics.Metric):
-            self.add(_METRIC, user_line())
+            self.add(METRIC, user_line())
+        if isinstance(value, Tensor) and self._is_foreign(value):
+            what = f"`self.log({name!r}, ...)` gets a tensor on {value.device}, and a graph would log that of its capture."
+            self.add(f"{what} Make it on {self._device.type}, or log a Python number that stays the same.", user_line())
         sys.setprofile(None)
+        self._logging = True
         try:
             with _disable_current_modes():
                 log(name, value, **options)
         finally:
+            self._logging = False
             sys.setprofile(self._on_call)
+
+    def _note_wait(self, frame: FrameType | None) -> None:
+        """The host waits for the device, in an operation that does not show it."""
+        place = user_line(frame) or ELSEWHERE
+        if self._logging or runs_engine(frame) or any(problem.place == place for problem in self.problems):
+            return
+        self.add("The host waits for the device here, which ends a capture. Keep values on the device.", place)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            code = frame.f_code
             self._note_code(frame)
-            what = _METRIC if code.co_filename == _METRICS else _PYTHON_CALLS.get(code)
-            if code in _SETS_RANDOM_STATE:
-                if self._forward:
-                    what = f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
-                else:  # as a checkpoint does
-                    self._set_random = user_line(frame.f_back)
+            what = call_problem(frame.f_code, self._forward)
             if what is not None:
                 self.add(what, user_line(frame.f_back))
+            elif frame.f_code in SETS_RANDOM_STATE:  # as a checkpoint does
+                self._set_random = user_line(frame.f_back)
         elif event == "c_call" and frame.f_globals.get("__name__") not in _OWN:
-            what = _builtin_problem(argument)
+            what = builtin_problem(argument)
             if what is not None and (place := user_line(frame)) is not None and not runs_engine(frame):
                 self.add(what, place)
 
@@ -279,10 +290,11 @@ class Watch(TorchDispatchMode):
                     tables += [t for t in inside if all(t is not known for known in tables)]
                 elif not isinstance(value, _CODE) or (isinstance(value, type) and not is_opaque(value.__module__)):
                     self.globals[id(table), name] = table, name
-        for name in code.co_freevars:
-            value = frame.f_locals.get(name)
-            if all(map(is_constant, value if isinstance(value, list | tuple) else [value])):
-                self.values[code, name] = freeze(value, ())
+        for inner in _codes_in(code):
+            self._local |= {(inner, name) for name in code.co_cellvars if name in inner.co_freevars}
+        if code.co_freevars:
+            held = {name: value for name, value in frame.f_locals.items() if name in code.co_freevars}
+            self._free |= {(code, name): value for name, value in held.items() if not _is_module(value)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -296,27 +308,44 @@ class Watch(TorchDispatchMode):
         tensors = [v for v in leaves if isinstance(v, Tensor)]
         if "c10d" in func.namespace:
             self.exchanges = place
-        if waits_for_device(func, args):
-            self.add(
-                f"{func.overloadpacket} needs a value, or a size that depends on values, on the host: nobody has computed it "
-                "when the graph is captured. Keep it on the device (`torch.where` for `if` and for masks; log the tensor).",
-                place,
-            )
-        if any(_memory(t) in self._inputs for t in written_by(func, args, kwargs)):
-            self.add("The step writes into its inputs; a replay would write into copies of them.", place)
+        self._check(func, args, kwargs, place)
         self._check_devices(func, tensors, kwargs, place)
-        if self.random.place == LOST and _RANDOM in func.tags:
-            self.add(_LOST.format(func.overloadpacket), place)
-        self.generators += [v for v in leaves if isinstance(v, torch.Generator) and v not in self.generators]
+        generators = [v for v in leaves if isinstance(v, torch.Generator) and v.device.type == self._device.type]
+        self.generators += [v for v in generators if v not in self.generators]
         if self._forward or place is not ELSEWHERE:
             self._note(func, leaves, tensors, place)
-        return self._run(func, args, kwargs)
+        if self._capturing and self.problems:
+            raise CaptureError(str(self.problems[0]))
+        result = self._run(func, args, kwargs)
+        if _RANDOM in func.tags and any(isinstance(v, Tensor) and self._is_foreign(v) for v in tree_leaves(result)):
+            what = f"{func.overloadpacket} draws random numbers on the host, and replays would not."
+            self.add(f"{what} Draw them on {self._device.type}.", place)
+        return result
+
+    def _check(self, func: Any, args: tuple, kwargs: dict, place: Place) -> None:
+        """What an operation must not do, wherever its tensors are."""
+        if waits_for_device(func, args):
+            self.add(_LOOKS.format(func.overloadpacket), place)
+        written = written_by(func, args, kwargs)
+        if any(_memory(t) in self._inputs for t in written):
+            self.add("The step writes into its inputs; a replay would write into copies of them.", place)
+        if foreign := [t for t in written if self._is_foreign(t) and _memory(t) not in self._made]:
+            what = f"{func.overloadpacket} writes to a tensor on {foreign[0].device}, and replays would not."
+            self.add(f"{what} Keep it on {self._device.type}, in a buffer of the module.", place)
+        if self.random.place == LOST and _RANDOM in func.tags:
+            self.add(_LOST.format(func.overloadpacket), place)
 
     def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         result = func(*args, **kwargs)
-        memory = [{_memory(v) for v in tree_leaves(values) if isinstance(v, Tensor)} for values in (result, (args, kwargs))]
-        self._made |= memory[0] - memory[1]
+        given, got = ([v for v in tree_leaves(values) if isinstance(v, Tensor)] for values in ((args, kwargs), result))
+        self._made |= set(map(_memory, got)) - set(map(_memory, given))
+        if not all(map(self._is_foreign, given)):
+            # Seeds of attention are on the host in an eager step, and on the device in a capture.
+            self._of_device |= {_memory(t) for t in got if self._is_foreign(t)}
         return result
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        return tensor.device.type != self._device.type
 
     def _note_save(self) -> None:
         if self._forward:
@@ -339,7 +368,7 @@ class Watch(TorchDispatchMode):
             self.add("Python numbers are copied to the device, which ends a capture. Make the tensor once, as a buffer.", place)
             return
         target = kwargs.get("device")
-        others = [t for t in tensors if t.device.type != self._device.type]
+        others = [t for t in tensors if self._is_foreign(t) and _memory(t) not in self._of_device]
         if others and (len(others) < len(tensors) or (target is not None and torch.device(target).type == self._device.type)):
             self.add(
                 f"{func.overloadpacket} reads a tensor on {others[0].device}, and the graph would keep its value, or wait for "
@@ -354,36 +383,14 @@ def _memory(tensor: Tensor) -> int:
     return memory_of(tensor) if tensor.layout is torch.strided else 0
 
 
-def plain(value: Any) -> Any:
-    """Something that equals itself: NaN does not, and objects may not."""
-    if isinstance(value, WatchedIndex):
-        return int.__int__(value)
-    if isinstance(value, torch.ScriptObject):
-        return None  # a process group in a new wrapper
-    return value if isinstance(value, int | bool | str | None | torch.dtype | torch.device) else repr(value)
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Of the functions that are written inside of one."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from _codes_in(inner)
 
 
-class WatchedIndex(int):
-    """A ``batch_idx`` that tells when something is computed from it."""
-
-    watch: Watch
-
-    def __new__(cls, value: int, watch: Watch) -> WatchedIndex:  # noqa: D102
-        index = super().__new__(cls, value)
-        index.watch = watch
-        return index
-
-
-def _tell(name: str) -> Callable[..., Any]:
-    def method(self: WatchedIndex, *args: Any) -> Any:
-        self.watch.add(f"`batch_idx` {_CHANGES}. {REMEDY_NUMBER}", user_line())
-        return getattr(int, name)(self, *args)
-
-    return method
-
-
-_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow neg"
-_CONVERSIONS = "eq ne lt le gt ge bool int float index str repr format"
-for _name in f"{_ARITHMETIC} {_CONVERSIONS}".split():
-    setattr(WatchedIndex, f"__{_name}__", _tell(f"__{_name}__"))
-WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]
+def _is_module(value: Any) -> bool:
+    """A guard looks at modules and at their classes."""
+    return isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module))

@@ -135,7 +135,16 @@ LAYERS = [
     (["callbacks/graph_limits", "callbacks/graph_lines"], NOTHING),
     (["callbacks/graph_exchanges", "callbacks/graph_random"], TORCH),
     (["callbacks/graph_values"], TORCH),
-    (["callbacks/graph_batch", "callbacks/graph_software", "callbacks/graph_state", "callbacks/graph_tape"], LIGHTNING),
+    (
+        [
+            "callbacks/graph_batch",
+            "callbacks/graph_python",
+            "callbacks/graph_software",
+            "callbacks/graph_state",
+            "callbacks/graph_tape",
+        ],
+        LIGHTNING,
+    ),
     (["callbacks/graph_device"], LIGHTNING),
     (["callbacks/graph_optimizer", "callbacks/graph_step", "callbacks/graph_watch"], LIGHTNING),
     (["callbacks/graph_call", "callbacks/graph_check", "callbacks/graph_compare"], LIGHTNING),

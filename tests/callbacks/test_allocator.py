@@ -140,8 +140,9 @@ def test_the_process_can_make_an_option_impossible():
 
 
 def test_remarks_for_graphs_and_for_unnamed_sizes():
-    assert find_remarks({"max_split_size_mb": 64}, with_cuda_graphs=False) == []
-    assert "captured" in find_remarks({"max_split_size_mb": 64}, with_cuda_graphs=True)[0]
+    assert find_remarks({"garbage_collection_threshold": 0.8}, with_cuda_graphs=False) == []
+    assert "captured" in find_remarks({"garbage_collection_threshold": 0.8}, with_cuda_graphs=True)[0]
+    assert find_remarks({"max_split_size_mb": 64}, with_cuda_graphs=True) == []
     assert "[512]" in find_remarks({"roundup_power2_divisions": {"256": 1, "1024": 2}}, with_cuda_graphs=False)[0]
 
 

@@ -47,7 +47,7 @@ def test_a_captured_run_is_the_eager_run(case):
     callback = Counting(software=True)
     mine = fit(Net(**arguments), callback, **options)
     assert callback.replays >= 5
-    assert callback.captured == (2 if case == "ragged last batch" else 1)
+    assert callback.captured == 1  # a shape that comes once an epoch, as that of a ragged last batch, never is
     assert_same_run(mine, reference)
 
 

@@ -1,7 +1,11 @@
 """Two ranks take every decision together, and replay what they exchange."""
 
+import os
+import re
+import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -10,7 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from helpers.ranks import run_ranks
 from helpers.recorded import Net, assert_same_run, fit
@@ -68,6 +74,31 @@ class WaitsOnRankOne(AllUsed):
         return output
 
 
+class LooksOnRankOne(nn.Module):
+    def forward(self, x):
+        return x * (3 if dist.get_rank() == 1 and x.sum().item() > 1e9 else 2)
+
+
+class HasLooks(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = LooksOnRankOne()
+
+
+class Compresses(Callback):
+    """As `ddp_comm_hook`, which Lightning knows on CUDA only."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
+
+
+class Timed(Callback):
+    """Which forward's time DDP took last."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.forward = trainer.strategy.model._get_ddp_logging_data()["iteration"]
+
+
 class Uneven(Net):
     """Ranks get batches of other shapes, each at another time; some losses know layers in the middle only."""
 
@@ -107,26 +138,63 @@ def compare(module, callbacks, captured=None, **options):
     return callback.replays, callback.recaptures
 
 
-def ddp_both_ways(rank, world_size):
-    options = {"strategy": "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
-    results = {
-        "accumulation": compare(AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1),
-        "a change on one rank": compare(AllUsed, [Changes], **options),
-    }
+def warned(module, *callbacks, modules=None, **options):
+    """What a run that is refused on a rank says on this one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(WaitsOnRankOne(), CUDAGraphStep(software=True), **{**options, "max_epochs": 1})
-    results["refused"] = [str(w.message) for w in caught if "CUDAGraphStep" in str(w.message)]
-    return results
+        fit(module, CUDAGraphStep(software=True, modules=modules), *callbacks, **options)
+    return [str(w.message) for w in caught if "CUDAGraphStep" in str(w.message)]
+
+
+# Batches of 4, 4, 4, 4, 4 and 2 rows in each epoch; the last shape comes once an epoch, and so does a forward that broadcasts
+# no buffers, the first after a validation. Of each kind four are watched before a capture, and then the first of each epoch.
+VIEWS = "modules, gradients that are views of buckets"
+DDP = {
+    # Micro-batches 2 and 4 (and 0 of the first epoch) reduce nothing: 3 + 1 are watched, then 1 of each epoch from the second
+    # on is replayed. 1 and 3 reduce: 2 + 2 are watched, then 1 of each epoch from the third on is replayed.
+    "accumulation": (4 + 3, 0),
+    # In each epoch; the change comes before the first batch of the third.
+    "a change on one rank": (1 + 3 + 0 + 3 + 3, 1),
+    # Modules do not know what DDP does, so 3 are watched: 2 + 4 * 4.
+    VIEWS: (18, 0),
+}
+REFUSED = {
+    "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients": ({"gradient_as_bucket_view": True}, []),
+    "`DDPStrategy(ddp_comm_hook=...)`, fp16_compress_hook, is Python": ({}, [Compresses()]),
+}
+
+
+def ddp_both_ways(rank, world_size):
+    options = {"strategy": "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
+    views = {**options, "strategy": lambda: DDPStrategy(gradient_as_bucket_view=True)}
+    counts = {
+        "accumulation": compare(AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1),
+        "a change on one rank": compare(AllUsed, [Changes], **options),
+        VIEWS: compare(AllUsed, [], {"modules": ["net.0", "head"]}, **views),
+    }
+    timed = Timed()
+    said = {"step": warned(WaitsOnRankOne(), timed, **{**options, "max_epochs": 17})}
+    if rank == 1:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    said["environment"] = warned(AllUsed(), **{**options, "max_epochs": 1})
+    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    for message, (arguments, callbacks) in REFUSED.items():
+        strict = [*callbacks, CUDAGraphStep(software=True, strict=True)]
+        with pytest.raises(GraphCaptureError) as error:
+            fit(AllUsed(), *strict, **{**options, "strategy": DDPStrategy(**arguments)})
+        assert message in str(error.value)
+    return counts, said, timed.forward
 
 
 def test_ranks_of_ddp_decide_together():
-    first, second = run_ranks(ddp_both_ways, 2, timeout=250)
-    assert first["accumulation"] == second["accumulation"] and first["accumulation"][0] >= 8
-    assert first["a change on one rank"] == second["a change on one rank"] and first["a change on one rank"][1] == 1
-    assert len(first["refused"]) == len(second["refused"]) == 1
-    assert "On another rank the step cannot be captured" in first["refused"][0]
-    assert "_local_scalar_dense needs a value" in second["refused"][0] and "test_ranks.py" in second["refused"][0]
+    (first, said, timed), (second, said_second, _) = run_ranks(ddp_both_ways, 2, timeout=250)
+    assert first == second == DDP
+    reasons = {"step": ["_local_scalar_dense needs a value", "test_ranks.py:"], "environment": ["Set NCCL_GRAPH_REGISTER=0"]}
+    for name, words in reasons.items():
+        assert len(said[name]) == len(said_second[name]) == 1
+        assert "On rank 1 the step cannot be captured; that rank says why" in said[name][0]
+        assert all(word in said_second[name][0] for word in words)
+    assert timed == 10  # not the hundredth of 102 forwards, whose events a capture might hold
 
 
 def half():
@@ -171,6 +239,15 @@ ZERO3 = {
     "modules that are units": {"captured": {"modules": ["net.[04]", "head"]}, "batch_size": 8, "accumulate_grad_batches": 2},
     "modules inside of units": {"captured": {"modules": ["net.0", "net.1"]}, "unit_policy": nested, "precision": "bf16-mixed"},
 }
+# Six batches in an epoch: 3 are watched, and the first of each later epoch; with batches of 8 rows there are three.
+REPLAYED = dict.fromkeys(ZERO3, 24 - 3 - 3) | {
+    "ragged last batch": 27 - 3 - 8,  # which zero3's loader fills up
+    "a change on one rank": 3 + 5 + 3 + 3 * 5,
+    "optimizer": 18 - 1,  # steps of two micro-batches, of which the first is eager
+    "optimizer, 16-mixed": 36 - 3 - 5,
+    "modules that are units": 12 - 3 - 3,
+    "resumed": 17 - 3 - 2,  # from the second batch of the second epoch on
+}
 UNEVEN = "modules, other shapes on each rank"
 ZERO3[UNEVEN] = {
     "module": Uneven,
@@ -202,6 +279,7 @@ def zero3_both_ways(rank, world_size, folder):
         GraphCaptureError, match=r"(?s)Module 'net\.2': It exchanges something with other ranks.*all_reduce\(total"
     ):
         fit(HasSums(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **zero3, num_sanity_val_steps=0)
+    results["said"] = warned(HasLooks(), modules=["net.2"], **zero3, num_sanity_val_steps=0, max_epochs=1)
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 
@@ -209,10 +287,36 @@ def zero3_both_ways(rank, world_size, folder):
 def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     first, second = run_ranks(zero3_both_ways, 2, str(tmp_path), timeout=400)
     uneven = first.pop(UNEVEN), second.pop(UNEVEN)
-    assert uneven[0] != uneven[1] and min(uneven)[0] >= 8, uneven  # each rank decided for itself
+    # Rank 0, its head: 4 rows, in the first epoch 2 (it is watched once more, after a step that needs nothing of it), then 5
+    # and 5, in five epochs 2; there 3 rows, after 3 watched ones, 2 in each of four epochs. Rank 1: 3 rows 1, 3, 3, and 4 in
+    # each of five epochs; 4 rows 1 in the second and in the third epoch, then they come once an epoch.
+    assert uneven == ((2 + 5 + 5 + 5 * 2 + 4 * 2, 0), (1 + 3 + 3 + 5 * 4 + 1 + 1, 0))  # each rank decided for itself
+    assert first.pop("said") == []
+    [said] = second.pop("said")
+    assert "Module 'net.2': aten._local_scalar_dense needs a value" in said and "return x * (3 if" in said
     assert first == second
-    assert {name for name, (_, recaptures) in first.items() if recaptures} == {"a change on one rank"}
-    assert min(replays for replays, _ in first.values()) >= 6, first
+    assert first == {name: (replays, int(name == "a change on one rank")) for name, replays in REPLAYED.items()}
+
+
+def strict_on_rank_one(rank, world_size, folder):
+    said = os.open(Path(folder, str(rank)), os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):  # the watch speaks there when it ends a process
+        os.dup2(said, stream)
+    zero3 = {"devices": world_size, "strategy": Zero3Strategy(unit_policy=[nn.Linear]), "num_sanity_val_steps": 0}
+    try:
+        fit(HasLooks(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **zero3)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        if rank == 1:
+            time.sleep(60)  # until rank 0 has ended, and `run_ranks` ends this one
+        raise
+
+
+def test_a_module_that_is_refused_on_one_rank_ends_the_run_on_all(tmp_path):
+    with pytest.raises(AssertionError, match="rank 0 of 2 failed first") as ended:
+        run_ranks(strict_on_rank_one, 2, str(tmp_path), timeout=50)
+    assert re.search(r"(?s)GraphCaptureError: .*Module 'net\.2': .*test_ranks\.py:\d+: `return x", (tmp_path / "1").read_text())
+    assert "Rank 1 raised 'GraphCaptureError: " in (tmp_path / "0").read_text(), ended.value
 
 
 def hybrid_both_ways(rank, world_size):
@@ -224,4 +328,4 @@ def hybrid_both_ways(rank, world_size):
 
 def test_shards_over_two_of_four_ranks():
     results = run_ranks(hybrid_both_ways, 4, timeout=250)
-    assert len(set(results)) == 1 and results[0][0] >= 6, results
+    assert results == [(18 - 3 - 5, 0)] * 4  # three micro-batches in each of six epochs

@@ -134,6 +134,7 @@ class Settings(Net):
 
     def forward(self, x):
         scores = self.activation(super().forward(x)) * self.weights[0] * self.hparams.beta + self.shift + self.shifts[0]
+        scores = scores * getattr(self, "later", 1.0)
         scores = scores * self.config.delta * self.gamma * ALPHA + self.teacher[0](scores.detach())
         return scores * self.optimizers().param_groups[0]["weight_decay"]
 
@@ -168,6 +169,7 @@ SETTINGS = [
     ],
     [
         global_number,
+        lambda m: setattr(m, "later", 0.5),
         lambda m: m.head.weight.register_hook(lambda gradient: gradient * 0.5) and None,
         hook_of_all,
         lambda m: torch.set_autocast_enabled("cpu", True),

@@ -93,7 +93,8 @@ def test_batches_that_differ_each_time_are_refused(monkeypatch):
 
 
 def test_other_strategies_are_refused_by_name():
-    trainer = SimpleNamespace(strategy=SimpleNamespace(strategy_name="odd"), world_size=1)
+    strategy = SimpleNamespace(strategy_name="odd", root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(strategy=strategy, world_size=1)
     assert "The strategy SimpleNamespace is not known to work. Use one device, `ddp` or `zero3`." in map(
         str, check_device(trainer)
     )
@@ -113,8 +114,15 @@ def test_options_are_checked(options, message):
         ("expandable_segments:True", 1, {}, []),
         ("expandable_segments:True", 2, {}, ["NCCL_GRAPH_REGISTER=0"]),
         ("expandable_segments:True", 2, {"NCCL_GRAPH_REGISTER": "0"}, []),
-        ("expandable_segments:False,max_split_size_mb:64", 2, {}, ["max_split_size_mb"]),
-        ("garbage_collection_threshold:0.8", 1, {}, ["garbage_collection_threshold"]),
+        ("expandable_segments:False,max_split_size_mb:64", 2, {}, []),
+        ("garbage_collection_threshold:0.8", 1, {}, []),
+        ("garbage_collection_threshold:0.8,per_process_memory_fraction:1.0", 1, {}, []),
+        (
+            "per_process_memory_fraction:.9,garbage_collection_threshold:0.8",
+            1,
+            {},
+            ["garbage_collection_threshold frees unused memory when more is asked for"],
+        ),
     ],
 )
 def test_settings_of_the_allocator_that_do_not_go_with_graphs(settings, world_size, environ, expected):
@@ -122,14 +130,19 @@ def test_settings_of_the_allocator_that_do_not_go_with_graphs(settings, world_si
     assert len(found) == len(expected) and all(word in text for word, text in zip(expected, found, strict=True))
 
 
+def test_garbage_collection_under_a_fraction_that_was_set_since():
+    [found] = check_allocator("garbage_collection_threshold:0.8", 1, {}, fraction=0.5)
+    assert "Unset it, or per_process_memory_fraction" in found
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"garbage_collection_threshold": 0.8, "per_process_memory_fraction": 0.9},
-            "garbage_collection_threshold frees memory",
+            "garbage_collection_threshold frees unused memory",
         ),
-        ({"max_split_size_mb": 64}, "max_split_size_mb frees memory"),
+        ({"max_split_size_mb": 64}, None),
         ({"expandable_segments": True}, None),
     ],
 )

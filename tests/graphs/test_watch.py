@@ -1,5 +1,6 @@
 """What a watch sees of a step, and what it does not take for the user's."""
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.recorded import Net, fit
 from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graph_python import WatchedIndex
 from lightning_zero3.callbacks.graph_state import GroupSettings, Guard
 from lightning_zero3.callbacks.graph_tape import LogTape
 from lightning_zero3.callbacks.graph_values import Everything, freeze, is_itself
@@ -177,6 +179,33 @@ def test_logged_values_are_kept_without_their_history():
     assert tape.calls[0].value.grad_fn is None
 
 
+USES = {
+    "bits": lambda k: not k & 127,
+    "shift": lambda k: k >> 7,
+    "of another": lambda k: 1 << k,
+    "set": lambda k: k in {100, 200},
+    "list": lambda k: k in [100, 200],
+    "power": lambda k: 2**k,
+    "sign": lambda k: -k + +k + ~k,
+    "rounding": lambda k: round(k, -2),
+    "floor": lambda k: math.floor(k),
+    "absolute": lambda k: abs(k),
+    "length": lambda k: k.bit_length(),
+    "quotient": lambda k: divmod(1000, k),
+    "float": lambda k: math.sqrt(k),
+    "compared": lambda k: k > 1e3,
+    "text": lambda k: f"{k}",
+    "truth": lambda k: 1 if k else 0,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whatever_is_computed_from_the_index_of_a_batch_is_told(use):
+    told = []
+    assert USES[use](WatchedIndex(3, lambda what, place: told.append(what))) == USES[use](3)
+    assert told and "`batch_idx` is read, and changes" in told[0]
+
+
 class Prints(Net):
     """In the first step of the second epoch, which is watched as the five before the capture."""
 
@@ -199,3 +228,38 @@ def test_the_first_step_of_an_epoch_counts_with_all_that_it_does():
     callback = Counting(software=True, strict=True)
     fit(Prints(), callback, limit_val_batches=0)
     assert callback.recaptures == 1
+
+
+class LooksLater(Net):
+    """Waits for its loss in one step only, by what no watch sees: that of the capture."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        if next(self.trainer.ticks) == 3:
+            output["loss"].item()
+        return output
+
+    def on_train_start(self):
+        self.trainer.ticks = count()
+
+
+class LooksBackLater(LooksLater):
+    def training_step(self, batch, batch_idx):
+        output = Net.training_step(self, batch, batch_idx)
+        output["loss"].register_hook(self.look)
+        return output
+
+    def look(self, gradient):
+        if next(self.trainer.ticks) == 3:
+            gradient.item()
+
+
+@pytest.mark.parametrize(
+    ("module", "what", "line"),
+    [(LooksLater, "forward", r'output\["loss"\]\.item'), (LooksBackLater, "backward", r"gradient\.item")],
+)
+def test_a_capture_that_fails_is_named_with_its_line(module, what, line):
+    message = rf"(?s)CUDAGraphStep: capturing the {what} of the training step failed.*test_watch\.py:\d+: `{line}\(\)"
+    with pytest.raises(RuntimeError, match=message) as error:
+        fit(module(), CUDAGraphStep(software=True))
+    assert "_local_scalar_dense" in str(error.value.__cause__)
