@@ -153,9 +153,10 @@ class _Pruning(ModelPruning):
     @override
     def apply_pruning(self, amount: int | float) -> None:
         with self._strategy.gathered(self._pruned(), modify=True):
-            for module, name in self._parameters_to_prune:  # the last forward has left what it had gathered, perhaps in bf16
+            for module, name in self._parameters_to_prune:
                 for hook in (h for h in module._forward_pre_hooks.values() if isinstance(h, BasePruningMethod)):
-                    if hook._tensor_name == name:
+                    # Torch ranks what the last forward has left, which are rounded values here.
+                    if hook._tensor_name == name and self._strategy.engine.rounds(module._parameters[f"{name}_orig"]):
                         setattr(module, name, hook.apply_mask(module))
             super().apply_pruning(amount)
             for module, name in self._parameters_to_prune:

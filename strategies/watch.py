@@ -33,6 +33,7 @@ from .reports import BEAT_S, STOOD_STILL_S, Report, Reports
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
 
 _NOBODY = -1  # alone is behind it
+_LISTING = threading.Lock()
 _SAMPLES = 10  # of the training thread, for each beat
 _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
 _NOT_USER_CODE = tuple(
@@ -80,7 +81,7 @@ class Watch:
         self._calls, self._call_store = 0, store.clone()  # no beat shall wait for the training thread's connection
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
         self._reported: Place | None = None
-        self._trained, self._listing = threading.current_thread().ident, threading.Lock()
+        self._trained = threading.current_thread().ident
         self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
         self._over: dict[int, Place] = {}  # ranks whose run has ended well
         self._unread: dict[int, float] = {}  # ranks that have ended, nobody here saw how -> when the store had time to tell
@@ -211,7 +212,7 @@ class Watch:
     def _frame(self) -> FrameType | None:
         """What the training thread runs."""
         # Where garbage is collected while frames are listed, CPython 3.11 may lock up for ever (python/cpython#106883).
-        with self._listing:  # the reports' thread asks, too
+        with _LISTING:  # the reports' thread asks, too
             collects = gc.isenabled()
             if collects:
                 gc.disable()

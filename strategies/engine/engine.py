@@ -136,6 +136,11 @@ class Zero3Engine:
                 entry.parameter.data = full[entry.name].to("cpu", copy=True)
         self.close()
 
+    def rounds(self, parameter: nn.Parameter) -> bool:
+        """Whether a gather rounds it, to what autocast would or what travels."""
+        chunks = (chunk for unit in self.units for chunk in unit.chunks if chunk.wire_dtype != chunk.master_dtype)
+        return any(entry.parameter is parameter for chunk in chunks for entry in chunk.entries)
+
     def memory_ledger(self) -> dict[str, int]:
         """Bytes that the engine keeps on this rank between steps: of shards, and of slots with all buffers of exchanges."""
         return {

@@ -124,8 +124,11 @@ class WholeReducer(Reducer):
         self._shown = []
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
-        """See :meth:`Reducer.changed`."""
-        return [(e, e.parameter.grad) for e, view in self._shown if e.parameter.grad is not view]
+        """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
+        found = [(entry, view, entry.parameter.grad) for entry, view in self._shown if entry.parameter.grad is not view]
+        for entry, view, grad in found:
+            entry.parameter.grad = None if grad is None else view
+        return [(entry, grad) for entry, _, grad in found]
 
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""
