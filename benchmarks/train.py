@@ -37,6 +37,7 @@ ENTRIES = {
     "gpu": ["B:single", "L:single", "L:zero3", "L:fsdp2", "B:fsdp2"],
 }
 REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}
+PEER, MINE = "L:fsdp2", "L:zero3"
 BY_RANKS, WORLD_SIZES = ["L:ddp", "L:fsdp2", "L:zero3"], (1, 2, 4)
 CASES = {"tiny": ["plain", "acc4", "frozen"], "small": ["plain"], "medium": ["plain"], "thin8": ["plain"], "thin48": ["plain"]}
 
@@ -135,15 +136,14 @@ def summarize(records, reference):
         if "error" in record or not record["runs"]:
             rows[entry] = {"error": record.get("error", "not run")}
             continue
-        rounds = [statistics.median(run[0]["wall"]) for run in record["runs"]]
-        beside = [statistics.median(run[0]["wall"]) for run in records[reference]["runs"]]
-        ratios = sorted(a / b for a, b in zip(rounds, beside, strict=False))
+        ratios = by_round(record, records[reference])
         rows[entry] = {
             "step_ms": 1e3 * times(entry, "wall"),
             "ratio": statistics.median(ratios),
             "ratio_range": [ratios[0], ratios[-1]],
             "best_ratio": times(entry, "wall", min) / times(reference, "wall", min),
             "cpu_ratio": times(entry, "cpu") / times(reference, "cpu"),
+            "over_fsdp2": statistics.median(by_round(record, records[PEER])) if records.get(PEER, {}).get("runs") else None,
             "first_step_s": statistics.median(run[0]["first"] for run in record["runs"]),
             "wire_mb": statistics.median(run[0]["wire"] for run in record["runs"]) / 1e6,
             "live_mb": record.get("live", 0) / 1e6,
@@ -152,6 +152,12 @@ def summarize(records, reference):
             "loss_difference": None if trains_alone(entry, record) else difference(losses[entry], losses[reference]),
         }
     return rows
+
+
+def by_round(record, beside):
+    """Ratios of the median step times of each round, sorted."""
+    mine, theirs = ([statistics.median(run[0]["wall"]) for run in each["runs"]] for each in (record, beside))
+    return sorted(a / b for a, b in zip(mine, theirs, strict=False))
 
 
 def trains_alone(entry, record):
@@ -168,12 +174,13 @@ def difference(mine, theirs):
 def show(size, case, rows, reference):
     """The table of one case."""
     table = Table(title=f"{size}, {case}: against {reference} in the same run", title_justify="left")
-    names = ["entry", "step ms", "ratio", "lowest to highest", "best", "CPU", "first step s", "loopback MB"]
+    names = ["entry", "step ms", "ratio", "lowest to highest", "best", "CPU", "over FSDP2", "first step s", "loopback MB"]
     for name in [*names, "live MB", "peak MB", "reserved MB", "loss difference"]:
-        table.add_column(name, justify="left" if name == "entry" else "right")
+        table.add_column(name, justify="left" if name == "entry" else "right", no_wrap=True)
+    table.caption = "\n".join(f"{entry}: {row['error'][:150]}" for entry, row in rows.items() if "error" in row)
+    table.caption_justify = "left"
     for entry, row in rows.items():
         if "error" in row:
-            table.add_row(entry, row["error"][:90], style="dim")
             continue
         low, high = row["ratio_range"]
         table.add_row(
@@ -183,6 +190,7 @@ def show(size, case, rows, reference):
             f"{low:.2f} to {high:.2f}",
             f"{row['best_ratio']:.2f}",
             f"{row['cpu_ratio']:.2f}",
+            f"{row['over_fsdp2']:.2f}" if row["over_fsdp2"] else "-",
             f"{row['first_step_s']:.1f}",
             f"{row['wire_mb']:.1f}",
             f"{row['live_mb']:.1f}" if row["live_mb"] else "-",
@@ -190,6 +198,36 @@ def show(size, case, rows, reference):
             f"{row['reserved_mb']:.1f}" if row["reserved_mb"] else "-",
             "-" if row["loss_difference"] is None else f"{row['loss_difference']:.1e}",
         )
+    return table
+
+
+def against_targets(summary, added):
+    """What zero3 is meant to reach, and what was found: [case, measure, found, target] each."""
+    found = []
+    for size, cases in summary.items():
+        for case, rows in cases.items():
+            mine, peer, base = (rows.get(entry, {}) for entry in (MINE, PEER, "L:ddp"))
+            if size.startswith("thin") or not all("step_ms" in row for row in (mine, peer, base)):
+                continue
+            name = f"{size} {case}"
+            found.append((name, "step time over ddp's", mine["ratio"], {"acc4": 1.10, "frozen": 1.25}.get(case, 1.05)))
+            if case == "plain":
+                found.append((name, "step time over FSDP2's", mine["over_fsdp2"], 0.70))
+            if peer["peak_mb"]:
+                found.append((name, "peak over FSDP2's", mine["peak_mb"] / peer["peak_mb"], 1.0))
+            found.append((name, "time to the first step over ddp's", mine["first_step_s"] / base["first_step_s"], 1.05))
+    if MINE in added and PEER in added:
+        found.append(("thin", "time that a block adds, over FSDP2's", added[MINE] / added[PEER], 0.35))
+    return found
+
+
+def show_targets(found):
+    """The table of them."""
+    table = Table(title="targets of zero3", title_justify="left")
+    for name in ("case", "measure", "found", "at most", ""):
+        table.add_column(name, justify="left" if name in ("case", "measure") else "right")
+    for case, measure, value, target in found:
+        table.add_row(case, measure, f"{value:.3f}", f"{target:.2f}", "" if value <= target else "missed")
     return table
 
 
@@ -259,7 +297,7 @@ def write(about, results, by_ranks, reference, stem):
         json.dumps({**about, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
     )
     with stem.with_suffix(".txt").open("w") as file:
-        console = Console(file=file, width=170)
+        console = Console(file=file, width=180)
         console.print(json.dumps(about, indent=1))
         for size, cases in summary.items():
             for case, rows in cases.items():
@@ -268,6 +306,7 @@ def write(about, results, by_ranks, reference, stem):
             console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
         if by_ranks:
             console.print(show_by_ranks(by_ranks))
+        console.print(show_targets(against_targets(summary, added)))
     plot(summary, added, by_ranks, stem.with_suffix(".png"))
 
 
@@ -277,7 +316,7 @@ def main():
     parser.add_argument("--sizes", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--cases", nargs="+", choices=["plain", "acc4", "frozen"], default=None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="measured in each run, after three of warm-up")
+    parser.add_argument("--steps", type=int, default=5, help="measured in each run, after three of warm-up")
     parser.add_argument("--ranks", type=int, default=None)
     parser.add_argument("--entries", nargs="+", default=None)
     parser.add_argument("--out", type=Path, default=HERE / "results")
