@@ -6,9 +6,9 @@ import sys
 
 from torch import Tensor, nn
 
+from ..residency import ResidencyError
 from .chunk import Entry
 from .reduce import Reducer
-from .resting import ResidencyError
 from .shards import FlatGroup
 from .unit import Unit
 
@@ -27,17 +27,12 @@ class Gradients:
         self.over = False  # freed before the user cleared them
 
     def begin_windows(self) -> frozenset[int]:
-        """A backward begins: groups whose gradients were cleared start afresh.
-
-        Returns:
-            Numbers of the parameters whose optimizers are switched off.
-        """
+        """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off."""
         trained = [group for group in self._groups if group.trained]
         for group in trained:
             if group.begin_window():
-                self.used[group.first : group.last] = bytes(group.last - group.first)
-                if self._reducer.held:
-                    self._reducer.drop(group.first, group.last)
+                numbers = slice(group.first, group.last)
+                self.used[numbers] = self._reducer.written[numbers] = bytes(group.last - group.first)
         muted = [group for group in trained if not any(p.requires_grad for p in group.parameters)]  # by `toggle_optimizer`
         return frozenset(number for group in muted for number in range(group.first, group.last))
 

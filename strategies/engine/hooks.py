@@ -1,4 +1,4 @@
-"""The only place where hooks are registered on modules, parameters, outputs and saved tensors."""
+"""The hooks on modules, parameters and outputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..residency import instances
 from .chunk import Entry
 from .unit import Unit
 
@@ -22,31 +23,22 @@ Collector = Callable[[Tensor], None]
 
 def install(
     unit: Unit,
-    enter_forward: Callable[[Unit], None],
-    leave_forward: Callable[[Unit, Any], Any],
+    enter_forward: Callable[[Unit, nn.Module, Any], None],
+    leave_forward: Callable[[Unit, nn.Module, Any, Any], Any],
     collector: Callable[[Unit, int], Collector],
 ) -> list[RemovableHandle]:
-    """Report the forwards of the unit's members and the gradients of its parameters.
+    """Report when members of the unit run, when they have run or raised (then outputs are None), and their gradients.
 
-    Args:
-        unit: to report on.
-        enter_forward: a member is about to run.
-        leave_forward: a member has run, or raised (then its outputs are None); returns what replaces them, if not None.
-        collector: makes the post-accumulate-grad hook of the trained parameter at an index.
+    ``leave_forward`` returns what replaces the outputs, if not None. ``collector`` makes the hook of a trained parameter.
     """
-
-    def enter(module: nn.Module, args: Any) -> None:
-        enter_forward(unit)
-
-    def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return leave_forward(unit, outputs)
-
+    # The graph of a compiled module ends in both.
+    enter, leave = torch.compiler.disable(enter_forward), torch.compiler.disable(leave_forward)
     handles = []
     for module in unit.members:
-        # First in, last out: the user's own hooks find ordinary parameters. The graph of a compiled module ends here.
-        handles.append(module.register_forward_pre_hook(_ModuleHook(torch.compiler.disable(enter)), prepend=True))
+        # First in, last out: the user's own hooks find ordinary parameters.
+        handles.append(module.register_forward_pre_hook(_ModuleHook(enter, unit), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
-        handles.append(module.register_forward_hook(_ModuleHook(torch.compiler.disable(leave)), always_call=True))
+        handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
     handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, collector(unit, index)))
@@ -115,17 +107,13 @@ def _drop_grad(parameter: Tensor) -> None:
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
-    """Call ``enter_backward(unit)`` when the gradient of any tensor in ``outputs`` is there.
-
-    Returns:
-        Whether any of them needs a gradient.
-    """
+    """Call ``enter_backward(unit)`` when the gradient of a tensor in ``outputs`` is there; whether any of them needs one."""
 
     def hook(grad: Tensor) -> None:
         enter_backward(unit)
 
     found = False
-    for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
+    for tensor in (outputs,) if isinstance(outputs, Tensor) else instances(outputs, Tensor):
         if tensor.requires_grad:
             tensor.register_hook(hook)
             found = True
@@ -134,7 +122,7 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], Non
 
 def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
     """``outputs`` with copies of the views of weights in it, whose memory another unit may take; None if there are none."""
-    if not any(in_slot(tensor) for tensor in tensors(outputs)):
+    if not any(in_slot(tensor) for tensor in instances(outputs, Tensor)):
         return None
     return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
 
@@ -154,16 +142,3 @@ def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         for f in fields(value):
             object.__setattr__(value, f.name, _replace(getattr(value, f.name, None), change))
     return value
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested containers and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors(item)]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in tensors(item)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [t for f in fields(value) for t in tensors(getattr(value, f.name, None))]
-    return []

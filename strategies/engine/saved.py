@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .resting import ResidencyError
+from ..residency import ResidencyError
 from .unit import Arena, Phase, Unit
 
 # unit, version of the weights when it was saved, bytes from the start of the arena, dtype, size, stride.
@@ -38,11 +38,7 @@ class SavedTensors:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around a step: what autograd saves in it is noted.
-
-        Raises:
-            ResidencyError: a torch.func transform differentiates inside.
-        """
+        """Around a step: what autograd saves in it is noted. A torch.func transform that differentiates inside is an error."""
         if not self._stop - self._start:
             yield  # a single rank: nothing ever moves
             return

@@ -254,7 +254,7 @@ def test_bytes_copied_in_a_step(world_size):
 
 
 CALLS = """
-import sys, torch, torch.distributed as dist
+import re, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero3.strategies.collectives import make_collectives
@@ -301,7 +301,7 @@ def counts(layers, sharded):  # Python calls of a step, and lines that the engin
     def trace(frame, event, argument):
         nonlocal lines
         lines += event == "line"
-        return trace if "/strategies/engine/" in frame.f_code.co_filename else None
+        return trace if re.search("/strategies/(engine|residency)/", frame.f_code.co_filename) else None
     sys.setprofile(profile)
     step()
     sys.setprofile(None)
@@ -328,7 +328,7 @@ def python_calls():
 def test_python_calls_per_unit_and_step():
     calls, lines = python_calls()
     # FSDP2 adds 1223 for the same block (torch 2.13). Of ours 68 are autograd asking about each tensor it saves and reads.
-    assert calls <= 149
+    assert calls <= 147
     # Two units more cost the same whether there are three or five: nothing looks at all units for each unit, or for each
     # saved tensor.
     assert lines[0] == lines[1]

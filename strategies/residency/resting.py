@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
 
 
 class Home(Protocol):
-    """The owner of parameters, as seen from here; see :class:`~.access.Access`."""
+    """The owner of parameters, as seen from here; see :class:`~.engine.access.Access`."""
 
     def retire(self) -> None:
         """Another engine has taken the parameters over: stop watching them."""
@@ -51,19 +51,12 @@ class Home(Protocol):
 
 @dataclass(frozen=True)
 class Sharded:
-    """What is known of a sharded parameter.
+    """What is known of a sharded parameter."""
 
-    Attributes:
-        label: its name and its unit's, for errors.
-        cls: the user's class of it.
-        dtype: the user's; the slot may hold a lower one.
-        home: its owner, who holds the parameter: neither would ever be freed with a strong reference.
-    """
-
-    label: str
-    cls: type[nn.Parameter]
-    dtype: torch.dtype
-    home: weakref.ref[Home]
+    label: str  # its name and its unit's, for errors
+    cls: type[nn.Parameter]  # the user's class of it
+    dtype: torch.dtype  # the user's; the slot may hold a lower one
+    home: weakref.ref[Home]  # its owner, who holds it: neither would ever be freed with a strong reference
 
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
@@ -112,39 +105,27 @@ def is_sharded(parameter: Tensor) -> bool:
     return parameter in _SHARDED
 
 
-class FullGradient(Tensor):
-    """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards."""
-
-    parameter: nn.Parameter
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, value: Tensor) -> FullGradient:
-        """``value`` as the gradient of ``parameter``."""
-        gradient = value.as_subclass(cls)
-        gradient.parameter = parameter
-        return gradient
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Read, or write and store."""
-        return _with_copies(func, args, kwargs or {})
+_TOLD_OF_GRADIENTS = (
+    "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
+)
 
 
-class ReadOnlyCopy(Tensor):
-    """A view of a copy of something sharded, which a change would not reach: it would be lost, and is an error."""
+class ShardedCopy(Tensor):
+    """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
 
-    told: str  # what it is, and what to do instead
+    parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
+    told: str = _TOLD_OF_GRADIENTS  # if it can only be read: what it is, and what to do instead
 
     @classmethod
-    def of(cls, value: Tensor, told: str) -> ReadOnlyCopy:
-        """``value``, to be read."""
+    def of(cls, value: Tensor, told: str = _TOLD_OF_GRADIENTS, parameter: nn.Parameter | None = None) -> ShardedCopy:
+        """``value``, with what is known of it."""
         copy = value.as_subclass(cls)
-        copy.told = told
+        copy.told, copy.parameter = told, parameter
         return copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Read, or raise."""
+        """Read, write and store, or raise."""
         return _with_copies(func, args, kwargs or {})
 
 
@@ -160,22 +141,22 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(_plain(args[0]), *args[1:], **kwargs)  # hooks and recomputations run in it, so nothing is switched off
     name = name_of(func)
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
-    for copy in instances(targets, ReadOnlyCopy):
-        raise ResidencyError(f"`{name}` would change {copy.told}")
+    for copy in instances(targets, ShardedCopy):
+        if copy.parameter is None:
+            raise ResidencyError(f"`{name}` would change {copy.told}")
     with torch._C.DisableTorchFunctionSubclass():
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
         result = func(*args, **kwargs)
-        for gradient in instances(targets, FullGradient):
+        for gradient in instances(targets, ShardedCopy):
             if hasattr(result, "wait"):
                 result.wait()  # a collective that goes on in the background
             _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
-        if name == "data.__get__" and isinstance(args[0], FullGradient):
-            return FullGradient.of(args[0].parameter, result)
+        if name == "data.__get__" and args[0].parameter is not None:
+            return ShardedCopy.of(result, parameter=args[0].parameter)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
-        sources = instances(given, (ReadOnlyCopy, FullGradient))
-        return _shield(result, [(each, getattr(each, "told", _TOLD_OF_GRADIENTS)) for each in sources])
+        return _shield(result, [(each, each.told) for each in instances(given, ShardedCopy)])
 
 
 def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
@@ -191,12 +172,7 @@ def _plain(value: Any) -> Any:
     """Copies as ordinary tensors in the same memory."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return value.as_subclass(Tensor) if isinstance(value, ReadOnlyCopy | FullGradient) else value
-
-
-_TOLD_OF_GRADIENTS = (
-    "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
-)
+    return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
 
 
 def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
@@ -205,12 +181,12 @@ def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
         return type(result)(_shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would tell the shards
-    if not isinstance(result, Tensor) or isinstance(result, ReadOnlyCopy | FullGradient):
+    if not isinstance(result, Tensor) or isinstance(result, ShardedCopy):
         return result
     address = _address(result)
     for source, told in sources:
         if address and address == _address(source):
-            return ReadOnlyCopy.of(result, told)
+            return ShardedCopy.of(result, told)
     return result
 
 
@@ -299,7 +275,10 @@ class RestingParameter(nn.Parameter):
         if name in ("view_as", "expand_as", "reshape_as") and not isinstance(target, RestingParameter):
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "register_post_accumulate_grad_hook":
-            return _before_the_engine(*args)
+            with torch._C.DisableTorchFunctionSubclass():
+                handle = func(*args, **kwargs)
+                keep_engine_last(target)
+            return handle
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
@@ -333,7 +312,8 @@ def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    edges = tuple(_edge(p) if isinstance(p, RestingParameter | ReadOnlyCopy | FullGradient) else p for p in wanted)
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = tuple(get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
     outputs = _plain(_materialize(outputs))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
@@ -342,19 +322,6 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         kwargs["allow_unused"] = True
     grads = func(outputs, edges, *args, **kwargs)
     return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
-
-
-def _edge(parameter: Tensor) -> GradientEdge:
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(parameter)
-
-
-def _before_the_engine(parameter: RestingParameter, hook: Any) -> Any:
-    """Register a post-accumulate hook of the user's: the engine's own must come last."""
-    with torch._C.DisableTorchFunctionSubclass():
-        handle = parameter.register_post_accumulate_grad_hook(hook)
-        keep_engine_last(parameter)
-    return handle
 
 
 def keep_engine_last(parameter: Tensor) -> None:
@@ -370,17 +337,14 @@ def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> An
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
         if read is not None:
-            read.append((full, _told_of_value(value)))
+            told = (
+                f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
+                "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+            )
+            read.append((full, told))
         return full
     if isinstance(value, tuple | list):
         return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
         return {key: _materialize(item, read) for key, item in value.items()}
     return value
-
-
-def _told_of_value(parameter: RestingParameter) -> str:
-    return (
-        f"a copy of the value of parameter {describe(parameter)}, not the parameter. Write `parameter.copy_(...)`, on all "
-        "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-    )
