@@ -15,6 +15,7 @@ ENGINES = ("zero3", "ddp", "fsdp2")
 TITLES = {
     "access": "Reading, writing and copying parameters",
     "resting": "Other ways to a parameter outside its unit's use",
+    "root": "Parameters of the model itself",
     "states": "State dicts, and rank 0 alone",
     "outputs": "Calls, outputs and what ranks do differently",
     "autograd": "Derivatives, hooks, checkpoints and compilation",
