@@ -100,7 +100,8 @@ class Zero3Engine:
         self._versions = list(map(_VERSION, self._flats))
         self._stepped_by = {id(o): [unit for unit, found in keys if i in found] for i, o in enumerate(optimizers)}
         hooks = self._enter_forward, self._leave_forward, lambda unit, index: self.reducer.collector(unit, index, self._pass)
-        self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
+        dropped: list[str] = []
+        self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
         self.structure = Structure(model)

@@ -26,6 +26,7 @@ def install(
     enter_forward: Callable[[Unit], None],
     leave_forward: Callable[[Unit, Any], Any],
     collector: Callable[[Unit, int], Collector],
+    dropped: list[str],
 ) -> list[RemovableHandle]:
     """Report the forwards of the unit's members and the gradients of its parameters.
 
@@ -34,6 +35,7 @@ def install(
         enter_forward: a member is about to run.
         leave_forward: a member has run, or raised (then its outputs are None); returns what replaces them, if not None.
         collector: makes the post-accumulate-grad hook of the trained parameter at an index.
+        dropped: gets the name of the first parameter that has a gradient and no optimizer.
     """
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -53,7 +55,7 @@ def install(
         handles.append(_on_grad(entry.parameter, collector(unit, index)))
     for entry in unit.entries:
         if not entry.trained and (entry.dtype.is_floating_point or entry.dtype.is_complex):
-            handles.append(_on_grad(entry.parameter, _dropper(entry.name)))
+            handles.append(_on_grad(entry.parameter, _dropper(entry.name, dropped)))
     return handles
 
 
@@ -109,21 +111,19 @@ def _nothing(*args: Any) -> None:
     """In place of a hook."""
 
 
-def _dropper(name: str) -> Collector:
+def _dropper(name: str, dropped: list[str]) -> Collector:
     """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on every rank."""
-    told = False
 
     def drop(parameter: Tensor) -> None:
-        nonlocal told
         with torch._C.DisableTorchFunctionSubclass():
             set_grad(parameter, None)
-        if not told:
+        if not dropped:
+            dropped.append(name)
             warnings.warn(
-                f"Parameter {name!r} has a gradient and no optimizer: `parameter.grad` stays None, and `clip_grad_norm_` "
-                "leaves it out. Give it to an optimizer (a learning rate of 0 will do), or freeze it.",
+                f"Parameter {name!r} (and perhaps others) has a gradient and no optimizer: `parameter.grad` stays None, and "
+                "`clip_grad_norm_` leaves it out. Give it to an optimizer (a learning rate of 0 will do), or freeze it.",
                 stacklevel=2,
             )
-        told = True
 
     return drop
 
