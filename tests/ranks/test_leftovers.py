@@ -95,7 +95,7 @@ def _gradients_without_an_optimizer(rank, world_size):
         said.append([str(w.message) for w in found if "no optimizer" in str(w.message)])
         with torch._C.DisableTorchFunctionSubclass():
             assert [p.grad for p in model[:2].parameters()] == [None] * 8
-    assert [len(texts) for texts in said] == [1, 0, 0, 0] and "'1.down.bias'" in said[0][0], said
+    assert [len(texts) for texts in said] == [1, 0, 0, 0] and "'1.down." in said[0][0], said
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
