@@ -52,7 +52,7 @@ LAYERS = [
         ],
         TORCH,
     ),
-    (["strategies/rendezvous", "strategies/residency/flat_gradient"], TORCH),
+    (["strategies/rendezvous", "strategies/residency/flat_gradient", "strategies/residency/in_use"], TORCH),
     (["strategies/residency/__init__"], TORCH),
     (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..residency import ResidencyError
+from ..residency import ResidencyError, get_grad, set_grad
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
@@ -56,11 +56,12 @@ class Backward:
 
         def collect(parameter: Tensor) -> None:
             with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
-                grad, parameter.grad = parameter.grad, None
+                grad = get_grad(parameter)
+                set_grad(parameter, None)
             now = get_self()
             if not now.active:
                 if grad is view:
-                    parameter.grad = view  # autograd added to what is shown; the user has not cleared it
+                    set_grad(parameter, view)  # autograd added to what is shown; the user has not cleared it
                 now.begin()
             if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
                 return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..residency import instances
+from ..residency import instances, set_grad
 from .chunk import Entry
 from .unit import Unit
 
@@ -26,10 +26,12 @@ def install(
     enter_forward: Callable[[Unit, nn.Module, Any], None],
     leave_forward: Callable[[Unit, nn.Module, Any, Any], Any],
     collector: Callable[[Unit, int], Collector],
+    dropped: list[str],
 ) -> list[RemovableHandle]:
     """Report when members of the unit run, when they have run or raised (then outputs are None), and their gradients.
 
-    ``leave_forward`` returns what replaces the outputs, if not None. ``collector`` makes the hook of a trained parameter.
+    ``leave_forward`` returns what replaces the outputs, if not None. ``collector`` makes the hook of a trained parameter;
+    ``dropped`` gets the name of the first parameter that has a gradient and no optimizer.
     """
     # The graph of a compiled module ends in both.
     enter, leave = torch.compiler.disable(enter_forward), torch.compiler.disable(leave_forward)
@@ -43,8 +45,8 @@ def install(
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, collector(unit, index)))
     for entry in unit.entries:
-        if not entry.trained and entry.parameter.requires_grad:
-            handles.append(_on_grad(entry.parameter, _drop_grad))
+        if not entry.trained and (entry.dtype.is_floating_point or entry.dtype.is_complex):
+            handles.append(_on_grad(entry.parameter, _dropper(entry.name, dropped)))
     return handles
 
 
@@ -100,10 +102,21 @@ def _nothing(*args: Any) -> None:
     """In place of a hook."""
 
 
-def _drop_grad(parameter: Tensor) -> None:
-    # No optimizer has it: on one device the gradient would pile up unread.
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.grad = None
+def _dropper(name: str, dropped: list[str]) -> Collector:
+    """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on every rank."""
+
+    def drop(parameter: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            set_grad(parameter, None)
+        if not dropped:
+            dropped.append(name)
+            warnings.warn(
+                f"Parameter {name!r} (and perhaps others) has a gradient and no optimizer: `parameter.grad` stays None, and "
+                "`clip_grad_norm_` leaves it out. Give it to an optimizer (a learning rate of 0 will do), or freeze it.",
+                stacklevel=2,
+            )
+
+    return drop
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
@@ -114,7 +127,7 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], Non
 
     found = False
     for tensor in (outputs,) if isinstance(outputs, Tensor) else instances(outputs, Tensor):
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:  # a hook on a parameter would stay there, one more in each step
             tensor.register_hook(hook)
             found = True
     return found

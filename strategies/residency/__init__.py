@@ -11,32 +11,42 @@ flat gradient         this rank's shard of many gradients, as an optimizer sees 
 
 from .flat_gradient import FlatGradient
 from .functions import instances
+from .in_use import class_while_used
 from .resting import (
+    NO_GRAPH_TASK,
     ResidencyError,
     RestingParameter,
     ShardedCopy,
     class_of,
-    class_while_used,
+    get_grad,
+    graph_task,
     home_of,
+    is_aliased,
     is_sharded,
     keep_engine_last,
     set_data,
+    set_grad,
     settle,
     unsettle,
 )
 
 __all__ = [
+    "NO_GRAPH_TASK",
     "FlatGradient",
     "ResidencyError",
     "RestingParameter",
     "ShardedCopy",
     "class_of",
     "class_while_used",
+    "get_grad",
+    "graph_task",
     "home_of",
     "instances",
+    "is_aliased",
     "is_sharded",
     "keep_engine_last",
     "set_data",
+    "set_grad",
     "settle",
     "unsettle",
 ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from behaviours import load_cases
-from behaviours.harness import CASES, STEPS, Run, execute, run_case, run_cases
+from behaviours.harness import CASES, STEPS, Chain, Run, execute, run_case, run_cases
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
@@ -58,6 +58,24 @@ def test_right_or_refused(cell, outcomes):
     outcome = outcomes[cell]
     expected = "refused" if CASES[name].refusal(world_size) else "right"
     assert outcome.kind == expected, outcome.detail
+
+
+def _has_chain(case):
+    return any(isinstance(module, Chain) for module in case.model().modules())
+
+
+@pytest.fixture(scope="session")
+def outcomes_with_gain(request):
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = [p["chained"] for p in params if "chained" in p]
+    return run_cases("zero3", names, 2, names, gain=True)
+
+
+@pytest.mark.parametrize("chained", [name for name, case in CASES.items() if not case.refused and _has_chain(case)])
+def test_right_with_a_parameter_of_the_model_itself(chained, outcomes_with_gain):
+    """All that is right once more, with a parameter that is in use during the whole step."""
+    outcome = outcomes_with_gain[chained]
+    assert outcome.kind == "right", outcome.detail
 
 
 @pytest.mark.gpu
