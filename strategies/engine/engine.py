@@ -22,6 +22,7 @@ from .joint import JointSteps
 from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
+from .past_python import guard
 from .reduce import Reducer
 from .resting import is_sharded, unsettle
 from .saved import SavedTensors
@@ -78,7 +79,7 @@ class Zero3Engine:
         parts = find_units(model, unit_policy)
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_memory(model)
-        check_same_structure(self.units, collectives)
+        check_same_structure(self.units, model, collectives)
         for unit in self.units:
             for chunk in unit.chunks:
                 chunk.own(self.groups, collectives.rank)
@@ -112,6 +113,7 @@ class Zero3Engine:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
+            guard(self.arena.memory)
         self._saved = SavedTensors(self.units, self.arena)
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
