@@ -48,7 +48,7 @@ class Zero3Engine:
         slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by default.
         wire_dtype: dtype in which a parameter travels to an fp32 slot, from its name and itself; fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
-        debug: poison given-up slots and look for lost writes; see :mod:`~.checked`.
+        debug: poison given-up slots and look for lost writes; all slots then have memory of their own. See :mod:`~.checked`.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on every rank.
 
     Raises:
@@ -88,7 +88,7 @@ class Zero3Engine:
         self.differing = fill_shards(self.units, model, collectives, device)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
-        self._connect(reduce_once, reduce_dtype)
+        self._connect(reduce_once, reduce_dtype, debug)
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
@@ -100,10 +100,10 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
 
-    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
+    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None, debug: bool) -> None:
         whole = self.collectives.world_size == 1
         sizes = [0 if whole else u.nbytes for u in self.units]
-        layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
+        layout = ArenaLayout.build(sizes, [debug or u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
         gather, reduce = make_lane(self.device), make_lane(self.device)
