@@ -288,6 +288,39 @@ class Buffers(Case):
 
 
 @case
+class GrowingBuffers(Case):
+    """Buffers registered anew in forward, in other sizes on each rank"""
+
+    pitfalls = (39,)
+
+    class Table(Block):
+        def __init__(self):
+            super().__init__()
+            self.grow(2)
+
+        def grow(self, rows):
+            places = torch.arange(rows)[:, None] / torch.arange(1, DIM + 1)
+            self.register_buffer("cos", places.cos(), persistent=False)
+            self.register_buffer("sin", places.sin(), persistent=False)
+
+        def forward(self, x):
+            if len(x) > len(self.cos):
+                self.grow(len(x))
+            return super().forward(x * self.cos[: len(x)] + self.sin[: len(x)])
+
+    def model(self):
+        return Chain(*(self.Table() for _ in range(3)))
+
+    def batch(self, step, rank):
+        rows = [[3, 7], [8, 7], [9, 9], [2, 4]][step][rank % 2]  # other, other, the same, none
+        return torch.randn(rows, DIM, generator=seeded(1000 * step + rank))
+
+    def train(self, run):
+        for step in range(4):
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+
+
+@case
 class Dropout(Case):
     """Dropout, other masks on every rank"""
 
