@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
+from .trainer_modules import sync_batch_norm
 
 
 class Up(Case):
@@ -248,16 +249,9 @@ class SyncBatchNorm(BatchNorm):
 
     pitfalls = (39,)
 
-    class OverRanks(nn.BatchNorm1d):
-        """What SyncBatchNorm computes, which torch has for CUDA only."""
-
+    class OverRanks(nn.SyncBatchNorm):
         def forward(self, x):
-            from torch.distributed.nn.functional import all_reduce
-
-            count = x.shape[0] * torch.distributed.get_world_size()
-            mean = all_reduce(x.sum(0)) / count
-            variance = all_reduce((x - mean).square().sum(0)) / count
-            return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+            return super().forward(x) if x.is_cuda else sync_batch_norm(self, x)
 
     def model(self):
         return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), self.OverRanks(DIM), nn.ReLU()) for _ in range(3)))

@@ -126,7 +126,8 @@ def _fit_all(rank, world_size, folder):
     assert evaluated.message == "trained"
     stored = StoresBeforeItEvaluates()
     with pytest.raises(DivergenceError, match="'table.a' was stored between steps.*on some ranks only"):
-        trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2).validate(stored, stored.train_dataloader())
+        tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
+        tester.validate(stored, stored.train_dataloader())
     assert not stored.message
     told, written = [], {}  # from here on messages that nobody takes stay in the group
     for read, other in zip(READS, ELSEWHERE, strict=True):
