@@ -46,8 +46,7 @@ def _wrap_all() -> None:
             setattr(dist.ProcessGroup, name, _seen(method, slice(0) if name == "send" else slice(1, 2)))
     torch._C.ScriptFunction.__call__ = _seen(torch._C.ScriptFunction.__call__, slice(0))
     torch._C.ScriptMethod.__call__ = _in_use(_seen(torch._C.ScriptMethod.__call__, slice(0)))
-    if hasattr(eager_transforms, "_wrap_tensor_for_grad"):  # grad, vjp, jacrev, hessian
-        eager_transforms._wrap_tensor_for_grad = _of_values(eager_transforms._wrap_tensor_for_grad)
+    eager_transforms._wrap_for_grad = _of_values(eager_transforms._wrap_for_grad)  # for grad, vjp, jacrev, hessian, jvp
     nn.RNNBase.flatten_parameters = _unless_sharded(nn.RNNBase.flatten_parameters)
 
 
@@ -103,14 +102,14 @@ def _parameters(module: torch._C.ScriptModule) -> Iterator[Tensor]:
         yield from _parameters(child)
 
 
-def _of_values(wrap: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-    """``wrap`` for arguments of torch.func transforms that differentiate, with values in the place of what rests."""
+def _of_values(wrap: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """``wrap`` of what torch.func transforms differentiate by, with values in the place of resting parameters."""
 
-    def wrap_value(maybe_tensor: Any, level: int) -> Any:
-        if isinstance(maybe_tensor, RestingParameter):
+    def wrap_value(tensor: Tensor, level: int) -> Tensor:
+        if isinstance(tensor, RestingParameter):
             with temporarily_clear_interpreter_stack():  # the copy is made before, not by, what is transformed
-                maybe_tensor = maybe_tensor.clone()
-        return wrap(maybe_tensor, level)
+                tensor = tensor.clone()
+        return wrap(tensor, level)
 
     return wrap_value
 
