@@ -60,7 +60,7 @@ def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
 def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-    return name.endswith((".__set__", ".__delete__")) or (name.endswith("_") and not name.endswith("__"))
+    return name in ("data.__set__", "real.__set__", "imag.__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def instances(value: Any, cls: type[T]) -> list[T]:
