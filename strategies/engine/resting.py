@@ -275,8 +275,15 @@ _TOLD: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+def _asking(attribute: Any) -> property:
+    """``attribute`` of tensors, whose setter in torch writes without a look at the class."""
+    return property(attribute.__get__, lambda p, value: RestingParameter.__torch_function__(attribute.__set__, (), (p, value)))
+
+
 class RestingParameter(nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
+
+    real, imag = _asking(Tensor.real), _asking(Tensor.imag)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -380,17 +387,14 @@ def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> An
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
         if read is not None:
-            read.append((full, _told_of_value(value)))
+            told = (
+                f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
+                "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+            )
+            read.append((full, told))
         return full
     if isinstance(value, tuple | list):
         return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
         return {key: _materialize(item, read) for key, item in value.items()}
     return value
-
-
-def _told_of_value(parameter: RestingParameter) -> str:
-    return (
-        f"a copy of the value of parameter {describe(parameter)}, not the parameter. Write `parameter.copy_(...)`, on all "
-        "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-    )
