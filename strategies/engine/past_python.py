@@ -6,6 +6,7 @@ other function of torch. A read of a resting parameter gathers it or raises, a w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import increment_version
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import instances
 from .resting import FullGradient, ReadOnlyCopy, ResidencyError, RestingParameter, describe, is_sharded
@@ -29,12 +29,13 @@ _EXCHANGES = (
     "_reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base "
     "alltoall recv recv_anysource send"
 )
-_ARENAS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # memory of all slots -> nothing
+_ARENAS: set[int] = set()  # addresses of the memory that slots lie in
 
 
 def guard(memory: Tensor) -> None:
     """Watch the doors for an engine whose slots lie in ``memory`` [bytes]."""
-    _ARENAS[memory] = None
+    _ARENAS.add(memory.data_ptr())
+    weakref.finalize(memory, _ARENAS.discard, memory.data_ptr())
     _wrap_all()
 
 
@@ -73,7 +74,7 @@ def _is_gathered(tensor: Tensor) -> bool:
     if is_sharded(tensor):
         return True
     try:
-        return tensor.untyped_storage().data_ptr() in [memory.data_ptr() for memory in _ARENAS]
+        return tensor.untyped_storage().data_ptr() in _ARENAS
     except (RuntimeError, NotImplementedError):  # has no storage, so it is in none of these
         return False
 
