@@ -245,16 +245,16 @@ class BatchNorm(Case):
 
 @case
 class SyncBatchNorm(BatchNorm):
-    """What SyncBatchNorm computes (torch has it for CUDA only): statistics over all ranks"""
+    """SyncBatchNorm; on the CPU, where torch has none, what it computes: statistics over all ranks"""
 
     pitfalls = (39,)
 
-    class OverRanks(nn.SyncBatchNorm):
-        def forward(self, x):
-            return super().forward(x) if x.is_cuda else sync_batch_norm(self, x)
+    class OverRanks(nn.BatchNorm1d):
+        forward = sync_batch_norm
 
     def model(self):
-        return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), self.OverRanks(DIM), nn.ReLU()) for _ in range(3)))
+        norm = nn.SyncBatchNorm if torch.get_default_device().type == "cuda" else self.OverRanks
+        return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), norm(DIM), nn.ReLU()) for _ in range(3)))
 
 
 @case
