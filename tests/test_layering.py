@@ -52,7 +52,15 @@ LAYERS = [
         ],
         TORCH,
     ),
-    (["strategies/rendezvous", "strategies/residency/flat_gradient", "strategies/residency/in_use"], TORCH),
+    (
+        [
+            "strategies/rendezvous",
+            "strategies/residency/flat_gradient",
+            "strategies/residency/in_use",
+            "strategies/residency/past_python",
+        ],
+        TORCH,
+    ),
     (["strategies/residency/__init__"], TORCH),
     (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives import DivergenceError, LocalCollectives, Meeting, first_difference, other_values
+from ..collectives import DivergenceError, LocalCollectives, Meeting, first_difference, require_same_values
 from .unit import Exchange, Unit
 
 
@@ -20,7 +20,8 @@ class Agreement:
     def reach(self, late: bytes, changed: bytes) -> tuple[bytes, bytes, bytes]:
         """Tell which units are ``late`` (gradients came after their reduction), which modules' buffers ``changed``; collective.
 
-        Returns the same of all ranks together: which trained parameters any used, and these two.
+        ``changed`` is what :meth:`.Buffers.changed` says. Returns the same of all ranks together: which trained parameters any
+        used, and these two.
 
         Raises:
             DivergenceError: the ranks did not exchange the same things in the same order since the last time.
@@ -28,7 +29,8 @@ class Agreement:
         if self._collectives.world_size == 1:
             return bytes(self._used), late, changed
         diary = self._collectives.diary
-        digest, written = diary.digest()
+        written = diary.checksums()
+        digest = diary.digest(written)
         message = self._message
         message[0], message[1] = digest, -digest
         units, modules = 2 + len(late), 2 + len(late) + len(changed)
@@ -38,7 +40,9 @@ class Agreement:
         if agreed[0] != -agreed[1]:
             everyone = self._collectives.all_gather_object(([*diary.trace[1:], Meeting.AGREEMENT], written))
             traces, values = zip(*everyone, strict=True)
-            raise DivergenceError(first_difference(traces, self.describe) or other_values(values))
+            if not (difference := first_difference(traces, self.describe)):
+                require_same_values(values)
+            raise DivergenceError(difference)
         diary.agreed()
         return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])
 

@@ -140,14 +140,15 @@ def _place(tensor: Tensor) -> np.ndarray:
     return np.asarray(SimpleNamespace(__array_interface__={**place, "shape": tuple(tensor.shape), "strides": strides}))
 
 
-def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> None:
-    """Raise a ValueError on every rank that names the first difference in parameters, units or groups; collective."""
+def check_same_structure(units: list[Unit], model: nn.Module, collectives: LocalCollectives) -> None:
+    """Raise a ValueError on every rank that names the first difference in parameters, units, groups or buffers; collective."""
     mine = [
         f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, "
         f"requires_grad {e.parameter.requires_grad}, group {e.group.index}, unit {u.name}"
         for u in units
         for e in u.entries
     ]
+    mine += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(collectives.all_gather_object(digest))) == 1:
         return

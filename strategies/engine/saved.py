@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..residency import ResidencyError, is_aliased
+from ..residency import ResidencyError, RestingParameter, is_aliased
 from .unit import Arena, Phase, Unit
 
 # Bare tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no
@@ -79,8 +79,9 @@ class SavedTensors:
             held = tensor.detach()
             return held, held._version
         offset = address - self._start
+        kept = type(tensor._base) is RestingParameter  # a view of one that rests, whoever is in its place now
         for unit in self._arena.in_use:
-            if offset in unit.region:
+            if offset in unit.region and not kept:
                 held = tensor.detach()
                 return held, held._version, unit, unit.version
         places = ", ".join(unit.name for unit in self._units if offset in unit.region)

@@ -12,6 +12,7 @@ flat gradient         this rank's shard of many gradients, as an optimizer sees 
 from .flat_gradient import FlatGradient
 from .functions import instances
 from .in_use import class_while_used
+from .past_python import guard
 from .resting import (
     NO_GRAPH_TASK,
     ResidencyError,
@@ -40,6 +41,7 @@ __all__ = [
     "class_while_used",
     "get_grad",
     "graph_task",
+    "guard",
     "home_of",
     "instances",
     "is_aliased",

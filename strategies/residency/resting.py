@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -243,8 +243,25 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+# What a parameter says of itself where its slot has another dtype, and a place among others.
+_TOLD: dict[str, Callable[[nn.Parameter], Any]] = {
+    "dtype.__get__": lambda p: _SHARDED[p].dtype,
+    "itemsize.__get__": lambda p: _SHARDED[p].dtype.itemsize,
+    "element_size": lambda p: _SHARDED[p].dtype.itemsize,
+    "nbytes.__get__": lambda p: p.numel() * _SHARDED[p].dtype.itemsize,
+    "storage_offset": lambda p: 0,
+}
+
+
+def _asking(attribute: Any) -> property:
+    """``attribute`` of tensors, whose setter in torch writes without a look at the class."""
+    return property(attribute.__get__, lambda p, value: RestingParameter.__torch_function__(attribute.__set__, (), (p, value)))
+
+
 class RestingParameter(nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
+
+    real, imag = _asking(Tensor.real), _asking(Tensor.imag)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -255,8 +272,8 @@ class RestingParameter(nn.Parameter):
         if name in METADATA and not taker:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "dtype.__get__":
-            return _SHARDED[args[0]].dtype
+        if name in _TOLD:
+            return _TOLD[name](args[0])
         if name == "grad.__get__":
             return gradient_of(args[0])
         if name in ("grad.__set__", "grad.__delete__"):
@@ -308,6 +325,9 @@ def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[
         )
     read: list[tuple[Tensor, str]] = []
     result = func(*_materialize(args, read), **_materialize(kwargs, read))
+    for copy, told in read:
+        if not copy.is_inference() and copy._version:  # written, though the function's name does not say so
+            raise ResidencyError(f"`{name}` would change {told}")
     return _shield(result, read)
 
 
