@@ -27,6 +27,7 @@ class Meeting(enum.IntEnum):
     BARRIER = -5, "wait for the others at a barrier"
     EVALUATED = -6, "end an evaluation, having no batch left"
     END = -7, "end its training (it has no more batches, or was stopped)"
+    GRAPHS = -8, "agree on what is captured and replayed as a CUDA graph"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""
