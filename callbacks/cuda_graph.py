@@ -37,16 +37,16 @@ class CUDAGraphStep(Callback):
     all steps on a single device and with `ddp`: keep a copy, not `parameter.grad` itself, beyond a step.
 
     Works on a single device, with `zero3`, whose gathers and reductions are captured too, and with `ddp` where every parameter
-    is used, without `gradient_as_bucket_view` and hooks of communication. Ranks decide together in each step, by one small
-    exchange of the hosts; with NCCL, `ddp` runs eleven steps before a capture. Tested with the software graph so far, not on a
-    GPU.
+    is used, without `gradient_as_bucket_view` and hooks of communication. Ranks decide together, by one small exchange of the
+    hosts for each micro-batch: what one of them cannot capture, the step, the optimizer's update or a module, runs eagerly on
+    all. With NCCL, `ddp` runs eleven steps before a capture. Tested with the software graph so far, not on a GPU.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
         max_graphs: shapes of batches that are captured; batches of other shapes run eagerly. With `ddp` the first, the last
             and other micro-batches of a window of accumulation exchange something else, and the first one after a
             validation: each of these counts as a shape.
-        strict: a step that cannot be captured is an error.
+        strict: what cannot be captured is an error, on all ranks.
         optimizer: capture the optimizer's update too, in a graph of its own. It must be made with ``capturable=True`` (or
             ``fused=True``, where it has no such option) and a tensor as learning rate, which schedulers change as ever.
             Clipping, loss scaling and schedulers run eagerly.
@@ -54,11 +54,12 @@ class CUDAGraphStep(Callback):
             cannot be captured as a whole. Everything else may be as it likes, manual optimization included. Of a module that
             runs several times before a backward, the first run is replayed. Which of its outputs get gradients may change
             at the start of an epoch; within an epoch that is an error. With `zero3` on several ranks, modules that are
-            units, or inside of one. They exchange nothing inside, so each rank decides for itself, whatever inputs it has.
+            units, or inside of one. They exchange nothing inside, so each rank captures the shapes of its own inputs. A module
+            that cannot be captured is reported before the next micro-batch.
         software: where there is no CUDA, replay a slow software graph (for tests and examples), instead of training eagerly.
 
     Raises:
-        GraphCaptureError: with `strict`, the step cannot be captured.
+        GraphCaptureError: with `strict`, something cannot be captured.
     """
 
     _runner: StepRunner | ModulesRunner | None = None
@@ -100,6 +101,16 @@ class CUDAGraphStep(Callback):
             self._runner = ModulesRunner(trainer, pl_module, graphs, self.modules, *limits)
         self._runner.install()
 
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if isinstance(self._runner, ModulesRunner):
+            self._runner.agree()
+
+    @property
+    def graph_input_nbytes(self) -> int:
+        """Bytes at the fixed addresses that graphs read their inputs from."""
+        return 0 if self._runner is None else self._runner.input_nbytes
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that graphs hold while training runs: "pool" (reserved), "inputs" and "gradients" (the parameters' own)."""
         if self._runner is None:
@@ -113,6 +124,8 @@ class CUDAGraphStep(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(self._runner, ModulesRunner):
+            self._runner.agree()
         if self._runner is not None:
             rank_zero_info(self._runner.summary())
         self._remove()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,26 +24,6 @@ _OPTIONS_OF_ZERO3 = {
 
 class GraphCaptureError(RuntimeError):
     """Something cannot be captured, and ``strict`` was asked for."""
-
-
-def report(what: str, problems: list[Problem], consequence: str, strict: bool, everywhere: bool = False) -> None:
-    """Warn, or raise with ``strict``.
-
-    Args:
-        what: cannot be done.
-        problems: why.
-        consequence: what happens instead.
-        strict: raise.
-        everywhere: warn on ranks other than the first, too.
-
-    Raises:
-        GraphCaptureError: with ``strict``.
-    """
-    text = f"CUDAGraphStep: {what}:\n" + "\n".join(f"  - {p}" for p in problems)
-    if strict:
-        raise GraphCaptureError(text)
-    warn = warnings.warn if everywhere else rank_zero_warn
-    warn(f"{text}\n{consequence} `CUDAGraphStep(strict=True)` makes this an error.", stacklevel=2)
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:

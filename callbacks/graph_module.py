@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,10 +14,11 @@ from ..strategies.captured import unit_around
 from ..strategies.engine import Unit, Zero3Engine
 from .graph_batch import UnsupportedBatch, signature
 from .graph_call import CapturedCall
-from .graph_check import check_device, report
+from .graph_check import check_device
 from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
+from .graph_ranks import GraphRanks
 from .graph_software import CaptureError, memory_of
 from .graph_state import Guard, Snapshot
 from .graph_watch import Problem, Watch
@@ -55,8 +56,14 @@ class CapturedModule:
         trainer: that trains.
         warmup: eager runs with inputs of one signature before the capture.
         max_graphs: signatures that are captured.
-        refuse: is told why the module cannot be captured.
+
+    Attributes:
+        problems: see :class:`~.graph_ranks.Part`.
+        refused: on this rank at least, which then runs it eagerly.
+        replays: of its graphs.
     """
+
+    kind = "a module"
 
     def __init__(
         self,
@@ -66,11 +73,10 @@ class CapturedModule:
         trainer: Trainer,
         warmup: int,
         max_graphs: int,
-        refuse: Callable[[list[Problem]], None],
     ) -> None:
         self._name, self._module, self._graphs = name, module, graphs
         self._trainer, self._strategy = trainer, trainer.strategy
-        self._warmup, self._max_graphs, self._refuse = warmup, max_graphs, refuse
+        self._warmup, self._max_graphs = warmup, max_graphs
         self._eager, self._own = module.forward, module.__dict__.get("forward")
         self._shapes: dict[Hashable, Shape] = {}
         self._guard: Guard | None = None
@@ -78,7 +84,7 @@ class CapturedModule:
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}  # likewise
         self._engine: Zero3Engine | None = None
         self._unit: Unit | None = None
-        self._refused = False
+        self.problems, self.refused = list[str](), False
         self._outdated = Recaptures(warmup)
         self.replays = 0
         module.forward = self._run  # type: ignore[method-assign]
@@ -110,7 +116,7 @@ class CapturedModule:
         self._shapes, self._guard, self._names, self._globals = {}, None, set(), {}
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._refused or not torch.is_grad_enabled():
+        if self.refused or not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         inputs, device = (args, kwargs), self._strategy.root_device.type
         try:
@@ -122,7 +128,7 @@ class CapturedModule:
             return self._eager(*args, **kwargs)  # inside of `gathered`: weights are elsewhere, until it ends
         if self._guard is not None and self._guard.changed():
             self._recapture()
-        shape = None if self._refused else self._shape(key)
+        shape = None if self.refused else self._shape(key)
         return self._eager(*args, **kwargs) if shape is None else self._run_shape(shape, inputs)
 
     def _shape(self, key: Hashable) -> Shape | None:
@@ -233,11 +239,15 @@ class CapturedModule:
                 remedy = "Pass it to `forward`, or capture a module that has both."
                 watch.add(f"{what} its gradient would be lost. {remedy}", watch.program)
 
-    def _stop(self, problems: list[Problem]) -> None:
+    def refuse(self) -> None:
         """From now on it runs eagerly."""
-        self._refused = True
+        self.refused = True
         self._drop()
-        self._refuse([Problem(f"Module {self._name!r}: {p.what}", p.place) for p in problems])
+
+    def _stop(self, problems: list[Problem]) -> None:
+        """All ranks will do so before the next micro-batch, when they hear of it."""
+        self.refuse()
+        self.problems = [f"Module {self._name!r}: {problem}" for problem in problems]
 
     def _give_up(self, problems: list[Problem], inputs: Any) -> Any:
         self._stop(problems)
@@ -268,7 +278,7 @@ class ModulesRunner:
         strict: bool,
     ) -> None:
         self._trainer, self._root, self._graphs, self._patterns = trainer, root, graphs, patterns
-        self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
+        self._warmup, self._max_graphs, self._ranks = warmup, max_graphs, GraphRanks(trainer, strict)
         self.captured: dict[str, CapturedModule] = {}
 
     def install(self) -> None:
@@ -276,17 +286,22 @@ class ModulesRunner:
         self._graphs.enter()
         problems = check_device(self._trainer)
         modules = find_modules(self._root, self._patterns)
-        if problems:
-            self._refuse(problems)
+        if not self._ranks.have_none(problems):
+            self._ranks.report(CapturedModule.kind, problems)
             return
         for name, module in modules.items():
-            self.captured[name] = CapturedModule(
-                name, module, self._graphs, self._trainer, self._warmup, self._max_graphs, self._refuse
-            )
+            self.captured[name] = CapturedModule(name, module, self._graphs, self._trainer, self._warmup, self._max_graphs)
 
-    def _refuse(self, problems: list[Problem]) -> None:
-        # Each rank decides for itself: what is wrong on one is news to the first.
-        report("a module cannot be captured", problems, "It runs without a graph.", self._strict, everywhere=True)
+    def agree(self) -> None:
+        """Before each micro-batch and after the last: what one rank has refused since is refused by all.
+
+        Which shapes of inputs are captured, and when, each rank decides by its own inputs: nothing is exchanged inside of a
+        module, and ranks may run it another number of times.
+        """
+        parts = [each for each in self.captured.values() if each.problems or not each.refused]  # the same on all ranks
+        if parts:
+            refusing = zip(*self._ranks.gather([bool(each.problems) for each in parts]), strict=True)
+            self._ranks.refuse(parts, refusing)
 
     def remove(self) -> None:
         """The graphs go, and everything is as it was."""
@@ -295,10 +310,14 @@ class ModulesRunner:
         self._graphs.renew()
         self._graphs.leave()
 
+    @property
+    def input_nbytes(self) -> int:
+        """Memory of the inputs."""
+        return sum(captured.input_nbytes for captured in self.captured.values())
+
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""
-        inputs = sum(captured.input_nbytes for captured in self.captured.values())
-        return {"pool": self._graphs.pool_nbytes(), "inputs": inputs, "gradients": 0}
+        return {"pool": self._graphs.pool_nbytes(), "inputs": self.input_nbytes, "gradients": 0}
 
     def summary(self) -> str:
         """One line on the run."""

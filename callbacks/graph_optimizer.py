@@ -49,8 +49,12 @@ class CapturedOptimizer:
         make_graph: gives a new graph.
         may_capture: whether the gradients are at addresses that stay.
         check: see :func:`check_optimizer`.
-        refuse: is told why there will be no more captures.
+
+    Attributes:
+        problems: see :class:`~.graph_ranks.Part`.
     """
+
+    kind = "the optimizer's step"
 
     def __init__(
         self,
@@ -58,15 +62,15 @@ class CapturedOptimizer:
         make_graph: Callable[[], Graph],
         may_capture: Callable[[], bool],
         check: Callable[[], list[str]],
-        refuse: Callable[[list[str]], None],
     ) -> None:
         self._optimizer, self._make_graph, self._may_capture = optimizer, make_graph, may_capture
-        self._check, self._refuse = check, refuse
+        self._check = check
         self._eager = optimizer.step
         self._own = optimizer.__dict__.get("step")  # a scheduler's
         self._graph: Graph | None = None
         self._before: dict[str, Any] | None = None  # what the last step found
         self._refused = False
+        self.problems: list[str] = []
         self._changes = 0
         self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters, and where the graph reads their gradients
         self._scaling: dict[str, Tensor] = {}  # where it reads what the loss scaler says
@@ -85,6 +89,11 @@ class CapturedOptimizer:
         if self._graph is not None:
             self._graph.reset()
         self._graph, self._before, self._gradients, self._scaling = None, None, [], {}
+
+    def refuse(self) -> None:
+        """From now on it runs eagerly."""
+        self._refused = True
+        self.reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See :meth:`torch.optim.Optimizer.step`."""
@@ -143,13 +152,12 @@ class CapturedOptimizer:
         if what is None:
             return False
         self.reset()
-        problems = self._check()
+        self.problems = self._check()
         self._changes += before is not None
         if self._changes > MAX_CHANGES:
-            problems.append(f"{what} of {type(self._optimizer).__name__} changes again and again, and a graph would keep it.")
-        if problems:
-            self._refused = True
-            self._refuse(problems)
+            name = type(self._optimizer).__name__
+            self.problems.append(f"{what} of {name} changes again and again, and a graph would keep it.")
+        self._refused = bool(self.problems)
         return True
 
     def _state(self) -> dict[str, Any]:

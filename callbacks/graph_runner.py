@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from ..strategies.captured import ReplayedStep
 from ..strategies.position import Activity
 from .graph_batch import UnsupportedBatch, signature, tensors_in
-from .graph_check import check_trainer, report
+from .graph_check import check_trainer
 from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
 from .graph_optimizer import CapturedOptimizer, check_optimizer
 from .graph_python import WatchedIndex
+from .graph_ranks import GraphRanks
 from .graph_state import GroupSettings, Guard, Snapshot
 from .graph_step import CapturedStep, StaticGradients, loss_of
 from .graph_watch import Problem, Watch
-from .memory_ranks import RankGatherer
 
 _UNKNOWN = -1
 _NEVER = 2**31 - 1
@@ -58,7 +58,7 @@ class StepRunner:
         if isinstance(trainer.strategy, DDPStrategy):
             # DDP rebuilds its buckets in its second step; with NCCL torch's notes on CUDA graphs ask for eleven steps.
             warmup = max(warmup, 11 if trainer.strategy.root_device.type == "cuda" else 4)
-        self._warmup, self._max_graphs, self._strict = warmup, max_graphs, strict
+        self._warmup, self._max_graphs = warmup, max_graphs
         self._with_optimizers, self._optimizers = optimizer, list[CapturedOptimizer]()
         self._gradients = StaticGradients()
         self._shapes: dict[Hashable, Shape] = {}
@@ -69,7 +69,7 @@ class StepRunner:
         self._numbers: dict[Hashable, int] = {}  # of signatures, as they came
         self._refused = self._replayed = False
         self._stale: str | None = None  # why all graphs are out of date
-        self._ranks = RankGatherer()
+        self._ranks = GraphRanks(trainer, strict)
         self._outdated = Recaptures(warmup)
         self.steps = self.replays = 0
         self._eager_step = trainer.strategy.training_step
@@ -92,17 +92,13 @@ class StepRunner:
 
     def _take_optimizers(self) -> None:
         device = self._trainer.strategy.root_device
-        for optimizer in self._trainer.optimizers:
-            check = partial(check_optimizer, optimizer, device)
-            if found := check():
-                self._refuse_optimizer(found)
-                return
-            captured = CapturedOptimizer(optimizer, self._graphs.make, lambda: self._replayed, check, self._refuse_optimizer)
-            self._optimizers.append(captured)
-
-    def _refuse_optimizer(self, problems: list[str]) -> None:
-        found = list(map(Problem, problems))
-        report("the optimizer's step cannot be captured", found, "It runs without a graph.", self._strict)
+        checks = {optimizer: partial(check_optimizer, optimizer, device) for optimizer in self._trainer.optimizers}
+        problems = [problem for check in checks.values() for problem in check()]
+        if not self._ranks.have_none(problems):
+            self._ranks.report(CapturedOptimizer.kind, problems)
+            return
+        for optimizer, check in checks.items():
+            self._optimizers.append(CapturedOptimizer(optimizer, self._graphs.make, lambda: self._replayed, check))
 
     def remove(self) -> None:
         """The graphs go, and everything is as it was."""
@@ -113,7 +109,6 @@ class StepRunner:
             optimizer.remove()
         self._optimizers = []
         self._graphs.leave()
-        self._ranks.close()
 
     def drop(self) -> None:
         """Free all graphs; what runs next runs eagerly and is captured anew."""
@@ -138,10 +133,14 @@ class StepRunner:
         """Number of signatures that have graphs."""
         return len(self._steps())
 
+    @property
+    def input_nbytes(self) -> int:
+        """Memory of the inputs."""
+        return sum(step.input_nbytes for step in self._steps())
+
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""
-        inputs = sum(step.input_nbytes for step in self._steps())
-        return {"pool": self._graphs.pool_nbytes(), "inputs": inputs, "gradients": self._gradients.nbytes}
+        return {"pool": self._graphs.pool_nbytes(), "inputs": self.input_nbytes, "gradients": self._gradients.nbytes}
 
     def summary(self) -> str:
         """One line on the run."""
@@ -187,7 +186,7 @@ class StepRunner:
         with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
             return shape.graphs.replay_forward(self._module)
 
-    def _shape(self, key: tuple[float, ...]) -> Shape | None:
+    def _shape(self, key: tuple[int, ...]) -> Shape | None:
         """What is known of micro-batches of this kind; None if they run eagerly."""
         shape = self._shapes.get(key)
         if (shape is None or shape.graphs is None) and self.captured >= self._max_graphs:
@@ -205,17 +204,18 @@ class StepRunner:
             return signature(batch), model.require_backward_grad_sync, model.require_forward_param_sync
         return signature(batch)
 
-    def _agree(self, key: Hashable) -> tuple[float, ...]:
+    def _agree(self, key: Hashable) -> tuple[int, ...]:
         """The keys of this micro-batch on all ranks, which so take the same decisions in all that follows."""
         if self._stale is None and self._guard is not None:
             self._stale = self._guard.changed()
-        everyone: list[list[float]] = [[self._number_of(key), isinstance(key, Problem), self._stale is not None]]
-        if self._ranks.world_size > 1:
-            everyone = self._ranks.gather(everyone[0]).tolist()
-        numbers, refusing, outdated = zip(*everyone, strict=True)
-        if self._agree_to_go_on(refusing, [key] if isinstance(key, Problem) else []) and any(outdated):
-            reason, self._stale = self._stale, None
-            self._recapture(reason or f"on rank {_first(outdated)} something changed", reason is not None and not outdated[0])
+        problems, updates = [key] if isinstance(key, Problem) else [], [bool(each.problems) for each in self._optimizers]
+        mine = [self._number_of(key), bool(problems), self._stale is not None, *updates]
+        numbers, refusing, outdated, *refused = zip(*self._ranks.gather(mine), strict=True)
+        self._ranks.refuse(self._optimizers, refused)
+        if any(refusing):
+            self._refuse(problems)
+        elif any(outdated):
+            self._recapture(outdated.index(True))
             numbers = (self._number_of(key),) * len(numbers)  # the first that is counted anew, on all ranks
         return numbers
 
@@ -224,14 +224,17 @@ class StepRunner:
             self._numbers[key] = len(self._numbers)
         return self._numbers.get(key, _UNKNOWN)
 
-    def _recapture(self, reason: str, everywhere: bool) -> None:
+    def _recapture(self, rank: int) -> None:
+        """``rank`` is the first whose graphs are out of date."""
+        known, self._stale = self._stale, None
+        reason = known or f"on rank {rank} something changed"
         self.drop()
         if self._outdated.add(self.replays):
             rank_zero_info(f"CUDAGraphStep: {reason}; the training step is captured again")
         else:
             times = self._outdated.in_vain
             what = f"Captured steps went out of date {times} times, each time before they had paid; the last time, {reason}."
-            self._refuse([Problem(what)], everywhere)
+            self._refuse([Problem(what)] if known else [])
 
     def _watch(self, shape: Shape, batch: Any, rest: list) -> Any:
         """An eager step, observed."""
@@ -251,13 +254,9 @@ class StepRunner:
 
     def _may_go_on(self, problems: list[Problem]) -> bool:
         """Whether there are no problems, on any rank; else all refuse."""
-        return self._agree_to_go_on(self._ranks.gather([bool(problems)])[:, 0].tolist(), problems)
-
-    def _agree_to_go_on(self, refusing: Sequence[float], problems: list[Problem]) -> bool:
-        if any(refusing):
-            elsewhere = f"On rank {_first(refusing)} the step cannot be captured; that rank says why."
-            self._refuse(problems or [Problem(elsewhere)], everywhere=bool(problems) and not refusing[0])
-        return not any(refusing)
+        if not self._ranks.have_none(problems):
+            self._refuse(problems)
+        return not self._refused
 
     def _capture(self, shape: Shape, batch: Any, rest: list) -> CapturedStep:
         watch = shape.watches[-1]
@@ -275,9 +274,9 @@ class StepRunner:
         self._guard = Guard(self._module, self._trainer.optimizers, self._names, self._globals.values())
         return step
 
-    def _refuse(self, problems: list[Problem], everywhere: bool = False) -> None:
-        """Once for all ranks; ``everywhere``: the first does not know what is wrong on this one."""
-        report("the training step cannot be captured", problems, "The run goes on without graphs.", self._strict, everywhere)
+    def _refuse(self, problems: list[Problem]) -> None:
+        """On all ranks, of which one at least has problems."""
+        self._ranks.report("the training step", problems)
         self.drop()
         self._refused = True
 
@@ -302,8 +301,3 @@ class StepRunner:
                 self._stale = problems[0].what
         else:
             run()
-
-
-def _first(flags: Sequence[float]) -> int:
-    """The first rank that says yes."""
-    return next(rank for rank, flag in enumerate(flags) if flag)

@@ -18,8 +18,8 @@ CATEGORIES = (*OF_THE_STRATEGY, "graph_inputs")  # batches at fixed addresses, w
 
 def measure(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:
     """Bytes on this rank by category."""
-    tell = [callback.memory_bytes for callback in trainer.callbacks if hasattr(callback, "memory_bytes")]  # type: ignore[attr-defined]
-    return {**_measure_state(trainer, module, device_type), "graph_inputs": sum(told()["inputs"] for told in tell)}
+    inputs = sum(getattr(callback, "graph_input_nbytes", 0) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return {**_measure_state(trainer, module, device_type), "graph_inputs": inputs}
 
 
 def _measure_state(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:

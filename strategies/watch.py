@@ -36,9 +36,8 @@ _NOBODY = -1  # alone is behind it
 _LISTING = threading.Lock()
 _SAMPLES = 10  # of the training thread, for each beat
 _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
-_NOT_USER_CODE = tuple(
-    os.path.join(folder, "") for folder in (*_INSTALLED, os.path.dirname(__file__), os.path.dirname(threading.__file__))
-)
+_OURS = os.path.dirname(__file__), os.path.join(os.path.dirname(os.path.dirname(__file__)), "callbacks")
+_NOT_USER_CODE = tuple(os.path.join(folder, "") for folder in (*_INSTALLED, *_OURS, os.path.dirname(threading.__file__)))
 _DOORS = tuple(module.__file__ for module in (board, group, pairwise, shared))
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 

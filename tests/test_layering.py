@@ -158,6 +158,7 @@ LAYERS = [
     (["callbacks/graph_device"], LIGHTNING),
     (["callbacks/graph_optimizer", "callbacks/graph_step", "callbacks/graph_watch"], LIGHTNING),
     (["callbacks/graph_call", "callbacks/graph_check", "callbacks/graph_compare"], LIGHTNING),
+    (["callbacks/graph_ranks"], LIGHTNING),
     (["callbacks/graph_module"], LIGHTNING),
     (["callbacks/graph_runner"], LIGHTNING),
     (["callbacks/*"], LIGHTNING),

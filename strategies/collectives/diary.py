@@ -29,6 +29,7 @@ class Meeting(enum.IntEnum):
     BARRIER = -6, "wait for the others at a barrier"
     EVALUATED = -7, "end an evaluation, having no batch left"
     END = -8, "end its training (it has no more batches, or was stopped)"
+    GRAPHS = -9, "agree on what is captured and replayed as a CUDA graph"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""

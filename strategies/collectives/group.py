@@ -90,8 +90,8 @@ class LocalCollectives:
         """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
         return tensor
 
-    def agree(self, values: Tensor) -> Tensor:
-        """Elementwise maximum of an int64 CPU tensor over ranks; host side only, never waits for a device."""
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
+        """Elementwise maximum of an int64 CPU tensor [any length] over ranks; host side only, never waits for a device."""
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -170,10 +170,10 @@ class GroupCollectives(LocalCollectives):
         """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
         self.diary.trace.append(meeting)
 
-    def agree(self, values: Tensor) -> Tensor:
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         self.diary.progress[1] += 1
-        self.diary.trace.append(Meeting.AGREEMENT)
+        self.diary.trace.append(meeting)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
         return values
 

@@ -99,17 +99,17 @@ class PairwiseCollectives(GroupCollectives):
                 "of steps; look for loaders of different length, and for a branch or a loop that depends on a rank's own data."
             )
 
-    def agree(self, values: Tensor) -> Tensor:
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         if self.world_size > 8:  # pairs grow with the square of ranks
-            self.meet(Meeting.AGREEMENT)
-            return super().agree(values)
+            self.meet(meeting)
+            return super().agree(values, meeting)
         numel = values.numel()
         if numel not in self._votes:
             self._votes[numel] = torch.empty(self.world_size, numel, dtype=torch.int64)
         votes = self._votes[numel]
         votes[self.rank] = values
-        for work in self._trade(Meeting.AGREEMENT, self._AGREE, votes, [votes[self.rank]] * self.world_size):
+        for work in self._trade(meeting, self._AGREE, votes, [votes[self.rank]] * self.world_size):
             work.wait()
         return torch.amax(votes, 0, out=values)
 

@@ -100,13 +100,13 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self.diary.progress[1] += 1
         return _Swap(self, label, arriving, [parts[self.rank] for parts in everyones])
 
-    def agree(self, values: Tensor) -> Tensor:
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         if values.nbytes > _BALLOT_BYTES:
-            return super().agree(values)
+            return super().agree(values, meeting)
         self.diary.progress[1] += 1
         self._ballots[self.rank][: values.numel()] = values
-        return _Maximum(self, Meeting.AGREEMENT, values, self._ballots).wait()
+        return _Maximum(self, meeting, values, self._ballots).wait()
 
     def _exchange_label(self, label: int) -> Any:
         return _Label(self, label, self._ballots[0], [])  # what it results in is not looked at

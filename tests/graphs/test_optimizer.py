@@ -151,7 +151,7 @@ def test_a_number_that_changes_in_each_step_leaves_the_update_eager():
 
 def test_a_hook_that_replaces_arguments_is_an_error():
     optimizer = adamw([torch.nn.Parameter(torch.ones(2))])
-    captured = CapturedOptimizer(optimizer, None, lambda: False, list, None)
+    captured = CapturedOptimizer(optimizer, None, lambda: False, list)
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (args, kwargs))
     with pytest.raises(RuntimeError, match="A step pre-hook of AdamW replaces arguments, which a graph cannot"):
         optimizer.step()

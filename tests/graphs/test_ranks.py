@@ -1,7 +1,11 @@
 """Two ranks take every decision together, and replay what they exchange."""
 
+import contextlib
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 import warnings
 from functools import partial
@@ -17,19 +21,27 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from trainer.test_ends import Model
 
-from helpers.ranks import run_ranks
-from helpers.recorded import Net, assert_same_run, fit
+from helpers.parity import trainer
+from helpers.ranks import free_port, run_ranks
+from helpers.recorded import Net, assert_same, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
+from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep, CUDAMemoryTracker
 from lightning_zero3.callbacks.graph_check import GraphCaptureError
+from lightning_zero3.callbacks.graph_software import SoftwareGraph
+from lightning_zero3.callbacks.memory_figures import GIB
+from lightning_zero3.strategies.collectives import DivergenceError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         parts = [self._runner] if self.modules is None else self._runner.captured.values()
         parts = [*parts, *getattr(self._runner, "_optimizers", [])]
-        self.replays = min(part.replays for part in parts)
+        self.counts = [part.replays for part in parts]
+        self.replays = min(self.counts, default=0)
         self.recaptures = sum(getattr(part, "recaptures", 0) for part in parts)
         super().on_train_end(trainer, pl_module)
 
@@ -121,11 +133,41 @@ class Uneven(Net):
 class Fused(Net):
     """Its optimizer can be captured."""
 
+    def rate(self):
+        return torch.tensor(0.01, dtype=torch.float64)
+
     def configure_optimizers(self):
-        rate = torch.tensor(0.01, dtype=torch.float64)
-        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=0.1, fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate(), weight_decay=0.1, fused=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class NumberOnRankOne(Fused):
+    """Where no graph can hold the optimizer's update."""
+
+    def rate(self):
+        return 0.01 if self.global_rank == 1 else super().rate()
+
+
+class DecaysOnRankOne(Callback):
+    """From the fifth step on, with another number in each."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step > 3:
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 + 0.01 * trainer.global_step
+
+
+class ExpandableOnRankOne(Callback):
+    """As if it had been set where that rank was started."""
+
+    def setup(self, trainer, pl_module, stage):
+        if trainer.global_rank == 1:
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+    def on_train_batch_start(self, *_):
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+
+    on_exception = on_train_batch_start
 
 
 def compare(module, callbacks, captured=None, **options):
@@ -138,12 +180,12 @@ def compare(module, callbacks, captured=None, **options):
     return callback.replays, callback.recaptures
 
 
-def warned(module, *callbacks, modules=None, **options):
-    """What a run that is refused on a rank says on this one."""
+def warned(module, *callbacks, **options):
+    """What a run that is refused on a rank says on this one; and the run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(module, CUDAGraphStep(software=True, modules=modules), *callbacks, **options)
-    return [str(w.message) for w in caught if "CUDAGraphStep" in str(w.message)]
+        run = fit(module, *callbacks, **options)
+    return [str(w.message) for w in caught if "CUDAGraphStep" in str(w.message)], run
 
 
 # Batches of 4, 4, 4, 4, 4 and 2 rows in each epoch; the last shape comes once an epoch, and so does a forward that broadcasts
@@ -173,11 +215,11 @@ def ddp_both_ways(rank, world_size):
         VIEWS: compare(AllUsed, [], {"modules": ["net.0", "head"]}, **views),
     }
     timed = Timed()
-    said = {"step": warned(WaitsOnRankOne(), timed, **{**options, "max_epochs": 17})}
-    if rank == 1:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    said["environment"] = warned(AllUsed(), **{**options, "max_epochs": 1})
-    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    graphs = partial(CUDAGraphStep, software=True)
+    said = {
+        "step": warned(WaitsOnRankOne(), graphs(), timed, **{**options, "max_epochs": 17})[0],
+        "environment": warned(AllUsed(), ExpandableOnRankOne(), graphs(), **{**options, "max_epochs": 1})[0],
+    }
     for message, (arguments, callbacks) in REFUSED.items():
         strict = [*callbacks, CUDAGraphStep(software=True, strict=True)]
         with pytest.raises(GraphCaptureError) as error:
@@ -190,10 +232,11 @@ def test_ranks_of_ddp_decide_together():
     (first, said, timed), (second, said_second, _) = run_ranks(ddp_both_ways, 2, timeout=250)
     assert first == second == DDP
     reasons = {"step": ["_local_scalar_dense needs a value", "test_ranks.py:"], "environment": ["Set NCCL_GRAPH_REGISTER=0"]}
+    assert said_second == dict.fromkeys(reasons, [])
     for name, words in reasons.items():
-        assert len(said[name]) == len(said_second[name]) == 1
-        assert "On rank 1 the step cannot be captured; that rank says why" in said[name][0]
-        assert all(word in said_second[name][0] for word in words)
+        [text] = said[name]
+        assert text.startswith("CUDAGraphStep: the training step cannot be captured on rank 1:\n")
+        assert all(word in text for word in words)
     assert timed == 10  # not the hundredth of 102 forwards, whose events a capture might hold
 
 
@@ -279,7 +322,6 @@ def zero3_both_ways(rank, world_size, folder):
         GraphCaptureError, match=r"(?s)Module 'net\.2': It exchanges something with other ranks.*all_reduce\(total"
     ):
         fit(HasSums(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **zero3, num_sanity_val_steps=0)
-    results["said"] = warned(HasLooks(), modules=["net.2"], **zero3, num_sanity_val_steps=0, max_epochs=1)
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 
@@ -290,33 +332,143 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     # Rank 0, its head: 4 rows, in the first epoch 2 (it is watched once more, after a step that needs nothing of it), then 5
     # and 5, in five epochs 2; there 3 rows, after 3 watched ones, 2 in each of four epochs. Rank 1: 3 rows 1, 3, 3, and 4 in
     # each of five epochs; 4 rows 1 in the second and in the third epoch, then they come once an epoch.
-    assert uneven == ((2 + 5 + 5 + 5 * 2 + 4 * 2, 0), (1 + 3 + 3 + 5 * 4 + 1 + 1, 0))  # each rank decided for itself
-    assert first.pop("said") == []
-    [said] = second.pop("said")
-    assert "Module 'net.2': aten._local_scalar_dense needs a value" in said and "return x * (3 if" in said
+    assert uneven == ((2 + 5 + 5 + 5 * 2 + 4 * 2, 0), (1 + 3 + 3 + 5 * 4 + 1 + 1, 0))  # each rank's inputs decide
     assert first == second
     assert first == {name: (replays, int(name == "a change on one rank")) for name, replays in REPLAYED.items()}
 
 
-def strict_on_rank_one(rank, world_size, folder):
-    said = os.open(Path(folder, str(rank)), os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):  # the watch speaks there when it ends a process
-        os.dup2(said, stream)
-    zero3 = {"devices": world_size, "strategy": Zero3Strategy(unit_policy=[nn.Linear]), "num_sanity_val_steps": 0}
+# What rank 1 alone cannot capture: the module, a callback that brings it about, options of the graphs, what is said of it, and
+# how often each part is replayed on the ranks.
+SCALAR = r"aten\._local_scalar_dense needs a value.*test_ranks\.py:\d+: `return x \* \(3 if"
+ON_RANK_ONE = {
+    # Captured in the fourth step on rank 0, when rank 1 finds out; in the fifth both know.
+    "module": (HasLooks, Callback, {"modules": ["net.2"]}, rf"a module .*\n  - Module 'net\.2': {SCALAR}", [[1], [0]]),
+    "modules": (Net, ExpandableOnRankOne, {"modules": ["net.0"]}, r"a module .*\n  - NCCL registers", [[], []]),
+    "optimizer": (NumberOnRankOne, Callback, {"optimizer": True}, "the optimizer's step .*AdamW is 0\\.01", [[8], [8]]),
+    # Captured in the fourth step; the sixth change is one too many. Rank 0 hears of it in the next step, the eleventh.
+    "update": (Fused, DecaysOnRankOne, {"optimizer": True}, "the optimizer's step .*`weight_decay` .* again", [[8, 7], [8, 1]]),
+}
+
+
+def refused_on_rank_one(rank, world_size):
+    strategy = partial(Zero3Strategy, unit_policy=[nn.Linear])
+    options = {"devices": world_size, "strategy": strategy, "num_sanity_val_steps": 0}
+    found = {}
+    for name, (module, callback, captured, _, _) in ON_RANK_ONE.items():
+        graphs = Counting(software=True, **captured)
+        said, mine = warned(module(), callback(), graphs, **options)
+        assert_same_run(mine, fit(module(), callback(), **options))
+        with pytest.raises(GraphCaptureError) as error:
+            fit(module(), callback(), CUDAGraphStep(software=True, strict=True, **captured), **options)
+        found[name] = graphs.counts, said, str(error.value)
+    return found
+
+
+def test_what_one_rank_cannot_capture_runs_eagerly_on_all_and_is_an_error_of_all_with_strict():
+    first, second = run_ranks(refused_on_rank_one, 2, timeout=250)
+    for name, (*_, message, counts) in ON_RANK_ONE.items():
+        (count, [said], error), (other_count, nothing, other_error) = first[name], second[name]
+        assert [count, other_count] == counts and nothing == []
+        assert re.match(f"(?s)CUDAGraphStep: {message}", error) and " cannot be captured on rank 1:\n" in error, error
+        assert error == other_error == said.partition("\nIt runs without a graph on all ranks.")[0]
+
+
+class Plain(Model):
+    """Counts nothing."""
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+
+def end_apart(rank, world_size):
+    told = []
+    for samples, modules in ((8, None), (8, ["net"]), (0, None)):  # of rank 1; the other has twelve
+        graphs = CUDAGraphStep(software=True, strict=True, warmup=2, modules=modules)
+        with pytest.raises(DivergenceError) as caught:
+            trainer(Zero3Strategy(watch=None), world_size, callbacks=[graphs]).fit(Plain(samples if rank == 1 else 12))
+        told.append(str(caught.value))
+    return told
+
+
+def test_another_number_of_batches_is_an_error_of_every_rank():
+    first, second = run_ranks(end_apart, 2, timeout=60)
+    for said in zip(first, second, strict=True):
+        assert "rank 0 is about to agree on what is captured" in said[0] and "rank 1 to end its training" in said[0], said
+        assert "rank 1 is about to end its training" in said[1] and "loaders of different length" in said[1], said
+
+
+class Fails(Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == 8:
+            raise ValueError("on purpose")
+
+
+def fail_with_graphs(rank, world_size, port):
+    dist.destroy_process_group()  # the test's own
+    os.environ["MASTER_PORT"] = str(port)
+    ended, reset, destroy = [], SoftwareGraph.reset, dist.destroy_process_group
+    SoftwareGraph.reset = lambda graph: (ended.append("graph"), reset(graph))[1]
+    dist.destroy_process_group = lambda *group: (ended.append("process group"), destroy(*group))[1]
+    with pytest.raises(ValueError, match="on purpose"):
+        graphs = CUDAGraphStep(software=True, optimizer=True, strict=True)
+        fit(Fused(), Fails(), graphs, devices=world_size, strategy=Zero3Strategy(watch=None))
+    return ended, dist.is_initialized()
+
+
+def test_graphs_end_before_the_process_group():
+    # Of a forward, a backward and an update: NCCL's communicators must outlive graphs that hold their exchanges.
+    for ended, grouped in run_ranks(fail_with_graphs, 2, free_port()):
+        assert ended == ["graph"] * 3 + ["process group"] and not grouped
+
+
+class DiesOnRankOne(Callback):
+    """Between the replays of a forward and of its backward."""
+
+    def __init__(self, graphs):
+        self.graphs = graphs
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_rank == 1 and trainer.global_step == 10:
+            Path("died").write_text(f"{time.time()} {self.graphs._runner.replays}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed():
+    graphs = CUDAGraphStep(software=True, strict=True)
+    fit(Net(), graphs, DiesOnRankOne(graphs), devices=2, strategy=Zero3Strategy(unit_policy=[nn.Linear]))
+
+
+def test_a_rank_that_dies_among_replays_is_named_within_seconds(tmp_path):
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("from graphs.test_ranks import train_until_killed\n\ntrain_until_killed()\n")
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        command = [sys.executable, str(script)]
+        process = subprocess.Popen(command, env=environ, cwd=tmp_path, start_new_session=True, stdout=file, stderr=file)
     try:
-        fit(HasLooks(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **zero3)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-        if rank == 1:
-            time.sleep(60)  # until rank 0 has ended, and `run_ranks` ends this one
-        raise
+        code, ended = process.wait(100), time.time()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    died, replays = (tmp_path / "died").read_text().split()
+    said = log.read_text()
+    assert int(replays) == 3 + 4  # of steps 3, 4 and 5, and 7 to 10
+    assert code != 0 and ended - float(died) < 8, said
+    assert re.search(r"Rank 1 died without a word .* in backward, .*step 10", said), said
 
 
-def test_a_module_that_is_refused_on_one_rank_ends_the_run_on_all(tmp_path):
-    with pytest.raises(AssertionError, match="rank 0 of 2 failed first") as ended:
-        run_ranks(strict_on_rank_one, 2, str(tmp_path), timeout=50)
-    assert re.search(r"(?s)GraphCaptureError: .*Module 'net\.2': .*test_ranks\.py:\d+: `return x", (tmp_path / "1").read_text())
-    assert "Rank 1 raised 'GraphCaptureError: " in (tmp_path / "0").read_text(), ended.value
+def tracked(rank, world_size):
+    runs, strategy = [], partial(Zero3Strategy, unit_policy=[nn.Linear])
+    for extra in ([], [Counting(software=True, strict=True)]):
+        tracker = CUDAMemoryTracker(table=False)
+        runs.append((tracker, fit(Net(), tracker, *extra, devices=world_size, strategy=strategy)))
+    assert_same(runs[1][1].state, runs[0][1].state)
+    return extra[0].counts, [tracker.run_spreads["memory/graph_inputs_gib"].high * GIB for tracker, _ in runs]
+
+
+def test_the_memory_tracker_counts_inputs_of_graphs_beside_them():
+    # A batch of 4 rows of 12 floats, and their labels.
+    assert run_ranks(tracked, 2) == [([8], [0, 4 * 12 * 4 + 4 * 8])] * 2
 
 
 def hybrid_both_ways(rank, world_size):

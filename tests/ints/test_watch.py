@@ -10,14 +10,17 @@ import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from lightning_zero3.callbacks import memory_ranks
 from lightning_zero3.strategies.position import Activity, Neighbour, Place, machine
 from lightning_zero3.strategies.reports import Reports
-from lightning_zero3.strategies.symptoms import ENGINE, Beat
+from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat
 from lightning_zero3.strategies.watch import Watch, WatchOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes look at each other by /proc and pidfd_open")
@@ -123,3 +126,18 @@ def test_a_rank_that_stood_still_counts_silence_from_then_on(monkeypatch):
         reports._keep(1, BEAT)
         silences.append(reports.newest[1].read - reports.newest[1].since)
     assert silences == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_users_line_is_none_of_this_package(monkeypatch):
+    wait = compile("def wait(look, *args, **kwargs):\n    raise Seen(look())", distributed_c10d.__file__, "exec")
+    names = {"Seen": type("Seen", (Exception,), {})}
+    exec(wait, names)
+    with watching(dist.HashStore()) as watch:
+        monkeypatch.setattr(memory_ranks, "_all_gather", partial(names["wait"], watch._waits))
+        gatherer = memory_ranks.RankGatherer()
+        gatherer._group = object()
+        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+        with pytest.raises(names["Seen"]) as seen:
+            gatherer.gather([1.0])
+    waits, code = seen.value.args[0]
+    assert waits == ELSEWHERE and code.startswith(f"{__file__}:"), code
