@@ -38,15 +38,15 @@ _CALLS = {
     _code(LightningModule.log): f"`self.log` of a module in the middle of a graph {_ONCE}. {REMEDY_HOOK}",
     _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
 }
-_SETS_RANDOM_STATE = (torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed)
-SETS_RANDOM_STATE = tuple(map(_code, _SETS_RANDOM_STATE))
+_SEEDS = torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed
+_SETS_RANDOM_STATE = tuple(map(_code, _SEEDS))
 _METRICS = torchmetrics.metric.__file__
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
 
 
 def call_problem(code: CodeType, forward: bool) -> str | None:
     """Why a graph cannot repeat a call of a Python function, in a forward or in a backward."""
-    if code in SETS_RANDOM_STATE and forward:
+    if code in _SETS_RANDOM_STATE and forward:
         return f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
     return METRIC if code.co_filename == _METRICS else _CALLS.get(code)
 

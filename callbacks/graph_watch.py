@@ -36,7 +36,6 @@ from .graph_lines import (
 from .graph_python import (
     METRIC,
     REMEDY_HOOK,
-    SETS_RANDOM_STATE,
     WatchedIndex,
     builtin_problem,
     call_problem,
@@ -133,7 +132,6 @@ class Watch(TorchDispatchMode):
         self._logging = self._capturing = False
         self._held: list[torch.UntypedStorage] = []  # a graph knows their addresses
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
-        self._set_random: Place = None  # where the backward last set the state of a generator
 
     def add(self, what: str, place: Place = None) -> None:
         """Note a problem, once for each place."""
@@ -180,7 +178,7 @@ class Watch(TorchDispatchMode):
                 if collecting:
                     gc.enable()
         if self.random.place != HOME:
-            self.add(_LEFT, self._set_random)
+            self.add(_LEFT, self.random.set_at)
         for code in self._codes:
             self.names.update(code.co_names)
         if self.mentions("getattr", "hasattr", "vars", "__dict__"):
@@ -267,8 +265,6 @@ class Watch(TorchDispatchMode):
             what = call_problem(frame.f_code, self._forward)
             if what is not None:
                 self.add(what, user_line(frame.f_back))
-            elif frame.f_code in SETS_RANDOM_STATE:  # as a checkpoint does
-                self._set_random = user_line(frame.f_back)
         elif event == "c_call" and frame.f_globals.get("__name__") not in _OWN:
             what = builtin_problem(argument)
             if what is not None and (place := user_line(frame)) is not None and not runs_engine(frame):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from . import recorded
 from .parity import trainer
 
 
@@ -33,7 +34,7 @@ class Small(pl.LightningModule):
 
 
 def train(module, *callbacks, **options):
-    fitter = trainer(callbacks=list(callbacks), **options)
+    fitter = trainer(callbacks=list(callbacks), accelerator=recorded.DEVICE, **options)
     torch.manual_seed(1)
     module.layer.reset_parameters()
     fitter.fit(module)
