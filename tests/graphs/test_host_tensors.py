@@ -24,8 +24,8 @@ class OutOfTheHost:
     def scalar(self, x):
         return x * torch.tensor(2.0)
 
-    def copied(self, x):
-        return x * torch.tensor(2.0, device=x.device)
+    def copied(self, x):  # what is seen of it on CUDA, and not on "meta"
+        return x * (torch.tensor(2.0, device=x.device) if x.is_cuda else torch.ops.aten.lift_fresh(x))
 
     def moved(self, x):
         return torch.ones(2).to(x.device) + x

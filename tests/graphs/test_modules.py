@@ -134,6 +134,16 @@ class Annealed(Net):
         self.current.value = 1.0 if self.current_epoch < 3 else 0.5
 
 
+class RunsBefore(Net):
+    """In the step of the capture the head has run already, with other inputs, and autocast keeps what it made of weights."""
+
+    def forward(self, x):
+        hidden = self.frozen(self.net(x))
+        if self.training and self.global_step == 3:
+            self.head(hidden[:2])
+        return self.head(hidden)
+
+
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         self.replays = {name: captured.replays for name, captured in self._runner.captured.items()}
@@ -159,6 +169,7 @@ CASES = {
     "numbers of two shapes": (Branches, "auto", {"max_epochs": 6}),
     "an output that nobody needs": (Unasked, "auto", {"max_epochs": 3}),
     "an output that is needed from an epoch on": (AskedFromAnEpoch, "auto", {"max_epochs": 4}),
+    "weights that autocast keeps": (RunsBefore, "auto", {"precision": "bf16-mixed"}),
     "a number outside": (Annealed, "auto", {"max_epochs": 5}),
 }
 CHANGES = [case for case in CASES if case.startswith(("a change", "a number", "numbers")) or case.endswith("from an epoch on")]

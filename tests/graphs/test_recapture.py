@@ -65,11 +65,12 @@ def other_memory(module):
 
 
 def assigned(module):
-    """As `assign=True` does; the optimizer is told."""
+    """Other parameters, of which the optimizer is told."""
     state = {name: value * 0.9 if value.is_floating_point() else value.clone() for name, value in module.state_dict().items()}
     module.load_state_dict(state, assign=True)
-    [group] = module.trainer.optimizers[0].param_groups
-    group["params"] = list(module.parameters())
+    [optimizer] = module.trainer.optimizers
+    optimizer.param_groups[0]["params"] = list(module.parameters())
+    optimizer.state.clear()
 
 
 def other_activation(module):
