@@ -19,6 +19,7 @@ _CHANGES = "is read, and changes while the graph would keep the value of its cap
 _ONCE = "is called, and would be called only once, at the capture"
 REMEDY_NUMBER = "Keep the number in a buffer of the module and fill it in `on_train_batch_start`: `self.weight.fill_(...)`."
 REMEDY_HOOK = "Move it to `on_train_batch_end`, which gets what `training_step` returns."
+RANDOM = f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
 METRIC = f"A torchmetrics metric is used, and would be updated only once. {REMEDY_HOOK}"
 
 
@@ -60,9 +61,7 @@ def builtin_problem(function: Any) -> str | None:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, Tensor) and function.__name__ in ("numpy", "tolist"):
         return f"`Tensor.{function.__name__}` reads values on the host: a graph would keep those of its capture. {REMEDY_HOOK}"
-    if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
-        return f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
-    return None
+    return RANDOM if isinstance(owner, random.Random) else None
 
 
 def plain(value: Any) -> Any:

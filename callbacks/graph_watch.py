@@ -11,6 +11,7 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics.metric
 from lightning.pytorch import LightningModule
@@ -35,6 +36,7 @@ from .graph_lines import (
 )
 from .graph_python import (
     METRIC,
+    RANDOM,
     REMEDY_HOOK,
     WatchedIndex,
     builtin_problem,
@@ -44,7 +46,7 @@ from .graph_python import (
 from .graph_random import HOME, LOST, RandomStates
 from .graph_software import CaptureError, memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
-from .graph_values import freeze, is_opaque
+from .graph_values import freeze, is_opaque, random_state
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class Watch(TorchDispatchMode):
         listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
         eager_on_cuda = self._device.type == "cuda" and not capturing
         waits = telling_waits(self._note_wait) if eager_on_cuda else nullcontext()
+        drawn = random_state(np.random)
         with listening, waits, self.random.following(forward, self._note_save), self:
             sys.setprofile(self._on_call)
             try:
@@ -179,6 +182,8 @@ class Watch(TorchDispatchMode):
                     gc.enable()
         if self.random.place != HOME:
             self.add(_LEFT, self.random.set_at)
+        if random_state(np.random) != drawn:  # its functions are none that a profile shows
+            self.add(RANDOM, line_of_attribute("random", self.codes))
         for code in self._codes:
             self.names.update(code.co_names)
         if self.mentions("getattr", "hasattr", "vars", "__dict__"):

@@ -175,6 +175,11 @@ def numpy_generator(self, batch, batch_idx, loss):
     return loss
 
 
+def own_generator(self, batch, batch_idx, loss):
+    self.generator.normal()
+    return loss
+
+
 def arrays(self, batch, batch_idx, loss):
     return loss * len(batch.cpu().numpy())
 
@@ -366,7 +371,8 @@ CASES = {
     clock: r"The time is read, and changes.*time\.perf_counter\(\)",
     python_random: r"A random number of Python or numpy is read.*random\.random\(\)",
     numpy_random: r"A random number of Python or numpy is read.*np\.random\.rand\(\)",
-    numpy_generator: r"A random number of Python or numpy is read.*GENERATOR\.normal\(\)",
+    numpy_generator: r"`GENERATOR`, which belongs to no module, changes from step to step.*GENERATOR\.normal\(\)",
+    own_generator: r"assigns or extends `self\.generator`.*self\.generator\.normal\(\)",
     arrays: r"`Tensor\.numpy` reads values on the host: .*\.numpy\(\)",
     seeds: r"`torch\.manual_seed` is called, and would be called only once.*torch\.manual_seed\(3\)",
     assigns: r"assigns or extends `self\.last`.*self\.last = loss\.detach\(\)",
