@@ -13,7 +13,7 @@ from torch import nn
 from ..strategies.engine import Unit, Zero3Engine, unit_around
 from .graph_batch import UnsupportedBatch, signature
 from .graph_call import CapturedCall
-from .graph_check import check_device, report
+from .graph_check import check_device, check_strategy_of_modules, report
 from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
@@ -273,7 +273,7 @@ class ModulesRunner:
     def install(self) -> None:
         """From now on the modules run through this object."""
         self._graphs.enter()
-        problems = check_device(self._trainer)
+        problems = [*check_device(self._trainer), *check_strategy_of_modules(self._trainer)]
         modules = find_modules(self._root, self._patterns)
         if problems:
             self._refuse(problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,7 @@ class Zero3Engine:
     units: list[Unit]
     groups: list[FlatGroup]
     differing: list[str]  # names whose initial value on this rank was not rank 0's
+    inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
         self,
@@ -308,6 +309,8 @@ class Zero3Engine:
             return None
         copied = copy_views(outputs, self._saved.in_slot)
         outputs = outputs if copied is None else copied
+        if self.inspect is not None:
+            self.inspect(unit, outputs)
         if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self._pass.enter)
             return copied
