@@ -16,7 +16,6 @@ from .graph_lines import definition
 from .graph_watch import Problem
 
 _OPTIONS_OF_ZERO3 = {
-    "stop_on_nonfinite": "looks at values on the host.",
     "debug": "looks at values on the host.",
     "reduce_once": "exchanges something else in each micro-batch of a window. Leave it out.",
 }
@@ -69,6 +68,13 @@ def check_device(trainer: Trainer) -> list[Problem]:
         fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
     found += check_allocator(settings, trainer.world_size, os.environ, fraction)
     return [Problem(what) for what in found]
+
+
+def check_strategy_of_modules(trainer: Trainer) -> list[Problem]:
+    """Problems of graphs of single modules."""
+    if getattr(trainer.strategy, "_stop_on_nonfinite", False):
+        return [Problem("`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules compute.")]
+    return []
 
 
 def check_allocator(settings: str, world_size: int, environ: Mapping[str, str], fraction: float = 1.0) -> list[str]:

@@ -14,7 +14,7 @@ from ..strategies.captured import unit_around
 from ..strategies.engine import Unit, Zero3Engine
 from .graph_batch import UnsupportedBatch, signature
 from .graph_call import CapturedCall
-from .graph_check import check_device
+from .graph_check import check_device, check_strategy_of_modules
 from .graph_compare import Shape, compare
 from .graph_device import CudaGraphs, SoftwareGraphs
 from .graph_limits import MOST_SIGNATURES, TOO_MANY, Recaptures
@@ -284,7 +284,7 @@ class ModulesRunner:
     def install(self) -> None:
         """From now on the modules run through this object."""
         self._graphs.enter()
-        problems = check_device(self._trainer)
+        problems = [*check_device(self._trainer), *check_strategy_of_modules(self._trainer)]
         modules = find_modules(self._root, self._patterns)
         if not self._ranks.have_none(problems):
             self._ranks.report(CapturedModule.kind, problems)

@@ -1,18 +1,20 @@
-"""Where the first nan or inf of a step came from: one pass over each unit's output, each unit's and each group's gradients.
+"""Where the first nan or inf of a step came from.
 
-One kernel for each flat group would tell that there is one, and in which parameters' gradients. It could not tell the rank,
-because gradients come to the group as sums; hence a look at a unit's gradients before they travel. Nor could it tell the unit
-where it appeared in forward, whose output is gone by then; hence a look at each output. To look at all of them at once, they
-would have to be kept until the loss is known: logits too, which autograd keeps no copy of, where memory is at its peak; and the
-device would read as many bytes.
+In every backward one kernel looks at the loss and one at each flat group of gradients. They tell that there is one, and in
+which parameters' gradients; not the rank, because gradients come to the group as sums, nor the unit whose output had it first,
+because outputs are gone by then. So the micro-batch is run once more, before any weight has changed, and now each unit's output
+is looked at, and its gradients before they travel: the same weights, batch and random numbers give the same values. What else a
+step reads (tensors that modules keep, counters, files) may have changed meanwhile. So both losses are compared, tensors that
+hold nan are named, and what does not come again is said to be just that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,14 @@ from torch import Tensor, nn
 from .engine import Zero3Engine
 from .engine.hooks import transform
 from .engine.shards import FlatGroup
+from .engine.unit import Unit
 from .residency import instances
+
+_FINE, _GRADIENTS, _LOSS = range(3)  # what is not finite; the largest of all ranks' counts
+_NOT_AGAIN = (
+    "It did not come again when the micro-batch was run once more, eagerly, from the same weights and random states: the step "
+    "reads something else that changes, draws from a generator of its own, or is not deterministic."
+)
 
 
 class NonFiniteError(FloatingPointError):
@@ -36,6 +45,18 @@ class _Finding:
     rank: int
     unit: str
     value: float
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank knows of one run of a micro-batch."""
+
+    first: _Finding
+    trouble: int
+    loss: str
+    weights: list[str]  # that are not finite
+    gradients: list[str]  # likewise
+    kept: list[str]  # tensors that modules keep and that hold nan; masks hold inf
 
 
 class _Looks:
@@ -71,41 +92,43 @@ class _Looks:
 
 
 class FiniteCheck:
-    """Looks at the outputs of all units, at the loss and at all gradients.
+    """Looks at the loss and at all gradients; where one is not finite, also at the outputs and gradients of each unit.
 
     One kernel each writes the smallest and the largest element, which nan and inf reach; the host reads them all once per
     backward. (An infinity norm would be one number, and took 18 times as long on a CPU.)
 
     Args:
         engine: of the model.
+        again: runs the last micro-batch again, with its backward if told so, and returns its loss []; collective. None where
+            there is no such thing: then units are looked at in every step.
         gradients: whether gradients must be finite; not with a loss scaler, which skips steps where they are not.
     """
 
-    def __init__(self, engine: Zero3Engine, gradients: bool = True) -> None:
-        self.engine, self._gradients, self._door = engine, gradients, engine.collectives
+    def __init__(self, engine: Zero3Engine, again: Callable[[bool], Tensor] | None, gradients: bool = True) -> None:
+        self.engine, self._again, self._gradients, self._door = engine, again, gradients, engine.collectives
         self._looks: dict[torch.dtype, _Looks] = {}
         self._turns: dict[tuple[int, str], int] = {}
-        self._handles = [
-            module.register_forward_hook(torch.compiler.disable(self._after(unit.name)))
-            for unit in engine.units
-            for module in unit.members
-        ]
-        if gradients:
-            engine.reducer.inspect = lambda unit, gradients: self._look(2, unit.name, gradients)
+        self._loss: Tensor | None = None
+        self._look_at_units(again is None)
 
     def close(self) -> None:
         """Look no more."""
-        for handle in self._handles:
-            handle.remove()
-        self.engine.reducer.inspect = None
+        self._look_at_units(False)
 
-    def _after(self, unit: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-            if torch.is_grad_enabled() and transform() is None:
-                for tensor in instances(outputs, Tensor):
-                    self._look(0, unit, tensor)
+    def _look_at_units(self, looking: bool) -> None:
+        self.engine.inspect = self._look_at_outputs if looking else None
+        travelling = looking and self._gradients
+        self.engine.reducer.inspect = (lambda unit, part: self._look(2, unit.name, part)) if travelling else None
 
-        return hook
+    def _look_at_outputs(self, unit: Unit, outputs: Any) -> None:
+        if torch.is_grad_enabled() and transform() is None:
+            for tensor in instances(outputs, Tensor):
+                self._look(0, unit.name, tensor)
+
+    def _look_at_groups(self) -> None:
+        for group in self.engine.groups:
+            if group.trained:
+                self._look(3, "", group.grad)
 
     def _look(self, stage: int, unit: str, tensor: Tensor) -> None:
         if tensor.is_complex():
@@ -120,6 +143,7 @@ class FiniteCheck:
 
     def loss(self, loss: Tensor) -> None:
         """Before it is scaled."""
+        self._loss = loss  # to be read where something is wrong
         self._look(1, "", loss)
 
     def check(self, step: int) -> None:
@@ -129,39 +153,55 @@ class FiniteCheck:
             NonFiniteError: on all ranks, if the loss or a gradient of any is not finite.
         """
         if self._gradients and not self.engine.reducer.held:  # else they are not summed yet
-            for group in self.engine.groups:
-                if group.trained:
-                    self._look(3, "", group.grad)
-        findings = [found for looks in self._looks.values() for found in looks.take(self._door.global_rank)]
+            self._look_at_groups()
+        found = self._take()
+        if trouble := int(self._door.agree(torch.tensor([_trouble(found)], dtype=torch.int64, device="cpu"))):
+            self._raise(step, found, backward=trouble == _GRADIENTS)
         self._turns.clear()
-        # An infinite output alone may be meant, as in a mask.
-        matters = any(found.stage > 0 for found in findings)
-        if int(self._door.agree(torch.tensor([int(matters)], dtype=torch.int64, device="cpu"))):
-            first = min(findings, default=_Finding(4, 0, self._door.global_rank, "", 0.0))
-            raise NonFiniteError(self._explain(step, first))
+        self._loss = None
 
-    def _explain(self, step: int, finding: _Finding) -> str:
-        weights, gradients = (self._parameters(flat) for flat in (lambda g: g.data, lambda g: g.grad if g.trained else None))
-        everyone: list[Any] = self._door.all_gather_object((finding, weights, gradients))
-        first = min(found for found, *_ in everyone)
-        ranks = [found.rank for found, *_ in everyone if (found.stage, found.turn) == (first.stage, first.turn)]
-        alone = self._door.world_size == 1
-        where = (
-            f"the output of unit {first.unit} in forward",
-            "the loss; all outputs of units are finite",
-            f"the gradients of unit {first.unit} in backward",
-            "the gradients" if alone else "the sum of gradients over ranks, on each of which they are finite",
-            "",
-        )[first.stage]
-        on = ", ".join(map(str, ranks))
-        text = f"In step {step} the first value that is not finite, {first.value}, is in {where}, on rank {on}."
-        own = [entry.name for unit in self.engine.units if unit.name == first.unit for entry in unit.entries]
-        for what, names in (("Weights", 1), ("Gradients", 2)):
-            found = list(dict.fromkeys(name for item in everyone for name in item[names]))
-            if found:
-                inside = [name for name in found if name in own]
-                text += f" {what} that are not finite: {', '.join((inside or found)[:3])}{' ...' if len(found) > 3 else ''}."
-        return f"{text} This step has changed no weight."
+    def _take(self) -> list[_Finding]:
+        return [found for looks in self._looks.values() for found in looks.take(self._door.global_rank)]
+
+    # ------------------------------------------------------------------------------------------------ diagnosis
+
+    def _raise(self, step: int, found: list[_Finding], backward: bool) -> NoReturn:
+        """Find the place, on all ranks; one that fails in this does not come to the exchange, and so ends the others."""
+        seen = self._door.all_gather_object(self._report(found))
+        if self._again is None:
+            raise NonFiniteError(self._explain(step, seen, seen))
+        try:
+            again = self._door.all_gather_object(self._look_again(backward))
+        except Exception as error:
+            ended = f"to find where that begins, and ended with {type(error).__name__}: {str(error).rstrip('.')}."
+            ended = f"The micro-batch was run once more, {ended}"
+            raise NonFiniteError(self._describe(step, seen, ended)) from error
+        if not any(report.trouble for report in again):
+            raise NonFiniteError(self._describe(step, seen, " ".join([_NOT_AGAIN, *_doubts(seen, again)])))
+        raise NonFiniteError(self._explain(step, seen, again))
+
+    def _look_again(self, backward: bool) -> _Report:
+        assert self._again is not None
+        self._turns.clear()
+        self._look_at_units(True)
+        try:
+            with _unchanged(self.engine):
+                self.loss(self._again(backward))
+                if backward:
+                    self._look_at_groups()
+                return self._report(self._take())
+        finally:
+            self._look_at_units(False)
+
+    def _report(self, found: list[_Finding]) -> _Report:
+        first = min(found, default=_Finding(4, 0, self._door.global_rank, "", 0.0))
+        weights, gradients = self._parameters(lambda g: g.data), self._parameters(lambda g: g.grad if g.trained else None)
+        if first.stage == 3 and self._door.world_size == 1:  # nothing travels: the last unit of the forward had them first
+            owners = [unit for unit in self.engine.units if any(entry.name in gradients for entry in unit.entries)]
+            last = max(owners, key=lambda unit: self._turns.get((0, unit.name), -1), default=None)
+            first = replace(first, stage=2, unit="" if last is None else last.name)
+        loss = str(None if self._loss is None else self._loss.tolist())
+        return _Report(first, _trouble(found), loss, weights, gradients, _kept_nan(self.engine.structure.model))
 
     def _parameters(self, flat: Callable[[FlatGroup], Tensor | None]) -> list[str]:
         found = []
@@ -171,3 +211,90 @@ class FiniteCheck:
                 owned = self.engine.gradients.owned(group)
                 found += [entry.name for entry in owned if not torch.isfinite(entry.part.of(values)).all()]
         return found
+
+    def _describe(self, step: int, seen: list[_Report], more: str) -> str:
+        """Without a place."""
+        first = min((report.first for report in seen if report.trouble == _LOSS), default=None)
+        what = "gradients are not finite" if first is None else f"the loss is {first.value} on rank {first.rank}"
+        return " ".join([f"In step {step} {what}.", *self._names(seen, ""), more, "This step has changed no weight."])
+
+    def _explain(self, step: int, seen: list[_Report], found: list[_Report]) -> str:
+        """With the place that was ``found`` in this run, or in the second one."""
+        first = min(report.first for report in found)
+        ranks = [r.first.rank for r in found if (r.first.stage, r.first.turn) == (first.stage, first.turn)]
+        where = (
+            f"the output of unit {first.unit} in forward",
+            "the loss; all outputs of units are finite",
+            f"the gradients of unit {first.unit} in backward",
+            "the sum of gradients over ranks, on each of which they are finite",
+        )[first.stage]
+        on = ", ".join(map(str, ranks))
+        text = f"In step {step} the first value that is not finite, {first.value}, is in {where}, on rank {on}."
+        second = [] if found is seen else ["The place was found by running the micro-batch once more.", *_doubts(seen, found)]
+        return " ".join([text, *self._names(seen, first.unit), *second, "This step has changed no weight."])
+
+    def _names(self, seen: list[_Report], unit: str) -> list[str]:
+        """What of ``unit`` is not finite, or else of others."""
+        own = [entry.name for u in self.engine.units if u.name == unit for entry in u.entries]
+        sentences = []
+        for what in ("weights", "gradients"):
+            found = list(dict.fromkeys(name for report in seen for name in getattr(report, what)))
+            if found:
+                inside = [name for name in found if name in own]
+                more = " ..." if len(found) > 3 else ""
+                sentences.append(f"{what.capitalize()} that are not finite: {', '.join((inside or found)[:3])}{more}.")
+        return sentences
+
+
+def _trouble(found: list[_Finding]) -> int:
+    stages = {finding.stage for finding in found}
+    # An infinite output alone may be meant, as in a mask.
+    return _LOSS if 1 in stages else _GRADIENTS if stages & {2, 3} else _FINE
+
+
+def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
+    """Why the second run may not have been the first one's like."""
+    sentences = []
+    other = [f"{b.loss} after {a.loss} on rank {b.first.rank}" for a, b in zip(seen, again, strict=True) if a.loss != b.loss]
+    if other:
+        sentences.append(f"That run was not the first one's like: its loss was {', '.join(other[:3])}.")
+    kept = list(dict.fromkeys(name for report in seen for name in report.kept))
+    if kept:
+        names = ", ".join(kept[:3])
+        sentences.append(f"It began with nan in what modules keep ({names}), which the first run may have left there.")
+    return sentences
+
+
+def _kept_nan(model: nn.Module) -> list[str]:
+    """Names of buffers and of attributes of modules that hold nan."""
+    found = []
+    for prefix, module in model.named_modules():
+        others = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+        for name, value in {**module._buffers, **others}.items():
+            with suppress(RuntimeError):  # what contains itself, or tensors of another kind
+                if any(_has_nan(tensor) for tensor in instances(value, Tensor)):
+                    found.append(f"{prefix}.{name}".lstrip("."))
+    return found
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+@contextmanager
+def _unchanged(engine: Zero3Engine) -> Iterator[None]:
+    """Afterwards weights, gradients and buffers are what they were; inside, gradients add up from zero."""
+    gradients = [group.grad for group in engine.groups if group.trained]
+    copies = [(t, t.to("cpu", copy=True)) for t in [*(group.data for group in engine.groups), *gradients]]
+    restore_buffers = engine.buffers.keep()
+    for gradient in gradients:
+        gradient.zero_()
+    try:
+        yield
+    finally:
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        restore_buffers()
+        engine.weights_changed()

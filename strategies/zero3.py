@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from .ledger import by_category, by_unit
 from .param_groups import ParamGroups
 from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
 from .processes import StartMethod
+from .second_run import SecondRun
 from .watch import WatchOptions
 
 _NAMES: dict[str, StartMethod] = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_notebook": "fork"}
@@ -73,8 +75,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             share memory then: it takes that of the whole model on every rank.
         start_timeout: how long a process waits for the others to come up, before an error names those that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
-        stop_on_nonfinite: look at the loss, the gradients and the outputs of all units, with a kernel each, and raise at the
-            end of a backward with nan or inf, naming the step, the rank, the unit and the parameters where it first appeared.
+        stop_on_nonfinite: look at the loss and at each flat group of gradients, with a kernel each, and raise at the end of a
+            backward with nan or inf (with "16-mixed" in the loss, because the scaler skips steps with such gradients), naming
+            the step, the rank, the unit and the parameters where it first appeared. To find these the micro-batch is run once
+            more, ``training_step`` included; with manual optimization, `reduce_once` or a ``dataloader_iter``, where it cannot
+            be, a kernel looks at each unit's outputs and gradients in every step.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None for no such thread.
     """
 
@@ -127,6 +132,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._debug = debug
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite: FiniteCheck | None = None
+        self._second_run: SecondRun | None = None  # where a micro-batch can be run again
         self._watch_options = watch
 
     @override
@@ -261,6 +267,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 self.engine.unshard()  # the launcher sends rank 0's state_dict to the process that called fit
                 self.engine = None
         self.stop_watch()
+        self._check_values(None)
         super().teardown()
 
     # ------------------------------------------------------------------------------------------------ steps
@@ -277,12 +284,14 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._follow_groups()  # after the user's hooks, and before the optimizer looks at its groups
         self._data.on_train_batch_start(self._trainer)
+        if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
+            self._check_values(self.engine)
+        if self._second_run is not None:
+            self._second_run.begin(batch, batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.engine is not None
-        if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
-            self._check_values(self.engine)
         with self.engine.step(gradients_over=self._are_gradients_over()):
             return super().training_step(*args, **kwargs)
 
@@ -297,11 +306,19 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             and not any(is_overridden(hook, module) for hook in ("on_before_zero_grad", "optimizer_zero_grad"))
         )
 
-    def _check_values(self, engine: Zero3Engine) -> None:
+    def _check_values(self, engine: Zero3Engine | None) -> None:
+        """From now on for nan and inf in steps of ``engine``; None: no more."""
         if self._finite is not None:
             self._finite.close()
+        self._finite = self._second_run = None
+        if engine is None:
+            return
+        step = self._trainer.lightning_module.training_step
+        fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        if self._trainer.lightning_module.automatic_optimization and not engine.reducer.once and not fetches:
+            self._second_run = SecondRun(self._trainer, engine, super().training_step)
         # A loss scaler skips steps whose gradients overflow.
-        self._finite = FiniteCheck(engine, gradients=self.precision_plugin.precision != "16-mixed")
+        self._finite = FiniteCheck(engine, self._second_run, gradients=self.precision_plugin.precision != "16-mixed")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -119,6 +119,7 @@ LAYERS = [
     (["strategies/evaluation"], LIGHTNING),
     (["strategies/checkpoints/strategy"], LIGHTNING),
     (["strategies/checkpoints/__init__"], LIGHTNING),
+    (["strategies/second_run"], LIGHTNING),
     (["strategies/zero3"], LIGHTNING),
     (["strategies/__init__"], LIGHTNING),
     (["strategies/lightning_zero3/__init__"], LIGHTNING),

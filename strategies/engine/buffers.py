@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,21 @@ class Buffers:
     def versions(self) -> list[tuple[Tensor, int]]:
         """All buffers, each with the number of times that it was written."""
         return [(b, b._version) for table in self._tables for b in table.values() if b is not None and not b.is_inference()]
+
+    def keep(self) -> Callable[[], None]:
+        """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
+        tables = [(table, {name: b for name, b in table.items() if b is not None}) for table in self._tables]
+        copies = {b: b.detach().to("cpu", copy=True) for _, kept in tables for b in kept.values() if not b.is_inference()}
+
+        def put_back() -> None:
+            for table, kept in tables:
+                table.update(kept)
+            with torch.no_grad():
+                for b, copy in copies.items():
+                    if not torch.equal(b.cpu(), copy):  # one that is expanded cannot be written
+                        b.copy_(copy)
+
+        return put_back
 
     def synchronize(self, chosen: Sequence[int] | None = None) -> None:
         """Copy rank 0's buffers to the other ranks in one exchange; collective.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -61,6 +61,7 @@ class Zero3Engine:
     units: list[Unit]
     groups: list[FlatGroup]
     differing: list[str]  # names whose initial value on this rank was not rank 0's
+    inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
         self,
@@ -327,6 +328,8 @@ class Zero3Engine:
             return None
         copied = copy_views(outputs, self._saved.in_slot)
         outputs = outputs if copied is None else copied
+        if self.inspect is not None:
+            self.inspect(unit, outputs)
         if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self.passes.enter)
             return copied

@@ -66,7 +66,6 @@ class Opaque:
         (Fetches(same), {}, r"`training_step\(self, dataloader_iter\)` fetches batches itself\. Take a batch"),
         (Small(same), {"detect_anomaly": True}, "detect_anomaly=True.* looks at values on the host"),
         (Small(same), {"strategy": zero3(debug=True)}, r"`Zero3Strategy\(debug=True\)` looks at values on the host"),
-        (Small(same), {"strategy": zero3(stop_on_nonfinite=True)}, r"stop_on_nonfinite=True\)` looks at values on the host"),
         (Small(same), {"strategy": zero3(reduce_once=True)}, r"reduce_once=True\)` exchanges something else .*Leave it out"),
         (
             Small(same, [{"x": torch.ones(4, 3), "o": Opaque()}] * 4),
@@ -79,7 +78,7 @@ class Opaque:
             r"batch\['s'\] is a sparse torch\.Tensor",
         ),
     ],
-    ids=["manual", "LBFGS", "iterator", "anomaly", "debug", "nonfinite", "once", "batch", "sparse"],
+    ids=["manual", "LBFGS", "iterator", "anomaly", "debug", "once", "batch", "sparse"],
 )
 def test_runs_that_cannot_be_captured_at_all(module, options, message):
     options = {name: value() if callable(value) else value for name, value in options.items()}

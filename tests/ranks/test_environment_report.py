@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,11 @@ def test_alone_it_shows_the_machine(alone):
     facts = json.loads(text)["ranks"]["0"]
     assert code == 0 and facts["process"]["launcher"] == "single"
     assert facts["addresses"]["lo"] == "127.0.0.1" and "lo" in facts["network"]
+    assert facts["versions"].keys() >= {"lightning_zero3", "lightning", "torch", "cuda", "nccl", "python"}
+    assert facts["versions"]["torch"] == torch.__version__ and facts["versions"]["cuda"] == torch.version.cuda
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:]))
+    seen = [item.partition(":")[0] for item in (facts["host"]["numa_nodes"] or "").split(", ") if ":" in item]
+    assert seen == [node.name[4:] for node in nodes if (node / "cpulist").read_text().strip()]
     assert facts["host"]["cpus"] >= facts["host"]["cpus_allowed"] == len(os.sched_getaffinity(0))
     with open("/proc/meminfo") as file:
         assert facts["host"]["memory_gib"] == round(int(file.readline().split()[1]) / 2**20, 1)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import free_port, run_ranks
+from lightning_zero3.strategies import rendezvous
 from lightning_zero3.strategies.environment import detect
 from lightning_zero3.strategies.rendezvous import current_world, end_process_group, listen, serve_at, start_process_group
 from lightning_zero3.strategies.rollcall import _compare, describe_process, roll_call
@@ -174,6 +175,35 @@ def groups(rank, size, folder):
 def test_groups_start_again_and_end(tmp_path):
     # Rank 0 serves the store and leaves last; after a failure nobody waits.
     assert run_ranks(groups, 2, str(tmp_path), timeout=60) == [([3.0] * 4, [False, True]), ([3.0] * 4, [True, True])]
+
+
+def test_device_times_and_backend_reach_the_process_group(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(rendezvous, "_world", None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: asked.update(options, backend=args))
+    who, device = world(0, 1, free_port()), torch.device("meta", 0)
+    try:
+        start_process_group(who, "gloo", timedelta(seconds=41), timedelta(seconds=SOON_S), device)
+    finally:
+        end_process_group()
+    assert asked.pop("store") is not None
+    assert asked == {"backend": ("gloo",), "rank": 0, "world_size": 1, "timeout": timedelta(seconds=41), "device_id": device}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_nccl_alone_is_aborted_after_a_failure(monkeypatch, backend, failed):
+    ends = []
+    monkeypatch.setattr(rendezvous, "_abort_process_group", lambda: ends.append("aborted"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    store = dist.HashStore()
+    group = rendezvous._Group(world(0, 1), backend, timedelta(seconds=1), None, store)
+    monkeypatch.setattr(rendezvous, "_group", group)
+    end_process_group(failed)
+    end_process_group(failed)  # nothing is left to end
+    assert ends == ["aborted" if failed and backend == "nccl" else "destroyed"]
+    assert store.check(["left"]) != failed  # nobody says farewell to ranks that may not come
 
 
 def on_gpus(rank, size, port):

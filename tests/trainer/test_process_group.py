@@ -95,6 +95,28 @@ def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
     assert run_ranks(fits, size, port) == [[True] * 3] * size
 
 
+AT_EXIT = """
+import atexit, sys
+# Before anything else, so it is called after everything else.
+atexit.register(lambda: print("at exit:", sys.modules["torch.distributed"].is_initialized()))
+import torch.distributed as dist
+from tests.trainer.test_process_group import weight_after_fit
+
+weight_after_fit(1)
+print("after the fit:", dist.is_initialized())
+"""
+
+
+def test_a_group_ends_when_its_process_does(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(AT_EXIT)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run([sys.executable, script], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-2:] == ["after the fit: True", "at exit: False"]
+    assert "destroy_process_group() was not called" not in ended.stderr
+
+
 def fits_in_a_row(rank, size, port):
     dist.destroy_process_group()  # the test's own
     os.environ["MASTER_PORT"] = str(port)

@@ -3,15 +3,19 @@
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies import signals
 from lightning_zero3.strategies.checkpoints import storage
 
 BATCHES, EPOCHS = 6, 2
@@ -136,11 +140,13 @@ def test_sigterm_on_one_process(tmp_path):
         assert found[name][:4] == (True, batches, True, True), (name, found[name])
 
 
-def requeue(rank, size, folder):
+def requeue(rank, size, folder, apart):
     slurm = {"JOB_ID": 77, "NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": 0, "STEP_ID": 0}
     os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()}, PATH=f"{folder}/bin:{os.environ['PATH']}")
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME"):
         os.environ.pop(name, None)
+    if apart:
+        signals._ONE_REQUEST_S = -1.0  # as if the signals came minutes apart
     # SLURM signals every process, and may do so again: one request.
     first = Model(signal.SIGUSR1, range(size), ("backward", 2), ("save", 0), ("backward", 5))
     stopped, expected = fit(first, folder, size)
@@ -150,14 +156,28 @@ def requeue(rank, size, folder):
     return stopped, len(first.losses), first.losses[-len(rest.losses) :] == rest.losses, len(rest.losses), same
 
 
-def test_sigusr1_in_slurm_saves_once_and_requeues(tmp_path):
+@pytest.mark.parametrize("apart", [False, True])
+def test_sigusr1_in_slurm_saves_once_for_each_request_and_requeues(tmp_path, apart):
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin/scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
     scontrol.chmod(0o755)
     total = BATCHES * EPOCHS
-    for stopped, trained, same_losses, resumed, same_state in run_ranks(requeue, 2, str(tmp_path), timeout=100):
+    for stopped, trained, same_losses, resumed, same_state in run_ranks(requeue, 2, str(tmp_path), apart, timeout=100):
         assert (stopped, trained, same_losses, same_state) == (False, total, True, True)
-        assert resumed == total - 4  # asked in the third batch, saved after the fourth
-    assert (tmp_path / "calls").read_text() == "requeue 77\n"
-    assert [path.name for path in tmp_path.glob("hpc_*")] == ["hpc_ckpt_1.ckpt"]
+        assert resumed == total - (7 if apart else 4)  # asked in the third and sixth batch, saved after the fourth and seventh
+    assert (tmp_path / "calls").read_text() == "requeue 77\n" * (1 + apart)
+    assert sorted(path.name for path in tmp_path.glob("hpc_*")) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"][: 1 + apart]
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(9, False), (11, True)])
+def test_a_signal_is_another_request_after_ten_seconds(monkeypatch, seconds, asked):
+    clock = iter((100.0, 100.0 + seconds))
+    monkeypatch.setattr(signals, "time", Mock(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(_SignalConnector, "_slurm_sigusr_handler_fn", lambda *args: None)  # saves and requeues
+    connector = signals.AgreedSignals(Mock(training=True))
+    connector._requeue = True
+    connector.between_batches()
+    assert not connector._requeue
+    connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+    assert connector._requeue is asked
