@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from .position import Activity, Place
@@ -62,24 +62,35 @@ def aligned(beats: Sequence[Beat]) -> list[list[int]]:
     return [beat.trace[1:] if beat.trace[:1] == window != [-1] else [] for beat in beats]
 
 
+class _Unmoved:
+    """Counts for how many reports of every rank nothing has changed."""
+
+    def __init__(self) -> None:
+        self._last: Hashable = None
+        self._numbers: list[int] = []
+        self._same = 0
+
+    def count(self, state: Hashable, beats: Sequence[Beat]) -> int:
+        """How often all ranks have reported again since ``state`` was another; who has ended reports no more."""
+        numbers = [b.number for b in beats]
+        if state != self._last:
+            self._same, self._last, self._numbers = 0, state, numbers
+        elif all(n > m or b.place.activity == Activity.ENDED for n, m, b in zip(numbers, self._numbers, beats, strict=True)):
+            self._same, self._numbers = self._same + 1, numbers
+        return self._same
+
+
 class Deadlock:
     """Ranks that wait for each other for ever, though no process is gone: they run different things."""
 
     def __init__(self) -> None:
-        self._last: tuple[object, ...] = ()
-        self._numbers: list[int] = []
-        self._same = 0
+        self._unmoved = _Unmoved()
 
     def find(self, beats: Sequence[Beat]) -> tuple[int, int] | None:
         """A rank that waits in the engine, and one that waits elsewhere or has ended, if that can never end."""
-        state = tuple((b.place, b.waits, b.busy == 0) for b in beats)
-        numbers = [b.number for b in beats]
-        if state != self._last or any(b.busy > 0 and b.place.activity != Activity.ENDED for b in beats):
-            self._same, self._last, self._numbers = 0, state, numbers
-            return None
-        if all(n > m or b.place.activity == Activity.ENDED for n, m, b in zip(numbers, self._numbers, beats, strict=True)):
-            self._same, self._numbers = self._same + 1, numbers
-        if self._same < _STUCK_BEATS:
+        moving = any(b.busy > 0 and b.place.activity != Activity.ENDED for b in beats)
+        state = (moving, *((b.place, b.waits) for b in beats))
+        if self._unmoved.count(state, beats) < _STUCK_BEATS or moving:
             return None
         # Whoever is elsewhere begins no exchange before the others have come there too.
         inside = [(b.place.exchanges, r) for r, b in enumerate(beats) if b.waits == ENGINE]
@@ -88,6 +99,32 @@ class Deadlock:
         if inside and outside and max(inside)[0] > min(outside)[0]:
             return max(inside)[1], min(outside)[1]
         return None
+
+
+class Standstill:
+    """Ranks that all wait outside of the engine, and not at one place: perhaps for ever, but they may be in one exchange."""
+
+    def __init__(self, seconds: float) -> None:
+        self._beats, self._unmoved = max(_STUCK_BEATS, round(seconds)), _Unmoved()
+        self._warned: Hashable = None
+
+    def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
+        """A warning, once for each standstill."""
+        waiting = all(b.waits == ELSEWHERE and b.busy == 0 for b in beats)
+        state = (waiting, *((b.place, b.code) for b in beats))
+        if self._unmoved.count(state, beats) < self._beats or not waiting or state == self._warned:
+            return None
+        self._warned = state
+        ranks: dict[str, list[str]] = {}
+        for rank, beat in enumerate(beats):
+            ranks.setdefault(f"{beat.place.describe(unit_name)} ({beat.code})", []).append(str(rank))
+        if len(ranks) == 1:
+            return None
+        where = "; ".join(f"rank{'s' * (len(there) > 1)} {', '.join(there)} in {place}" for place, there in ranks.items())
+        return (
+            f"Nobody has moved for {self._beats} s. All ranks wait for others, and at different places: {where}. If these are "
+            "not lines of one exchange, they wait for ever: all ranks must come to the same collectives in the same order."
+        )
 
 
 class Straggler:

@@ -30,7 +30,7 @@ from .collectives import DivergenceError, LocalCollectives, board, first_differe
 from .device_waits import DeviceWaits
 from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, STOOD_STILL_S, Report, Reports
-from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, aligned
+from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, aligned
 
 _NOBODY = -1  # alone is behind it
 _LISTING = threading.Lock()
@@ -47,7 +47,7 @@ class WatchOptions:
     """When ranks are given up, and when they are slow; in seconds.
 
     Attributes:
-        slow: over so long a time a rank must hold the others up to be named.
+        slow: over so long a time a rank must hold the others up, or all must wait at different places, to be named.
         lost: a rank that has not reported for so long is taken for dead. One whose process ended is found at once.
         grace: so long after another rank's end this one may take to raise; then its process is ended.
     """
@@ -84,7 +84,7 @@ class Watch:
         self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
         self._over: dict[int, Place] = {}  # ranks whose run has ended well
         self._unread: dict[int, float] = {}  # ranks that have ended, nobody here saw how -> when the store had time to tell
-        self._deadlock, self._straggler = Deadlock(), Straggler(options.slow)
+        self._deadlock, self._standstill, self._straggler = Deadlock(), Standstill(options.slow), Straggler(options.slow)
         self._verdict: dict[str, Any] | None = None
         self._deadline = float("inf")
         self._known = threading.Event()  # the verdict
@@ -313,7 +313,7 @@ class Watch:
                 "a loop that depends on a rank's own data.",
                 stuck=True,
             )
-        elif warning := self._straggler.find(beats, self.unit_name):
+        elif warning := self._standstill.find(beats, self.unit_name) or self._straggler.find(beats, self.unit_name):
             with suppress(Warning):  # made an error, here where nobody sees it
                 rank_zero_warn(warning)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
@@ -31,6 +32,7 @@ _ACTIVITIES = {
     "lightning_module_state_dict": Activity.SAVING,
     "optimizer_state": Activity.SAVING,
     "save_checkpoint": Activity.SAVING,
+    "_dump_checkpoint": Activity.SAVING,
     "load_checkpoint": Activity.LOADING,
     "on_train_batch_start": Activity.BETWEEN,
 }
@@ -83,6 +85,12 @@ class WatchedStrategy(ProcessStrategy):
         # A connection of its own: the training thread may wait in the other one.
         store = dist.PrefixStore(f"lightning_zero3/watch/{self._runs}", distributed_c10d._get_default_store().clone())
         self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())
+        connector = self.lightning_module.trainer._checkpoint_connector
+        connector.dump_checkpoint = partial(self._dump_checkpoint, connector)  # type: ignore[method-assign]
+
+    def _dump_checkpoint(self, connector: _CheckpointConnector, weights_only: bool | None = None) -> dict[str, Any]:
+        """What Lightning collects for a checkpoint, from the user's `on_save_checkpoint` too."""
+        return type(connector).dump_checkpoint(connector, weights_only)
 
     def show_progress(self) -> None:
         """The engine writes where it is to where the watch looks."""

@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
@@ -18,6 +19,7 @@ from helpers import ranks
 
 LIMIT_S = 60  # no run takes so long; one that does hangs
 PAUSE_S = 7  # longer than `lost`
+ORPHANS_S = 15  # torch's loader workers look after their rank every five seconds
 # Faults may be tried beside each other, but two threads must not ask for the end of one process at a time, as `start` does too.
 _processes = threading.Lock()
 
@@ -34,10 +36,12 @@ class Fault:
 class Outcome:
     said: dict[int, str] = field(default_factory=dict)  # rank -> the last words of its error, "" for none
     codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
-    seconds: float = 0.0  # from the fault to the end of the last process
-    orphans: int = 0
+    seconds: float | None = None  # from the fault to the end of the last process; None if it did not happen
+    workers: int = 0  # processes that the ranks had started
+    orphans: int = 0  # ranks and workers that are left ORPHANS_S after the last rank's end
     hung: bool = False
     resumed: bool = False
+    begun: dict[int, list[int]] = field(default_factory=dict)  # rank -> the step where each attempt began to train
     difference: float | None = None  # largest of any loss after the resume, from the run without a fault
 
 
@@ -50,6 +54,7 @@ def run(fault: Fault, timeout: float = LIMIT_S) -> Outcome:
             return outcome
         again = attempt(folder, None, fault.world_size, timeout)
         outcome.resumed = not again.hung and all(code == 0 for code in again.codes.values())
+        outcome.begun = begun(folder)
         outcome.difference = difference(losses(folder), reference(fault.world_size))
         return outcome
     finally:
@@ -78,6 +83,11 @@ def losses(folder: Path) -> dict[tuple[int, int], float]:
     return found
 
 
+def begun(folder: Path) -> dict[int, list[int]]:
+    """Rank -> the step where each attempt began to train; one that did not come so far has none."""
+    return {int(file.suffix[1:]): list(map(int, file.read_text().split())) for file in sorted(folder.glob("begun.*"))}
+
+
 def difference(mine: dict, theirs: dict) -> float | None:
     """Largest absolute difference; None if steps are missing."""
     return max(abs(mine[key] - theirs[key]) for key in theirs) if mine.keys() == theirs.keys() else None
@@ -100,19 +110,25 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
             process.start()
     if fault is not None and fault.kind == "pause":
         _pause(processes, folder, fault.rank)
+    if fault is not None and fault.kind == "wait apart":
+        wait_until(lambda: "Nobody has moved" in (logs / "0").read_text(errors="replace"))
+        (folder / "go on").touch()
     frozen = fault.rank if fault is not None and fault.kind == "freeze" else None  # until somebody wakes or kills it
     running = [p.sentinel for r, p in enumerate(processes) if r != frozen]
     deadline = time.monotonic() + timeout
     while running and (done := wait(running, max(0.0, deadline - time.monotonic()))):
         running = [sentinel for sentinel in running if sentinel not in done]
     ended = time.time()
+    groups = [p.pid for r, p in enumerate(processes) if r != frozen]
+    wait_until(lambda: not _in_groups(groups), ORPHANS_S)
     with _processes:
         outcome = Outcome(codes={r: p.exitcode for r, p in enumerate(processes)})
         outcome.hung = bool(running)
-        outcome.orphans = sum(_in_group(p.pid) for r, p in enumerate(processes) if r != frozen)
+        outcome.orphans = _in_groups(groups)
         ranks._kill_groups(processes)
     if (folder / "fault").exists() and fault is not None:
         outcome.seconds = ended - float((folder / "fault").read_text())
+    outcome.workers = sum(int(file.read_text()) for file in folder.glob("workers.*"))
     outcome.said = {r: _last_words((logs / str(r)).read_text(errors="replace")) for r in range(world_size)}
     if os.environ.get("FAULT_LOGS"):
         for r in range(world_size):
@@ -122,9 +138,7 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
 
 def _pause(processes: list, folder: Path, first: int) -> None:
     """Stop all for a while, as Ctrl-Z and `fg` do, and let one go on before the others."""
-    until = time.monotonic() + LIMIT_S
-    while not (folder / "fault").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until((folder / "fault").exists)
     for process in processes:
         os.kill(process.pid, signal.SIGSTOP)
     time.sleep(PAUSE_S)
@@ -136,23 +150,30 @@ def _pause(processes: list, folder: Path, first: int) -> None:
     (folder / "go on").touch()
 
 
+def wait_until(there: Callable[[], object], timeout: float = LIMIT_S) -> None:
+    """Or until it is too late."""
+    until = time.monotonic() + timeout
+    while not there() and time.monotonic() < until:
+        time.sleep(0.1)
+
+
 def _last_words(log: str) -> str:
     """The message at the end of the traceback, or what was said about another rank before the process was ended."""
     errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M)
     ends = re.findall(r"^(Rank \d+ (?:on|died|raised|has) .*|(?:In step \d+: )?The ranks .*)$", log, re.M)
-    warnings = re.findall(r"(Rank \d+ holds .*)$", log, re.M)
+    warnings = re.findall(r"((?:Rank \d+ holds|Nobody has moved) .*)$", log, re.M)
     return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)
 
 
-def _in_group(group: int) -> int:
-    """Live processes of a process group."""
+def _in_groups(groups: list[int]) -> int:
+    """Live processes of some process groups."""
     count = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        count += int(fields[2]) == group and fields[0] not in "ZX"
+        count += int(fields[2]) in groups and fields[0] not in "ZX"
     return count
 
 

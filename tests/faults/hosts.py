@@ -5,14 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.harness import Fault
+from faults.harness import Fault, wait_until
 
 SCRIPT = Path(__file__).with_name("script.py")
 PORT = 29400
@@ -79,7 +78,7 @@ class TwoHosts:
             runs.append(torchrun(place, folder, processes, fault, max_restarts, nodes, within=(*apart, *named)))
         try:
             if fault is not None and fault.kind == "power off":
-                _wait_for(folder / "fault", timeout)
+                wait_until((folder / "fault").exists, timeout)
                 os.killpg(runs[1].pid, signal.SIGKILL)
             codes = [run.wait(timeout) for run in runs]
         finally:
@@ -129,9 +128,3 @@ def torchrun(
     with (folder / f"log.{place.number}").open("w") as log:
         streams = {"stdout": log, "stderr": log, "start_new_session": True}
         return subprocess.Popen([*within, sys.executable, "-c", command, *arguments], env=environ, **streams)
-
-
-def _wait_for(file: Path, timeout: float) -> None:
-    until = time.monotonic() + timeout
-    while not file.exists() and time.monotonic() < until:
-        time.sleep(0.02)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +50,7 @@ DEATHS = [
 DIVERGENCES = [
     ("other order", "forward", 1, 3),
     ("skipped unit", "forward", 0, 2),
+    ("skipped step", "forward", 1, 2),
     ("fewer batches", "end", 1, 2),
     ("fewer batches", "end", 0, 3),
     ("lonely barrier", "end", 1, 2),
@@ -57,7 +59,14 @@ DIVERGENCES = [
     ("lonely barrier", "device", 1, 2),
     ("fewer batches", "device", 0, 2),
 ]
-SLOW = [("doze", "forward", 1, 2), ("doze", "loading", 0, 3), ("pause", "forward", 0, 2), ("pause", "forward", 1, 3)]
+SLOW = [
+    ("doze", "forward", 1, 2),
+    ("doze", "loading", 0, 3),
+    ("wait apart", "callback", 1, 2),
+    ("wait apart", "callback", 0, 3),
+    ("pause", "forward", 0, 2),
+    ("pause", "forward", 1, 3),
+]
 RESTARTED = [("kill", "forward", 1, 2), ("kill", "backward", 0, 2), ("fail", "validation", 1, 2), ("kill", "writing", 0, 2)]
 HEAD = """# What happens when a rank fails
 
@@ -75,16 +84,20 @@ started again from its last checkpoint.
 | fail, run out | `ValueError`, `MemoryError` in the user's code |
 | freeze | SIGSTOP: the process is there and does nothing (given up after `lost=5` seconds, ended after `grace=3` more) |
 | doze | sleeps for seven seconds (`slow=3`) |
+| wait apart | waits in `torch.distributed.recv`, the others in `barrier`, until the warning has been seen (`slow=3`) |
 | pause | all ranks are stopped for seven seconds (Ctrl-Z and `fg`, `docker pause`) and go on, this one first |
 | other order, skipped unit | runs its units in another order, leaves one out |
+| skipped step | returns None from `training_step` |
 | fewer batches | has half as many batches as the others |
 | lonely barrier, lonely save | calls `strategy.barrier()`, `trainer.save_checkpoint()` alone |
 
-*Seconds* are from the fault to the end of the last process, *orphans* the processes that are left then (a frozen one aside,
-which waits to be woken), *codes* the exit codes of all ranks in order, *loss* the largest difference of any rank's loss in any
-step of the resumed run from the run without a fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody
-compares them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by
-rounding. The machine has two cores and was busy.
+*Seconds* are from the fault to the end of the last process, *codes* the exit codes of all ranks in order. *Workers* are the
+processes that ranks had started: in the phases "forward" and "validation" each has a loader with one worker. *Orphans* are the
+ranks and workers that are there 15 seconds after the last rank's end (a frozen one and its worker aside, which wait to be
+woken); workers look after their rank every five seconds. *From step* is where all ranks of the second run began ("-" where the
+first came to its end), and *loss* the largest difference of any rank's loss in any of the ten steps from the run without a
+fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody compares them, hosts do not wait for them, and
+sums before the fault are taken in gloo's order, so that losses differ by rounding. The machine has two cores and was busy.
 """
 
 
@@ -96,18 +109,37 @@ def main() -> None:
         fault = Fault(*spec)
         outcome = run(fault)
         print(spec, outcome, flush=True)
-        codes = " ".join("-" if code is None else str(code) for code in outcome.codes.values())
-        loss = "steps missing" if outcome.difference is None else f"{outcome.difference:g}"
-        rows.append(
-            f"| {len(rows) + 1} | {fault.kind} | {fault.phase} | {fault.rank} of {fault.world_size} | {outcome.seconds:.1f} | "
-            f"{'hang' if outcome.hung else codes} | {outcome.orphans} | {loss if outcome.resumed else 'not resumed'} |"
-        )
-        words.append((f"{len(rows)}. {fault.kind}, {fault.phase}, rank {fault.rank} of {fault.world_size}", outcome.said))
-    lines = [HEAD, f"| {len(rows)} | kind | phase | rank | seconds | codes | orphans | loss |", "|-|-|-|-|-|-|-|-|", *rows, ""]
+        rank = f"{fault.rank} of {fault.world_size}"
+        rows.append(f"| {len(rows) + 1} | {fault.kind} | {fault.phase} | {rank} | {cells(outcome)} |")
+        words.append((f"{len(rows)}. {fault.kind}, {fault.phase}, rank {rank}", outcome.said))
+    names = "kind | phase | rank | seconds | codes | workers | orphans | from step | loss"
+    lines = [HEAD, f"| {len(rows)} | {names} |", "|-" * 10 + "|", *rows, ""]
     lines += ["## torchrun starts again by itself", "", *under_torchrun(), "", *across_hosts(), "## What each rank says", ""]
     for title, said in words:
         lines += [f"**{title}**", "", *(f"- rank {rank}: {plain(text)}" for rank, text in said.items()), ""]
     (ROOT / "docs" / "FAULTS.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+def cells(outcome: Any) -> str:
+    """From "seconds" to "loss"."""
+    seconds = "no fault" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+    codes = " ".join("-" if code is None else str(code) for code in outcome.codes.values())
+    step = steps({rank: begun[-1:] for rank, begun in outcome.begun.items()})
+    ended_well = set(outcome.codes.values()) == {0}
+    return (
+        f"{seconds} | {'hang' if outcome.hung else codes} | {outcome.workers} | {outcome.orphans} | "
+        f"{'not resumed' if not outcome.resumed else '-' if ended_well else step} | {told(outcome.difference)}"
+    )
+
+
+def told(difference: float | None) -> str:
+    return "steps missing" if difference is None else f"{difference:g}"
+
+
+def steps(begun: dict[int, list[int]]) -> str:
+    """Where attempts began to train; of each rank where they differ."""
+    ranks = [", ".join(map(str, attempts)) for attempts in begun.values()]
+    return ranks[0] if len(set(ranks)) == 1 else "; ".join(ranks)
 
 
 def plain(text: str) -> str:
@@ -120,19 +152,19 @@ def plain(text: str) -> str:
 
 def across_hosts() -> list[str]:
     """Rows for two hosts (namespaces), one of which fails; torchrun goes on with both, or with the one that is left."""
-    from faults.harness import Fault, losses, reference
+    from faults.harness import Fault, begun, losses, reference
     from faults.hosts import two_hosts
 
     rows = [
-        "| two hosts of one rank each: what fails | nodes | seconds with the restart | codes | ranks after | loss |",
-        "|-|-|-|-|-|-|",
+        "| two hosts, a rank each: what fails | nodes | seconds with the restart | codes | ranks after | begins at | loss |",
+        "|-|-|-|-|-|-|-|",
     ]
     for nodes, fault in [("2", Fault("kill", "forward", 1, 2)), ("1:2", Fault("power off", "forward", 1, 2))]:
         folder = Path(tempfile.mkdtemp(prefix="fault-"))
         with two_hosts() as hosts:
             if isinstance(hosts, str):
                 return [hosts, ""]
-            begun = time.time()
+            started = time.time()
             codes, said = hosts.launch(folder, 1, fault, max_restarts=2, nodes=nodes)
         after = int(re.findall(r"zero3: (\d+) rank", said[0])[-1])
         found, whole = losses(folder), reference(2)
@@ -140,8 +172,8 @@ def across_hosts() -> list[str]:
         mine, theirs = ([sum(run[r, 9] for r in range(n)) / n] for run, n in ((found, after), (whole, 2)))
         what = "the process (kill)" if fault.kind == "kill" else "the host (power off)"
         rows.append(
-            f"| {what} in forward | {nodes} | {time.time() - begun:.0f} | {' '.join(map(str, codes))} | {after} | "
-            f"{abs(mine[0] - theirs[0]):.1g} (last step, mean) |"
+            f"| {what} in forward | {nodes} | {time.time() - started:.0f} | {' '.join(map(str, codes))} | {after} | "
+            f"{steps(begun(folder))} | {abs(mine[0] - theirs[0]):.1g} (last step, mean) |"
         )
         print(rows[-1], flush=True)
         shutil.rmtree(folder)
@@ -150,21 +182,21 @@ def across_hosts() -> list[str]:
 
 def under_torchrun() -> list[str]:
     """Rows for runs that are started again without anybody's help."""
-    from faults.harness import Fault, difference, losses, reference
+    from faults.harness import Fault, begun, difference, losses, reference
 
-    rows = ["| kind | phase | rank | seconds with the restart | code | loss |", "|-|-|-|-|-|-|"]
+    rows = ["| kind | phase | rank | seconds with the restart | code | begins at step | loss |", "|-|-|-|-|-|-|-|"]
     for spec in RESTARTED:
         folder = Path(tempfile.mkdtemp(prefix="fault-"))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
         fault = Fault(*spec)
         script = [str(Path(__file__).with_name("script.py")), str(folder), "2", "1", *map(str, spec)]
         with (folder / "log").open("w") as log:
-            begun = time.time()
+            started = time.time()
             code = subprocess.run([*torchrun, *script], stdout=log, stderr=log, timeout=300).returncode
-        loss = difference(losses(folder), reference(2))
+        loss = told(difference(losses(folder), reference(2)))
         rows.append(
-            f"| {fault.kind} | {fault.phase} | {fault.rank} of 2 | {time.time() - begun:.0f} | {code} | "
-            f"{'steps missing' if loss is None else f'{loss:g}'} |"
+            f"| {fault.kind} | {fault.phase} | {fault.rank} of 2 | {time.time() - started:.0f} | {code} | "
+            f"{steps(begun(folder))} | {loss} |"
         )
         print(rows[-1], flush=True)
         shutil.rmtree(folder)

@@ -2,8 +2,10 @@
 
 import ctypes
 import dataclasses
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from helpers.models import TinyLm, make
 
 SAMPLES, STEPS, FAULT_STEP = 240, 10, 5
 CHECKPOINT_EVERY = 2
+WITH_WORKERS = ("forward", "validation")  # phases where each rank's loader has a process of its own
 
 
 def kill(folder):
@@ -100,7 +103,7 @@ class Model(pl.LightningModule):
 
     def trigger(self, phase):
         fault = self.fault
-        if fault is None or phase != fault.phase or self.global_rank != fault.rank or self.trainer.sanity_checking:
+        if fault is None or phase != fault.phase or self.global_rank != fault.rank or fault.kind not in KINDS:
             return
         if phase not in ("set-up", "loading") and self.global_step != (0 if phase == "first step" else FAULT_STEP):
             return
@@ -114,7 +117,17 @@ class Model(pl.LightningModule):
     def setup(self, stage):
         self.trigger("set-up")
 
+    def on_train_start(self):
+        with self.file("begun").open("a") as file:
+            file.write(f"{self.global_step}\n")
+        if self.fault is not None and self.fault.kind == "wait apart":
+            self.aside = torch.distributed.new_group()
+
+    def file(self, name):
+        return self.folder / f"{name}.{self.global_rank}"
+
     def training_step(self, batch, batch_idx):
+        self.file("workers").write_text(str(len(multiprocessing.active_children())))
         self.trigger("first step")
         if self.on_device and self.global_step == FAULT_STEP:
             self.trainer.strategy.engine.collectives.stuck = True
@@ -129,7 +142,7 @@ class Model(pl.LightningModule):
             loss.register_hook(lambda grad: self.trigger("backward"))
         if self.on_device and self.global_step == FAULT_STEP:
             time.sleep(60 * (self.fault.kind == "other order"))  # as `loss.item()` would wait for the device
-        with (self.folder / f"losses.{self.global_rank}").open("a") as file:
+        with self.file("losses").open("a") as file:
             file.write(f"{self.global_step} {loss.item()!r}\n")
         if self.here("skipped step"):
             return None
@@ -159,6 +172,20 @@ class Model(pl.LightningModule):
             self.trainer.strategy.barrier()
         if self.here("lonely save"):
             self.trainer.save_checkpoint(self.folder / "lonely.ckpt")
+        if self.fault is not None and self.fault.kind == "wait apart" and self.global_step == FAULT_STEP:
+            self.wait_apart((self.fault.rank + 1) % self.world_size)
+
+    def wait_apart(self, helper):
+        """One rank waits for a message, the others for each other, until the harness lets ``helper`` send it."""
+        if self.global_rank == helper:
+            threading.Thread(target=self.help).start()
+        if self.here("wait apart"):
+            torch.distributed.recv(torch.zeros(1), helper, self.aside)
+        torch.distributed.barrier()
+
+    def help(self):
+        pause(self.folder)
+        torch.distributed.send(torch.zeros(1), self.fault.rank, self.aside)
 
     def on_train_epoch_end(self):
         if self.fault is not None and self.fault.kind == "fewer batches" and self.global_rank == self.fault.rank:
@@ -184,7 +211,9 @@ class Model(pl.LightningModule):
     def train_dataloader(self):
         batch = SAMPLES // STEPS // self.world_size
         samples = Samples(self.trigger)
-        return DataLoader(samples, batch_size=batch)
+        if self.fault is None or self.fault.phase not in WITH_WORKERS:
+            return DataLoader(samples, batch_size=batch)
+        return DataLoader(samples, batch_size=batch, num_workers=1, multiprocessing_context="fork")
 
     def val_dataloader(self):
         return DataLoader(torch.utils.data.Subset(Samples(lambda phase: None), range(12)), batch_size=2)

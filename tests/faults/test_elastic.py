@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from faults.harness import Fault, losses, reference
+from faults.harness import Fault, begun, losses, reference
 from faults.hosts import Place, torchrun
 
 FAULT = Fault("lose node", "forward", 1, 2)
@@ -32,6 +32,7 @@ def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
     assert codes == [0, -signal.SIGKILL], said
     assert re.findall(r"zero3: (\d+) rank", said)[-2:] == ["2", "1"], said
     assert "Rank 1 died without a word" in said and "in forward, unit net.blocks.1, step 5" in said, said
+    assert begun(tmp_path)[0][-1] == 4 and 4 not in begun(tmp_path)[1]
     found, whole = losses(tmp_path), reference(2)
     for step in range(10):
         # From step 4 on, where the last checkpoint is, one rank has the batches of both; before, unless the second came late.

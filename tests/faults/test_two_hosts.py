@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults.harness import Fault, losses, reference
+from faults.harness import Fault, begun, losses, reference
 from faults.hosts import two_hosts
 
 
@@ -28,6 +28,7 @@ def test_a_host_fails_and_the_run_goes_on_with_more_processes(hosts, tmp_path):
     assert max(step for _, step in before) == 4
     codes, said = hosts.launch(tmp_path, 2)
     assert codes == [0, 0], said
+    assert begun(tmp_path) == {0: [0, 4], 1: [0, 4], 2: [4], 3: [4]}
     after = {key: loss for key, loss in losses(tmp_path).items() if before.get(key) != loss}
     assert {rank for rank, _ in after} == {0, 1, 2, 3} and {step for _, step in after} == set(range(4, 10))
     # Other ranks hold other samples of a step's batch, but it is the same batch.

@@ -27,9 +27,11 @@ import os, sys
 from trainer.test_launched_faults import Faulty, trainer
 import lightning_zero3
 
-case = sys.argv[1]
-batches = 3 if case == "fewer" and os.environ.get("LOCAL_RANK", "0") == "0" else 6
-trainer("zero3", 2, limit_train_batches=batches).fit(Faulty(case == "kill"))
+if __name__ == "__main__":
+    case = sys.argv[1]
+    batches = 3 if case == "fewer" and os.environ.get("LOCAL_RANK", "0") == "0" else 6
+    strategy = "zero3_spawn" if case == "spawn" else "zero3"
+    trainer(strategy, 2, limit_train_batches=batches).fit(Faulty(case in ("kill", "spawn")))
 """
 
 
@@ -69,7 +71,7 @@ def test_scripts_that_the_trainer_starts_end_together(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         try:
             port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-            for case, environ in {"kill": {}, "fewer": {}, "port": port}.items():
+            for case, environ in {"kill": {}, "spawn": {}, "fewer": {}, "port": port}.items():
                 running[case] = start(tmp_path / case, case, **environ)
             codes = {case: process.wait(100) for case, process in running.items()}
             until = time.monotonic() + 30  # workers look after their loader every five seconds
@@ -83,7 +85,8 @@ def test_scripts_that_the_trainer_starts_end_together(tmp_path):
     said = {case: (tmp_path / case / "log").read_text() for case in running}
     assert left == dict.fromkeys(running, []), said
     assert 0 not in codes.values(), (codes, said)
-    assert "Rank 1 died without a word" in said["kill"] and "in forward" in said["kill"], said["kill"]
+    for case in ("kill", "spawn"):
+        assert "Rank 1 died without a word" in said[case] and "in forward" in said[case], said[case]
     for rank, there in enumerate(["end its training", "gather unit"]):  # rank 0 is the process whose code counts
         assert f"DivergenceError: In step {[2, 3][rank]}: The ranks run" in said["fewer"], said["fewer"]
         assert f"rank {rank} is about to {there}" in said["fewer"], said["fewer"]
