@@ -49,7 +49,9 @@ def call_problem(code: CodeType, forward: bool) -> str | None:
     """Why a graph cannot repeat a call of a Python function, in a forward or in a backward."""
     if code in _SETS_RANDOM_STATE and forward:
         return f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
-    return METRIC if code.co_filename == _METRICS else _CALLS.get(code)
+    if code.co_filename == _METRICS and code.co_name != "__hash__":  # as of all modules that `parameters()` goes through
+        return METRIC
+    return _CALLS.get(code)
 
 
 def builtin_problem(function: Any) -> str | None:
