@@ -82,8 +82,10 @@ class CapturedCall:
         args, kwargs = self._inputs.batch
         parameters = list(module.parameters())
         saved, versions = SavedParameters(parameters), [(b, b._version) for b in module.buffers()]
+        torch.clear_autocast_cache()  # hazard: casts that another run made would stay those of this step's weights
         with self._forward.capture(), self._watch.random.following(forward=True), saved.watch():
             output = forward(*args, **kwargs)
+        torch.clear_autocast_cache()  # hazard: another run would find its casts in the graph's memory
         self._written = [b for b, version in versions if b._version != version]
         self._outputs = tensors_in(output)
         self._needs_grad = [t.requires_grad for t in self._outputs]

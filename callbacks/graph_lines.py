@@ -93,12 +93,23 @@ def naming_failure(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if is_users(f)]
-        where = f"\n    {describe_line(frames[-1])}" if frames else ""
+        cause, place = _users_error(error)
+        where = f"\n    {describe_line(place)}" if place else ""
         raise RuntimeError(
             f"CUDAGraphStep: capturing {what} failed: it does something that no graph can hold and that eager steps did not "
             "show. Run without `CUDAGraphStep`, or choose the modules that are captured, `CUDAGraphStep(modules=...)`." + where
-        ) from error
+        ) from cause
+
+
+def _users_error(error: BaseException) -> tuple[BaseException, Place]:
+    """The one that came out of a user's line, and that line; CUDA ends a capture that failed with an error of its own."""
+    each: BaseException | None = error
+    while each is not None:
+        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(each.__traceback__) if is_users(f)]
+        if frames:
+            return each, frames[-1]
+        each = each.__context__
+    return error, None
 
 
 def describe_line(place: Place) -> str:

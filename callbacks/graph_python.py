@@ -19,6 +19,7 @@ _CHANGES = "is read, and changes while the graph would keep the value of its cap
 _ONCE = "is called, and would be called only once, at the capture"
 REMEDY_NUMBER = "Keep the number in a buffer of the module and fill it in `on_train_batch_start`: `self.weight.fill_(...)`."
 REMEDY_HOOK = "Move it to `on_train_batch_end`, which gets what `training_step` returns."
+RANDOM = f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
 METRIC = f"A torchmetrics metric is used, and would be updated only once. {REMEDY_HOOK}"
 
 
@@ -38,17 +39,19 @@ _CALLS = {
     _code(LightningModule.log): f"`self.log` of a module in the middle of a graph {_ONCE}. {REMEDY_HOOK}",
     _code(torch.cuda.synchronize): f"`torch.cuda.synchronize` {_ONCE}. Remove it.",
 }
-_SETS_RANDOM_STATE = (torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed)
-SETS_RANDOM_STATE = tuple(map(_code, _SETS_RANDOM_STATE))
+_SEEDS = torch.random.set_rng_state, torch.random.manual_seed, torch.cuda.set_rng_state, torch.cuda.manual_seed
+_SETS_RANDOM_STATE = tuple(map(_code, _SEEDS))
 _METRICS = torchmetrics.metric.__file__
 _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns)
 
 
 def call_problem(code: CodeType, forward: bool) -> str | None:
     """Why a graph cannot repeat a call of a Python function, in a forward or in a backward."""
-    if code in SETS_RANDOM_STATE and forward:
+    if code in _SETS_RANDOM_STATE and forward:
         return f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
-    return METRIC if code.co_filename == _METRICS else _CALLS.get(code)
+    if code.co_filename == _METRICS and code.co_name != "__hash__":  # as of all modules that `parameters()` goes through
+        return METRIC
+    return _CALLS.get(code)
 
 
 def builtin_problem(function: Any) -> str | None:
@@ -60,9 +63,7 @@ def builtin_problem(function: Any) -> str | None:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, Tensor) and function.__name__ in ("numpy", "tolist"):
         return f"`Tensor.{function.__name__}` reads values on the host: a graph would keep those of its capture. {REMEDY_HOOK}"
-    if isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random"):
-        return f"A random number of Python or numpy {_CHANGES}. Draw it with torch, on the device of the batch."
-    return None
+    return RANDOM if isinstance(owner, random.Random) else None
 
 
 def plain(value: Any) -> Any:

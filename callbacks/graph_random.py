@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .graph_lines import Place, user_line
+
 # Places of a generator, besides the states that the forward saved, which are numbered.
 HOME = -1  # where the pass has led it
 LOST = -2  # in another state: one that was saved in a second computation, or is gone to once more
@@ -27,6 +29,7 @@ class RandomStates:
 
     Attributes:
         place: where the generator is.
+        set_at: the user's line that set its state last.
         offsets: of the states that the forward saved, from where it began, in numbers of a CUDA generator's thread.
     """
 
@@ -34,6 +37,7 @@ class RandomStates:
         self._source = source
         self._began = 0
         self.place = HOME
+        self.set_at: Place = None
 
     def begin(self) -> None:
         """An eager forward begins."""
@@ -62,6 +66,7 @@ class RandomStates:
             place = next((place for saved, place in self._saved if saved is state), LOST)
             self.place = LOST if place in self._visited else place
             self._visited |= {place} - {HOME}
+            self.set_at = user_line()
             self._go(lambda: real_set(state, *args))
 
         self._source.get_rng_state, self._source.set_rng_state = save, go

@@ -10,6 +10,7 @@ from functools import partial
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ _LONGEST = 64  # what is longer is data, not a setting: it is known by its ident
 _LARGEST = 2000  # keys and values of a table, likewise
 _MOST = 500  # objects that are looked into for one value
 _DEEPEST = 30  # objects within objects
+_GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_DEFAULT_GENERATOR = np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
 class _Same:
@@ -58,6 +61,18 @@ def is_itself(value: Any, frozen: Any) -> bool:
     return is_constant(value) or type(frozen) is _Same or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
+def random_state(source: Any) -> Any:
+    """Of a generator of numpy, or of the default one (`numpy.random`), to be compared by ``==``."""
+    has_getter = hasattr(source, "get_state")
+    return _flat(source.get_state(legacy=False) if has_getter else getattr(source, "bit_generator", source).state)
+
+
+def _flat(state: Any) -> Any:
+    if isinstance(state, dict):
+        return [(name, _flat(value)) for name, value in state.items()]
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
 def address(tensor: Tensor) -> int:
     """Where the values lie; 0 if nowhere, or in several places."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -80,6 +95,8 @@ def freeze(value: Any, names: Container[str], seen: set[int] | None = None, dept
         return constant(value)
     if isinstance(value, Tensor):
         return _Same(value), address(value), value.requires_grad
+    if isinstance(value, _GENERATORS) and value is not _DEFAULT_GENERATOR:  # which everybody draws from
+        return _Same(value), random_state(value)
     if type(value).__module__ == "numpy" and getattr(value, "size", _LONGEST) < _LONGEST:
         return type(value), str(value.dtype), value.tobytes()
     seen = set() if seen is None else seen

@@ -11,6 +11,7 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics.metric
 from lightning.pytorch import LightningModule
@@ -35,8 +36,8 @@ from .graph_lines import (
 )
 from .graph_python import (
     METRIC,
+    RANDOM,
     REMEDY_HOOK,
-    SETS_RANDOM_STATE,
     WatchedIndex,
     builtin_problem,
     call_problem,
@@ -45,7 +46,7 @@ from .graph_python import (
 from .graph_random import HOME, LOST, RandomStates
 from .graph_software import CaptureError, memory_of, waits_for_device, written_by
 from .graph_tape import LogTape
-from .graph_values import freeze, is_opaque
+from .graph_values import freeze, is_opaque, random_state
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,6 @@ class Watch(TorchDispatchMode):
         self._logging = self._capturing = False
         self._held: list[torch.UntypedStorage] = []  # a graph knows their addresses
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
-        self._set_random: Place = None  # where the backward last set the state of a generator
 
     def add(self, what: str, place: Place = None) -> None:
         """Note a problem, once for each place."""
@@ -169,6 +169,7 @@ class Watch(TorchDispatchMode):
         listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
         eager_on_cuda = self._device.type == "cuda" and not capturing
         waits = telling_waits(self._note_wait) if eager_on_cuda else nullcontext()
+        drawn = random_state(np.random)
         with listening, waits, self.random.following(forward, self._note_save), self:
             sys.setprofile(self._on_call)
             try:
@@ -180,7 +181,9 @@ class Watch(TorchDispatchMode):
                 if collecting:
                     gc.enable()
         if self.random.place != HOME:
-            self.add(_LEFT, self._set_random)
+            self.add(_LEFT, self.random.set_at)
+        if random_state(np.random) != drawn:  # its functions are none that a profile shows
+            self.add(RANDOM, line_of_attribute("random", self.codes))
         for code in self._codes:
             self.names.update(code.co_names)
         if self.mentions("getattr", "hasattr", "vars", "__dict__"):
@@ -267,8 +270,6 @@ class Watch(TorchDispatchMode):
             what = call_problem(frame.f_code, self._forward)
             if what is not None:
                 self.add(what, user_line(frame.f_back))
-            elif frame.f_code in SETS_RANDOM_STATE:  # as a checkpoint does
-                self._set_random = user_line(frame.f_back)
         elif event == "c_call" and frame.f_globals.get("__name__") not in _OWN:
             what = builtin_problem(argument)
             if what is not None and (place := user_line(frame)) is not None and not runs_engine(frame):
