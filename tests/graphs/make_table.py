@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/graphs/make_table.py
 
-Without a GPU the software graph stands in. Each case is a fit of `helpers.recorded.Net` (dropout, batch norm, a frozen and an
-unused layer, seven logged values), of which a callback writes down what Lightning promises.
+It trains on the CPU, with the software graph. Each case is a fit of `helpers.recorded.Net` (dropout, batch norm, a frozen and
+an unused layer, a metric, logged values of all kinds), of which a callback writes down what Lightning promises.
 """
 
 import sys
@@ -13,20 +13,13 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from helpers.ranks import run_ranks
-from helpers.recorded import Net, Run, assert_same, fit
+from helpers.recorded import Counting, Net, Run, assert_same, fit, half
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.callbacks import CUDAGraphStep
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "CUDA_GRAPHS.md"
-
-
-def half():
-    # Its first steps overflow, and are skipped.
-    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3))]
 
 
 # Options of the model, options of the Trainer. Dropout is in all of them.
@@ -55,16 +48,8 @@ COLUMNS = {
     "losses, outputs": ["batch", "loss before backward", "outputs"],
     "logged values": ["logged", "progress bar", "validation", "epoch", "rate"],
     "counters": ["counters", "global step"],
-    "random state": ["random state"],
+    "random state": ["random state", "random state of the device"],
 }
-
-
-class Counting(CUDAGraphStep):
-    """Knows how often it replayed."""
-
-    def on_train_end(self, trainer, pl_module):
-        self.counts = f"{self._runner.replays} of {self._runner.steps}"
-        super().on_train_end(trainer, pl_module)
 
 
 def same(mine, reference):
@@ -105,7 +90,7 @@ def row(case, strategy, devices, folder):
         options["ckpt_path"] = f"{folder}/{options['ckpt_path']}"
     callback = Counting(software=True, strict=True)
     runs = [fit(net(), *extra, **options) for extra in ([], [callback])]
-    return [*compare(runs[1], runs[0]), callback.counts]
+    return [*compare(runs[1], runs[0]), f"{callback.replays} of {callback.steps}"]
 
 
 def rows(rank, world_size, setup, folder):
@@ -113,10 +98,14 @@ def rows(rank, world_size, setup, folder):
     return {case: row(case, strategy, devices, f"{folder}/{k}") for k, case in enumerate(CASES)}
 
 
+def line(case, cells):
+    return f"| {case} | " + " | ".join(cells) + " |"
+
+
 def table(found):
     titles = [*COLUMNS, "hook calls", "replayed"]
     lines = ["| | " + " | ".join(titles) + " |", "|-" * (len(titles) + 1) + "|"]
-    return "\n".join(lines + [f"| {case} | " + " | ".join(cells) + " |" for case, cells in found.items()])
+    return "\n".join(lines + [line(case, cells) for case, cells in found.items()])
 
 
 def main():
@@ -128,8 +117,9 @@ def main():
         "first in each epoch. So a shape that comes once an epoch, as that of a ragged last batch, is never replayed "
         "(`zero3`'s loader on two ranks fills that batch from the head of the epoch). With `ddp` each place in a window of "
         "accumulation, and the first micro-batch after a validation, counts as a shape, since it exchanges something "
-        "else. With the software graph on the "
-        f"CPU, Python {sys.version.split()[0]}, torch {torch.__version__}; `pytest -m gpu tests/graphs` compares on a GPU.",
+        "else. Hook calls are all that Lightning makes, of the module, the callbacks and the strategy. With the software graph "
+        f"on the CPU, Python {sys.version.split()[0]}, torch {torch.__version__}; `pytest -m gpu tests/graphs` makes the lines "
+        "of one rank again on a GPU, where the random state of the device counts, too.",
     ]
     for setup, (devices, _) in STRATEGIES.items():
         with tempfile.TemporaryDirectory() as folder:

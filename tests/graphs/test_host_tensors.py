@@ -1,4 +1,4 @@
-"""What a step does on the host, which replays on a device would not: found with "meta" in the place of a GPU."""
+"""What a step does on the host, which replays on a device would not: found on a GPU, and with "meta" in its place."""
 
 import re
 import warnings
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.recorded import Net
+from helpers.tracking import needs_cuda, on_cuda
 from lightning_zero3.callbacks.graph_device import CudaGraphs, telling_waits
 from lightning_zero3.callbacks.graph_lines import describe_line, user_line
 from lightning_zero3.callbacks.graph_watch import Watch
@@ -18,13 +19,16 @@ def program():
 
 
 class OutOfTheHost:
-    """Lines that mix devices, on one that needs no GPU."""
+    """Lines that mix devices, where one may need no GPU."""
 
     def scalar(self, x):
         return x * torch.tensor(2.0)
 
+    def copied(self, x):  # what is seen of it on CUDA, and not on "meta"
+        return x * (torch.tensor(2.0, device=x.device) if x.is_cuda else torch.ops.aten.lift_fresh(x))
+
     def moved(self, x):
-        return torch.ones(2).to("meta") + x
+        return torch.ones(2).to(x.device) + x
 
     def fetched(self, x):
         return x.cpu()
@@ -42,10 +46,12 @@ class OutOfTheHost:
 SEEN, MODULE = torch.zeros(()), Net()
 
 
+@pytest.mark.parametrize("device", ["meta", on_cuda])
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("scalar", r"(?s)aten\.mul reads a tensor on cpu, and the graph would keep its value.*x \* torch\.tensor"),
+        ("copied", r"(?s)Python numbers are copied to the device, which ends a capture.*torch\.tensor\(2\.0, device"),
         ("moved", r"(?s)aten\._to_copy reads a tensor on cpu.*torch\.ones\(2\)\.to"),
         ("fetched", r"(?s)aten\._to_copy copies a tensor to cpu, which waits for the device.*x\.cpu\(\)"),
         ("counted", r"(?s)aten\.add_ writes to a tensor on cpu, and replays would not.*SEEN\.add_\(1\)"),
@@ -53,8 +59,8 @@ SEEN, MODULE = torch.zeros(()), Net()
         ("logged", r"(?s)`self\.log\('length', \.\.\.\)` gets a tensor on cpu.*MODULE\.log\("),
     ],
 )
-def test_tensors_of_the_host_are_named_with_their_line(line, message):
-    x = torch.ones(2, device="meta")
+def test_tensors_of_the_host_are_named_with_their_line(line, message, device):
+    x = torch.ones(2, device=device)
     watch = Watch(x.device, x)
     with watch.watching(MODULE, forward=True), suppress(NotImplementedError):  # there is no data on "meta"
         getattr(OutOfTheHost(), line)(x)
@@ -139,6 +145,16 @@ def test_waits_that_no_operation_shows_are_problems_but_not_those_of_logging(mod
     with watch.watching(None, forward=False, capturing=True):
         pass
     assert modes == ["warn", 0]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_waits_that_no_operation_shows_on_a_gpu():
+    watch = Watch(torch.device("cuda"), [])
+    with watch.watching(None, forward=True):
+        torch.cuda.current_stream().synchronize()
+    [problem] = watch.problems
+    assert re.search(r"(?s)The host waits for the device here.*current_stream\(\)\.synchronize\(\)", str(problem))
 
 
 def test_an_allocator_that_tells_nothing_of_pools(monkeypatch):

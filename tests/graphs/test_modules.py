@@ -8,10 +8,13 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.recorded import CLASSES, Net, assert_same_run, fit
+from helpers.ranks import run_ranks
+from helpers.recorded import CLASSES, Frees, Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep, graph_module, graph_software
 from lightning_zero3.callbacks.graph_check import GraphCaptureError
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 class Looks(Net):
@@ -131,6 +134,17 @@ class Annealed(Net):
         self.current.value = 1.0 if self.current_epoch < 3 else 0.5
 
 
+class RunsBefore(Net):
+    """In the step of the capture the head has run already, with other inputs, and autocast keeps what it made of weights."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            hidden = self.frozen(self.net(x))
+            if self.training and self.global_step == 3:
+                self.head(hidden[:2])
+            return self.head(hidden).float()
+
+
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         self.replays = {name: captured.replays for name, captured in self._runner.captured.items()}
@@ -156,6 +170,7 @@ CASES = {
     "numbers of two shapes": (Branches, "auto", {"max_epochs": 6}),
     "an output that nobody needs": (Unasked, "auto", {"max_epochs": 3}),
     "an output that is needed from an epoch on": (AskedFromAnEpoch, "auto", {"max_epochs": 4}),
+    "weights that autocast keeps": (RunsBefore, "auto", {}),
     "a number outside": (Annealed, "auto", {"max_epochs": 5}),
 }
 CHANGES = [case for case in CASES if case.startswith(("a change", "a number", "numbers")) or case.endswith("from an epoch on")]
@@ -258,6 +273,27 @@ class Aside(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Logs(nn.Module):
+    def __init__(self, owner):
+        super().__init__()
+        self.owners = [owner]
+
+    def forward(self, x):
+        if self.training:
+            self.owners[0].log("inside", x.mean())
+        return x
+
+
+class HasLogs(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = Logs(self)
+
+
+class AskedOnce(Unasked):
+    with_second = (1,)
+
+
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
@@ -277,29 +313,42 @@ class Aside(Net):
             r"test_modules\.py:\d+: `def forward",
         ),
         (Aside, {"modules": ["unused"]}, GraphCaptureError, r"'unused': No backward comes to what it returns"),
+        (
+            HasLogs,
+            {"modules": ["net"]},
+            GraphCaptureError,
+            r"(?s)'net': `self\.log` of a module in the middle of a graph is called, and would be called only once.*"
+            r"self\.owners\[0\]\.log",
+        ),
+        (AskedOnce, {"modules": ["head"]}, GraphCaptureError, r"'head': Not the same outputs get gradients each time\."),
         (Net, {"modules": ["encoder"]}, ValueError, r"modules=\['encoder'\]\) matches no module of Net"),
     ],
-    ids=["host", "backward", "checkpoint", "tied", "unused", "name"],
+    ids=["host", "backward", "checkpoint", "tied", "unused", "log", "outputs", "name"],
 )
 def test_a_module_that_cannot_be_captured_is_named(module, options, error, message):
     with pytest.raises(error, match=message):
         fit(module(), CUDAGraphStep(software=True, strict=True, **options))
 
 
-@pytest.mark.parametrize(("module", "name"), [(HasLooksBack, "net"), (Tied, "head")])
-def test_what_shows_in_the_capture_only_leaves_a_module_eager(module, name, monkeypatch):
-    reference, captured = fit(module()), []
+@pytest.mark.parametrize(("module", "refused", "captured"), [(HasLooksBack, "net", ["head"]), (Tied, "head", [])])
+def test_what_shows_in_the_capture_only_leaves_a_module_eager(module, refused, captured, device, monkeypatch):
+    reference, operations = fit(module(), Frees()), []
     real = graph_software._require_capturable
-    monkeypatch.setattr(graph_software, "_require_capturable", lambda func, args: captured.append(func) or real(func, args))
-    with pytest.warns(UserWarning, match="a module cannot be captured"):
-        mine = fit(module(), CUDAGraphStep(software=True, modules=[name]))
+    monkeypatch.setattr(graph_software, "_require_capturable", lambda func, args: operations.append(func) or real(func, args))
+    callback = Counting(software=True, modules=[refused, *captured])
+    with pytest.warns(UserWarning, match=f"a module cannot be captured:\n  - Module '{refused}'"):
+        mine = fit(module(), callback, Frees())
     assert_same_run(mine, reference)
-    # CUDA ends a capture with an error where an operation waits, and then itself: none may come so far.
-    assert captured and torch.ops.aten._local_scalar_dense.default not in captured
+    assert callback.replays.pop(refused) == 0 and all(count > 10 for count in callback.replays.values())
+    if device == "cpu":
+        # CUDA ends a capture with an error where an operation waits, and then itself: none may come so far.
+        assert operations and torch.ops.aten._local_scalar_dense.default not in operations
 
 
 def test_tensors_that_a_module_makes_and_derives_by_are_its_own():
-    mine = fit(HasDoubled(), CUDAGraphStep(software=True, strict=True, modules=["head"]))
+    callback = Counting(software=True, strict=True, modules=["head"])
+    mine = fit(HasDoubled(), callback)
+    assert callback.replays["head"] > 10
     assert_same_run(mine, fit(HasDoubled()))
 
 
@@ -343,6 +392,25 @@ def test_gradients_of_other_outputs_than_before_are_an_error():
         fit(AskedLate(), CUDAGraphStep(software=True, modules=["head"]))
 
 
+class BackwardTwice(Manual):
+    """Its first backward comes again when the module has run once more."""
+
+    def training_step(self, batch, batch_idx):
+        first = self.net(batch["x"]).sum()
+        self.manual_backward(first, retain_graph=True)
+        self.manual_backward(self.net(batch["x"]).sum())
+        self.manual_backward(first)
+        return {"loss": first.detach()}
+
+
+def test_a_second_backward_of_an_earlier_run_is_an_error():
+    options = {"max_epochs": 1, "limit_val_batches": 0}
+    fit(BackwardTwice(), **options)
+    message = "Module 'net', which is captured, ran again before a second backward of its earlier run. Run backward first"
+    with pytest.raises(RuntimeError, match=message):
+        fit(BackwardTwice(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **options)
+
+
 class NeverTheSame(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step % 3 == 0:  # after each capture
@@ -366,3 +434,23 @@ class Early(Net):
 def test_weights_that_change_before_the_backward_are_an_error_as_ever():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         fit(Early(), CUDAGraphStep(software=True, modules=["head"]))
+
+
+class Borrows(Net):
+    """Runs a layer of a unit outside of that unit."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": output["loss"] + self.net[0](batch["x"]).square().mean()}
+
+
+def borrow(rank, world_size):
+    zero3 = {"strategy": Zero3Strategy(unit_policy=[nn.Sequential]), "devices": world_size, "num_sanity_val_steps": 0}
+    message = r"Module 'net\.0': it reads weights that are not gathered while it runs\."
+    with pytest.raises(GraphCaptureError, match=message):
+        fit(Borrows(), CUDAGraphStep(software=True, strict=True, modules=["net.0"]), **zero3)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_module_that_runs_outside_of_its_unit_is_refused():
+    run_ranks(borrow, 2)

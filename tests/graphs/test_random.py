@@ -1,10 +1,12 @@
-"""Random states in CUDA graphs, with a model of torch's Philox generator instead of a GPU."""
+"""Random states in CUDA graphs, with a model of torch's Philox generator, and with its own on a GPU."""
 
 import struct
 
 import pytest
 import torch
 
+from helpers.tracking import needs_cuda
+from lightning_zero3.callbacks.graph_device import CudaGraphs
 from lightning_zero3.callbacks.graph_random import HOME, CapturedRandomStates, RandomStates
 
 
@@ -134,6 +136,41 @@ def test_replays_draw_what_eager_steps_draw(monkeypatch):
         torch.cuda.set_rng_state(begin)
         forward, backward = step(device)
         assert replayed == forward() + backward()
+        assert torch.equal(torch.cuda.get_rng_state(), end)
+
+
+class Gpu:
+    """The same, of the real thing."""
+
+    def draw(self, count):
+        return torch.rand(count, device="cuda")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_replays_on_a_gpu_draw_what_eager_steps_draw():
+    graphs, watched = CudaGraphs(torch.device("cuda", torch.cuda.current_device())), RandomStates(torch.cuda)
+    forward, backward = step(Gpu())
+    watched.begin()
+    with watched.following(forward=True):
+        forward()
+    with watched.following(forward=False):
+        backward()
+    pair, captured = graphs.make_pair([], watched.offsets), []
+    for graph, program, is_forward in zip(pair, step(Gpu()), (True, False), strict=True):
+        with graph.capture(), watched.following(is_forward):
+            captured += program()
+    for seed in (7, 7, 23):
+        torch.cuda.manual_seed(seed)
+        Gpu().draw(20)
+        begin = torch.cuda.get_rng_state()
+        for graph in pair:
+            graph.replay()
+        end = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(begin)
+        forward, backward = step(Gpu())
+        for mine, reference in zip(captured, forward() + backward(), strict=True):
+            assert torch.equal(mine, reference)
         assert torch.equal(torch.cuda.get_rng_state(), end)
 
 

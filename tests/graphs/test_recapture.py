@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -17,8 +18,11 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from helpers.recorded import CLASSES, Net, assert_same_run, fit
-from lightning_zero3.callbacks import CUDAGraphStep
+from helpers import recorded
+from helpers.recorded import CLASSES, Counting, Net, assert_same_run, fit
+from lightning_zero3.callbacks.graph_check import GraphCaptureError
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 class Does(Callback):
@@ -40,13 +44,6 @@ class HasRate(Net):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-class Watching(CUDAGraphStep):
-    def on_train_end(self, trainer, pl_module):
-        self.recaptures, self.captured = self._runner.recaptures, self._runner.captured
-        self.replays = self._runner.replays
-        super().on_train_end(trainer, pl_module)
-
-
 def unfreeze(module):
     module.frozen.requires_grad_(True)
 
@@ -65,6 +62,15 @@ def no_training_mode(module):
 
 def other_memory(module):
     module.head.weight.data = module.head.weight.data * 0.5
+
+
+def assigned(module):
+    """Other parameters, of which the optimizer is told."""
+    state = {name: value * 0.9 if value.is_floating_point() else value.clone() for name, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    [optimizer] = module.trainer.optimizers
+    optimizer.param_groups[0]["params"] = list(module.parameters())
+    optimizer.state.clear()
 
 
 def other_activation(module):
@@ -104,13 +110,13 @@ def highest_precision():
 CHANGES = [
     [unfreeze, less_dropout, other_activation, hook, freeze],
     [checkpointing, other_memory, no_training_mode, replaced_buffer, another_layer],
-    [precision_of_products, other_dtype],
+    [precision_of_products, other_dtype, assigned],
 ]
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes[0].__name__)
 def test_a_change_of_the_module_leads_to_a_new_capture(changes):
-    callback, options = Watching(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 4}
+    callback, options = Counting(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 4}
     mine = fit(Net(optimizer="sgd"), callback, Does(changes), **options)
     assert (callback.recaptures, callback.captured) == (len(changes), 1) and callback.replays > 10
     torch.set_float32_matmul_precision("highest")
@@ -118,6 +124,10 @@ def test_a_change_of_the_module_leads_to_a_new_capture(changes):
 
 
 ALPHA = 1.0
+
+
+def shift(value):
+    return torch.full((CLASSES,), value, device=recorded.DEVICE)
 
 
 class Settings(Net):
@@ -129,7 +139,7 @@ class Settings(Net):
         super().__init__(optimizer="sgd")
         self.save_hyperparameters({"beta": 1.0})
         self.weights, self.config, self.activation = [1.0, 2.0], SimpleNamespace(delta=1.0), torch.tanh
-        self.shift, self.shifts = torch.zeros(CLASSES), [torch.zeros(CLASSES)]
+        self.shift, self.shifts = shift(0.0), [shift(0.0)]
         self.teacher = [nn.Dropout(0.5)]
 
     def forward(self, x):
@@ -158,10 +168,10 @@ SETTINGS = [
         lambda m: m.hparams.update(beta=0.5),
         lambda m: setattr(m.config, "delta", 0.5),
         lambda m: setattr(m, "activation", torch.sigmoid),
-        lambda m: setattr(m, "shift", torch.ones(CLASSES)),
+        lambda m: setattr(m, "shift", shift(1.0)),
     ],
     [
-        lambda m: m.shifts.__setitem__(0, torch.ones(CLASSES)),
+        lambda m: m.shifts.__setitem__(0, shift(1.0)),
         lambda m: m.teacher[0].eval(),
         lambda m: setattr(type(m), "gamma", 0.5),
         lambda m: setattr(m.head, "forward", partial(m.head.forward)),
@@ -172,7 +182,7 @@ SETTINGS = [
         lambda m: setattr(m, "later", 0.5),
         lambda m: m.head.weight.register_hook(lambda gradient: gradient * 0.5) and None,
         hook_of_all,
-        lambda m: torch.set_autocast_enabled("cpu", True),
+        lambda m: torch.set_autocast_enabled(recorded.DEVICE, True),
     ],
 ]
 
@@ -184,14 +194,15 @@ def fit_settings(changes, *callbacks):
         return fit(module, *callbacks, Does(changes), limit_val_batches=0, max_epochs=4)
     finally:
         globals()["ALPHA"], Settings.gamma = 1.0, 1.0
-        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_enabled(recorded.DEVICE, False)
+        torch.clear_autocast_cache()
         if hasattr(module, "handle"):
             module.handle.remove()
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=["attributes", "settings", "torch"])
 def test_what_a_step_computes_with_is_noticed_wherever_it_is_kept(changes):
-    callback = Watching(software=True, strict=True)
+    callback = Counting(software=True, strict=True)
     mine = fit_settings(changes, callback)
     assert (callback.recaptures, callback.captured) == (len(changes), 1) and callback.replays > 10
     assert_same_run(mine, fit_settings(changes))
@@ -207,7 +218,7 @@ class Kinds(Net):
         loss = output["loss"] * self.trainer.factor if len(batch["x"]) == 4 else output["loss"]
         return {
             "loss": loss,
-            "of": torch.ones(2, dtype=torch.int64) * batch["constant"],
+            "of": torch.ones(2, dtype=torch.int64, device=self.device) * batch["constant"],
             "inverse": 1 / (loss * 0 * batch["constant"]),
         }
 
@@ -225,7 +236,7 @@ class Kinds(Net):
 
 def test_every_shape_is_looked_at_in_each_epoch_and_constants_are_told_apart():
     options = {"limit_val_batches": 0, "max_epochs": 3}
-    callback = Watching(software=True, strict=True, max_graphs=6)
+    callback = Counting(software=True, strict=True, max_graphs=6)
     mine = fit(Kinds(), callback, **options)
     assert callback.recaptures == 2 and callback.replays > 10
     assert_same_run(mine, fit(Kinds(), **options))
@@ -257,9 +268,9 @@ def optimizer_state(module):
 
 def test_changes_that_graphs_follow_need_no_new_capture():
     changes = [in_place, other_rate, optimizer_state, cleared, own_counter, other_accumulation]
-    callback, options = Watching(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 3}
+    callback, options = Counting(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 3}
     mine = fit(Net(), callback, Does(changes, every=3), **options)
-    assert callback.recaptures == 0
+    assert (callback.recaptures, callback.captured) == (0, 1) and callback.replays > 8
     assert_same_run(mine, fit(Net(), Does(changes, every=3), **options))
 
 
@@ -278,13 +289,14 @@ LIGHTNINGS = {
         StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
         LearningRateFinder(num_training_steps=8),
     ],
+    "batch size": lambda: [BatchSizeFinder("power", steps_per_trial=2, init_val=2, max_trials=2)],
     "pruning": lambda: [ModelPruning("l1_unstructured", [], amount=0.5, use_lottery_ticket_hypothesis=False)],
 }
 
 
 @pytest.mark.parametrize("case", LIGHTNINGS)
 def test_beside_lightnings_own_callbacks(case, tmp_path):
-    callback, options = Watching(software=True), {"limit_val_batches": 0, "max_epochs": 3, "default_root_dir": tmp_path}
+    callback, options = Counting(software=True), {"limit_val_batches": 0, "max_epochs": 3, "default_root_dir": tmp_path}
     mine, reference = (fit(HasRate(), *LIGHTNINGS[case](), *extra, **options) for extra in ([callback], []))
     assert callback.replays > 5 or case == "pruning"  # which computes its weights anew in hooks
     assert_same_run(mine, reference)
@@ -304,11 +316,34 @@ class Annealed(Net):
 
 
 def test_a_number_that_changes_with_the_epoch_is_found_in_its_first_step():
-    callback = Watching(software=True, strict=True)
+    callback = Counting(software=True, strict=True)
     options = {"max_epochs": 8, "limit_train_batches": 20, "limit_val_batches": 0}  # each capture pays
     mine = fit(Annealed(batch_size=2), callback, **options)
     assert callback.recaptures == 7
     assert_same_run(mine, fit(Annealed(batch_size=2), **options))
+
+
+class Scaled(Net):
+    """A hook of the backward, which on a GPU runs in a thread of autograd's, reads a number."""
+
+    alpha = 1.0
+
+    def forward(self, x):
+        scores = super().forward(x)
+        if scores.requires_grad:
+            scores.register_hook(lambda gradient: gradient * self.alpha)
+        return scores
+
+
+def other_alpha(module):
+    module.alpha = 0.5
+
+
+def test_a_number_that_a_backward_reads():
+    callback = Counting(software=True, strict=True)
+    mine = fit(Scaled(), callback, Does([other_alpha]))
+    assert callback.recaptures == 1 and callback.replays > 8
+    assert_same_run(mine, fit(Scaled(), Does([other_alpha])))
 
 
 class Restless(Net):
@@ -317,6 +352,20 @@ class Restless(Net):
 
 
 def test_a_step_that_keeps_changing_ends_in_eager_steps():
-    with pytest.warns(UserWarning, match="not the same|A Python number that changes|went out of date"):
-        mine = fit(Restless(), CUDAGraphStep(software=True))
+    callback = Counting(software=True)
+    with pytest.warns(UserWarning, match=r"A Python number that changes goes into aten\."):
+        mine = fit(Restless(), callback)
+    assert callback.replays == 0
     assert_same_run(mine, fit(Restless()))
+
+
+class NeverTheSame(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step % 3 == 0:  # after each capture
+            pl_module.net[3].p = 0.1 + 0.001 * trainer.global_step
+
+
+def test_a_step_that_changes_after_each_capture_is_given_up():
+    message = "Captured steps went out of date 6 times, each time before they had paid; the last time, `net.3.p` changed"
+    with pytest.raises(GraphCaptureError, match=message):
+        fit(Net(), NeverTheSame(), Counting(software=True, strict=True, warmup=2), max_epochs=3)

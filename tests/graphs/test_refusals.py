@@ -4,17 +4,22 @@ import random
 import re
 import time
 import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers import recorded
 from helpers.one_line import Small, train
-from helpers.recorded import assert_same
+from helpers.recorded import Counting, assert_same
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graph_check import GraphCaptureError
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def item(self, batch, batch_idx, loss):
@@ -30,7 +35,7 @@ def nonzero(self, batch, batch_idx, loss):
 
 
 def other_shapes(self, batch, batch_idx, loss):
-    self.trainer.history = torch.ones(2 + len(getattr(self.trainer, "history", [])))
+    self.trainer.history = torch.ones(2 + len(getattr(self.trainer, "history", [])), device=self.device)
     return loss + self.trainer.history.sum()
 
 
@@ -81,7 +86,7 @@ def last_batch(self, batch, batch_idx, loss):
 
 
 def solves(self, batch, batch_idx, loss):
-    return loss + torch.linalg.solve(torch.eye(3) + self.layer.weight * 0.01, self.layer.bias).sum()
+    return loss + torch.linalg.solve(torch.eye(3, device=self.device) + self.layer.weight * 0.01, self.layer.bias).sum()
 
 
 def growing_number(self, batch, batch_idx, loss):
@@ -91,7 +96,7 @@ def growing_number(self, batch, batch_idx, loss):
 
 def growing_tensor(self, batch, batch_idx, loss):
     self.trainer.temperature = getattr(self.trainer, "temperature", 0.5) * 2
-    return loss * torch.tensor(self.trainer.temperature)
+    return loss * torch.tensor(self.trainer.temperature, device=self.device)
 
 
 def branch(self, batch, batch_idx, loss):
@@ -127,6 +132,23 @@ def prints(self, batch, batch_idx, loss):
     return loss
 
 
+def module_print(self, batch, batch_idx, loss):
+    self.print("loss", loss.shape)
+    return loss
+
+
+def loggers(self, batch, batch_idx, loss):
+    for each in self.loggers:
+        each.log_metrics({})
+    return loss
+
+
+def waits(self, batch, batch_idx, loss):
+    with suppress(AssertionError):  # of a torch without CUDA
+        torch.cuda.synchronize()
+    return loss
+
+
 def logger(self, batch, batch_idx, loss):
     if self.logger is not None:
         self.logger.log_metrics({})
@@ -141,6 +163,25 @@ def clock(self, batch, batch_idx, loss):
 def python_random(self, batch, batch_idx, loss):
     random.random()
     return loss
+
+
+def numpy_random(self, batch, batch_idx, loss):
+    np.random.rand()
+    return loss
+
+
+def numpy_generator(self, batch, batch_idx, loss):
+    GENERATOR.normal()
+    return loss
+
+
+def own_generator(self, batch, batch_idx, loss):
+    self.generator.normal()
+    return loss
+
+
+def arrays(self, batch, batch_idx, loss):
+    return loss * len(batch.cpu().numpy())
 
 
 def seeds(self, batch, batch_idx, loss):
@@ -187,13 +228,17 @@ def nested(self, batch, batch_idx, loss):
 class Rewinds(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        ctx.state = torch.get_rng_state()
+        ctx.state = source().get_rng_state()
         return nn.functional.dropout(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        torch.set_rng_state(ctx.state)
+        source().set_rng_state(ctx.state)
         return gradient
+
+
+def source():
+    return torch.cuda if recorded.DEVICE == "cuda" else torch
 
 
 def rewinds(self, batch, batch_idx, loss):
@@ -217,7 +262,7 @@ def reads_another(self, batch, batch_idx, loss):
     return loss + before
 
 
-LOSSES, COUNTS = [], {"steps": 0}
+LOSSES, COUNTS, GENERATOR = [], {"steps": 0}, np.random.default_rng(0)
 
 
 def appends_elsewhere(self, batch, batch_idx, loss):
@@ -319,9 +364,16 @@ CASES = {
     metric: r"A torchmetrics metric is used, and would be updated only once\. Move it to .*self\.metric\(loss\)",
     logged_metric: r"A torchmetrics metric is used.*self\.log\(\"metric\", self\.metric\)",
     prints: r"`print` is called, and would be called only once.*print\(\"loss\", loss\.shape\)",
+    module_print: r"`self\.print` is called, and would be called only once.*self\.print\(\"loss\", loss\.shape\)",
+    loggers: r"`self\.loggers` is used, and would be used only once\. Use `self\.log`.*for each in self\.loggers",
+    waits: r"`torch\.cuda\.synchronize` is called, .* Remove it.*torch\.cuda\.synchronize\(\)",
     logger: r"`self\.logger` is used, and would be used only once",
     clock: r"The time is read, and changes.*time\.perf_counter\(\)",
     python_random: r"A random number of Python or numpy is read.*random\.random\(\)",
+    numpy_random: r"A random number of Python or numpy is read.*np\.random\.rand\(\)",
+    numpy_generator: r"`GENERATOR`, which belongs to no module, changes from step to step.*GENERATOR\.normal\(\)",
+    own_generator: r"assigns or extends `self\.generator`.*self\.generator\.normal\(\)",
+    arrays: r"`Tensor\.numpy` reads values on the host: .*\.numpy\(\)",
     seeds: r"`torch\.manual_seed` is called, and would be called only once.*torch\.manual_seed\(3\)",
     assigns: r"assigns or extends `self\.last`.*self\.last = loss\.detach\(\)",
     appends: r"assigns or extends `self\.history`.*self\.history\.append",
@@ -330,7 +382,7 @@ CASES = {
     writes_batch: r"The step writes into its inputs.*batch\.add_\(1\)",
     no_loss: r"`training_step` returned no loss.*def training_step",
     nested: r"aten\.\w+ draws random numbers in the backward pass from a state .*dropout\(self\.layer\(x\)\)",
-    rewinds: r"The backward pass leaves the random state elsewhere.*torch\.set_rng_state\(ctx\.state\)",
+    rewinds: r"The backward pass leaves the random state elsewhere.*source\(\)\.set_rng_state\(ctx\.state\)",
 }
 
 
@@ -370,15 +422,17 @@ def fine(self, batch, batch_idx, loss):
     self.log("constant", 2.0)
     scale, parts = loss.detach(), []  # in closures of functions that each step makes anew
     parts.append(checkpoint(lambda x: self.layer(x) * scale + len(parts), batch, use_reentrant=False).sum())
-    return {"loss": loss + sum(parts), "kept": "text"}
+    decay = sum(p.square().sum() for p in self.parameters())  # goes through all modules, the metric too
+    return {"loss": loss + sum(parts) + 0.01 * decay, "kept": "text"}
 
 
 def test_nothing_is_said_of_a_step_that_can_be_captured():
-    reference, mine = Small(fine), Small(fine)
+    reference, mine, callback = Small(fine), Small(fine), Counting(software=True, strict=True)
     train(reference)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="CUDAGraphStep")
-        train(mine, CUDAGraphStep(software=True, strict=True))
+        train(mine, callback)
+    assert callback.replays == 3  # of six
     assert_same(mine.state_dict(), reference.state_dict())
 
 

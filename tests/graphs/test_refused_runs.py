@@ -1,5 +1,6 @@
 """Runs and options of which no step can be captured: each reason, with the message that a user reads."""
 
+import logging
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -56,6 +57,7 @@ class Opaque:
         return self
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
@@ -85,6 +87,7 @@ def test_runs_that_cannot_be_captured_at_all(module, options, message):
         train(module, CUDAGraphStep(software=True, strict=True), **options)
 
 
+@pytest.mark.usefixtures("device")
 def test_batches_that_differ_each_time_are_refused(monkeypatch):
     monkeypatch.setattr(graph_runner, "MOST_SIGNATURES", 3)
     batches = [{"x": torch.ones(4, 3), "name": str(k)} for k in range(5)]
@@ -101,7 +104,13 @@ def test_other_strategies_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"warmup": 1}, "warmup: .* got 1"), ({"max_graphs": 0}, "max_graphs: .* got 0")]
+    ("options", "message"),
+    [
+        ({"warmup": 1}, "warmup: .* got 1"),
+        ({"max_graphs": 0}, "max_graphs: .* got 0"),
+        ({"modules": []}, "modules: expected names of modules"),
+        ({"modules": ["net"], "optimizer": True}, "modules: .* no `optimizer=True` beside them"),
+    ],
 )
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
@@ -157,8 +166,8 @@ def test_beside_the_allocators_own_callback(options, message, monkeypatch):
         config.restore_now()
 
 
-def test_without_cuda_nothing_is_captured():
-    module = Small(prints)
-    with warnings.catch_warnings():
+def test_without_cuda_nothing_is_captured(caplog):
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO):
         warnings.filterwarnings("error", message="CUDAGraphStep")
-        train(module, CUDAGraphStep(strict=True))
+        train(Small(prints), CUDAGraphStep(strict=True))
+    assert "CUDAGraphStep: no CUDA graphs on cpu; steps run eagerly (`software=True` tries it out)" in caplog.text

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from threading import Thread
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.recorded import Net, fit
-from lightning_zero3.callbacks import CUDAGraphStep
+from helpers import recorded
+from helpers.ranks import run_ranks
+from helpers.recorded import Counting, Net, fit
 from lightning_zero3.callbacks.graph_python import WatchedIndex
+from lightning_zero3.callbacks.graph_software import SoftwareGraph
 from lightning_zero3.callbacks.graph_state import GroupSettings, Guard
 from lightning_zero3.callbacks.graph_tape import LogTape
 from lightning_zero3.callbacks.graph_values import Everything, freeze, is_itself
@@ -40,8 +43,8 @@ def splits(x):
     return x * len(re.compile("a+").findall("aab"))
 
 
-def test_the_standard_library_is_not_taken_for_the_users():
-    tables = [table["__name__"] for table, _ in watched(splits, torch.ones(2)).globals.values()]
+def test_the_standard_library_is_not_taken_for_the_users(device):
+    tables = [table["__name__"] for table, _ in watched(splits, torch.ones(2, device=device)).globals.values()]
     assert not [name for name in tables if name.partition(".")[0] in ("re", "enum")]
 
 
@@ -58,9 +61,9 @@ class Scales(torch.autograd.Function):
         return gradient * ALPHA
 
 
-def test_functions_of_a_backward_in_another_thread_are_seen():
-    """As on CUDA, where autograd has a thread for each device."""
-    x = torch.ones(2, requires_grad=True)
+def test_functions_of_a_backward_in_another_thread_are_seen(device):
+    """On CUDA autograd has a thread for each device; here it works in the one that calls it."""
+    x = torch.ones(2, requires_grad=True, device=device)
     loss = Scales.apply(x).sum()
     x.register_hook(lambda gradient: gradient * SETTINGS.beta)
     watch = Watch(x.device, x)
@@ -94,8 +97,8 @@ def computes(x):
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Namespace, "temperature"), (package.config, "BETA")])
-def test_numbers_of_classes_and_of_modules_in_packages(owner, name, monkeypatch):
-    watch = watched(computes, torch.ones(2))
+def test_numbers_of_classes_and_of_modules_in_packages(owner, name, device, monkeypatch):
+    watch = watched(computes, torch.ones(2, device=device))
     guard = Guard(nn.Module(), [], watch.names, watch.globals.values())
     assert guard.changed() is None
     monkeypatch.setattr(owner, name, 0.5)
@@ -158,8 +161,8 @@ def reads_any(x):
     return x * sum(value for name, value in OPTIMIZER.param_groups[0].items() if name.endswith("decay"))
 
 
-def test_settings_of_the_optimizer_that_a_step_reads_are_followed_into_new_groups():
-    x = torch.ones(2)
+def test_settings_of_the_optimizer_that_a_step_reads_are_followed_into_new_groups(device):
+    x = torch.ones(2, device=device)
     assert watched(computes, x).settings_of_groups(OPTIMIZER) == set()
     assert watched(reads_decay, x).settings_of_groups(OPTIMIZER) == {"weight_decay"}
     assert watched(reads_any, x).settings_of_groups(OPTIMIZER) == OPTIMIZER.param_groups[0].keys() - {"params"}
@@ -218,16 +221,11 @@ class Prints(Net):
         self.trainer.ticks = count()
 
 
-class Counting(CUDAGraphStep):
-    def on_train_end(self, trainer, pl_module):
-        self.recaptures = self._runner.recaptures
-        super().on_train_end(trainer, pl_module)
-
-
+@pytest.mark.usefixtures("device")
 def test_the_first_step_of_an_epoch_counts_with_all_that_it_does():
     callback = Counting(software=True, strict=True)
     fit(Prints(), callback, limit_val_batches=0)
-    assert callback.recaptures == 1
+    assert callback.recaptures == 1 and callback.replays > 8
 
 
 class LooksLater(Net):
@@ -254,12 +252,38 @@ class LooksBackLater(LooksLater):
             gradient.item()
 
 
+def fail_in_a_capture(rank, world_size, device, module):
+    """The message of the error, and what caused it."""
+    recorded.DEVICE = device
+    with pytest.raises(RuntimeError) as error:
+        fit(module(), Counting(software=True))
+    return str(error.value), str(error.value.__cause__)
+
+
 @pytest.mark.parametrize(
     ("module", "what", "line"),
     [(LooksLater, "forward", r'output\["loss"\]\.item'), (LooksBackLater, "backward", r"gradient\.item")],
 )
-def test_a_capture_that_fails_is_named_with_its_line(module, what, line):
-    message = rf"(?s)CUDAGraphStep: capturing the {what} of the training step failed.*test_watch\.py:\d+: `{line}\(\)"
-    with pytest.raises(RuntimeError, match=message) as error:
-        fit(module(), CUDAGraphStep(software=True))
-    assert "_local_scalar_dense" in str(error.value.__cause__)
+def test_a_capture_that_fails_is_named_with_its_line(module, what, line, device):
+    if device == "cuda":  # in a process of its own, which is of no more use afterwards
+        [(message, cause)] = run_ranks(fail_in_a_capture, 1, device, module)
+        assert "captur" in cause
+    else:
+        message, cause = fail_in_a_capture(0, 1, device, module)
+        assert "_local_scalar_dense" in cause
+    expected = rf"(?s)CUDAGraphStep: capturing the {what} of the training step failed.*test_watch\.py:\d+: `{line}\(\)"
+    assert re.search(expected, message), message
+
+
+def test_of_two_errors_the_users_is_named(monkeypatch):
+    real = SoftwareGraph.capture
+
+    def capture(self):
+        both = ExitStack()
+        both.callback(torch.ones(2).view, 3)  # CUDA ends a capture that failed with an error of its own
+        both.enter_context(real(self))
+        return both
+
+    monkeypatch.setattr(SoftwareGraph, "capture", capture)
+    message, cause = fail_in_a_capture(0, 1, "cpu", LooksLater)
+    assert re.search(r'test_watch\.py:\d+: `output\["loss"\]\.item', message) and "_local_scalar_dense" in cause

@@ -1,11 +1,13 @@
 """A module whose training step is one line to try, and its run."""
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from . import recorded
 from .parity import trainer
 
 
@@ -18,6 +20,7 @@ class Small(pl.LightningModule):
         self.layer = nn.Linear(3, 3)
         self.metric = MeanMetric()
         self.temperature, self.history, self.last, self.counts = 1.0, [], None, {"steps": 0}
+        self.generator = np.random.default_rng(0)
         self.register_buffer("average", torch.zeros(()))
 
     def training_step(self, batch, batch_idx):
@@ -33,7 +36,7 @@ class Small(pl.LightningModule):
 
 
 def train(module, *callbacks, **options):
-    fitter = trainer(callbacks=list(callbacks), **options)
+    fitter = trainer(callbacks=list(callbacks), accelerator=recorded.DEVICE, **options)
     torch.manual_seed(1)
     module.layer.reset_parameters()
     fitter.fit(module)

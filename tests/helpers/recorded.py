@@ -10,15 +10,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
+from lightning_zero3.callbacks import CUDAGraphStep
+
+DEVICE = "cpu"  # where `fit` trains; the fixture `device` of tests/graphs sets it
 SAMPLES, WIDTH, CLASSES = 44, 12, 5  # eleven batches of 4; ragged with batches of 8
 
 
 class Net(pl.LightningModule):
-    """Dropout, running statistics, a frozen and an unused layer, and logging of all kinds."""
+    """Dropout, running statistics, a frozen and an unused layer, a metric, and logging of all kinds."""
 
     def __init__(
         self, batch_size: int = 4, scheduled: bool = False, optimizer: str = "adamw", checkpointed: bool = False
@@ -31,6 +37,7 @@ class Net(pl.LightningModule):
         )
         self.frozen, self.unused = nn.Linear(16, 16).requires_grad_(False), nn.Linear(3, 3)
         self.head = nn.Linear(16, CLASSES)
+        self.mean = MeanMetric()
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH] -> [batch, CLASSES]
         if self.checkpointed:  # dropout in both
@@ -47,6 +54,10 @@ class Net(pl.LightningModule):
         self.log("highest", scores.detach().max(), on_epoch=True, reduce_fx="max")
         self.log("weighted", loss.detach() * 2, on_step=False, on_epoch=True, batch_size=3)
         return {"loss": loss, "scores": scores}
+
+    def on_train_batch_end(self, outputs: dict[str, Tensor], batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.mean(outputs["loss"])
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("validation", nn.functional.cross_entropy(self(batch["x"]), batch["y"]))
@@ -79,17 +90,54 @@ def _as_dict(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
 
 
+def half() -> list[MixedPrecision]:
+    """Plugins of a run whose first steps overflow, and are skipped; later ones are again when the scale has grown."""
+    return [MixedPrecision("16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=3))]
+
+
+class Calls(Profiler):
+    """Counts the calls of hooks, of the strategy, and of callbacks, other than those ``without``."""
+
+    def __init__(self, without: list[Callback]) -> None:
+        super().__init__()
+        self._without = tuple(f"[Callback]{callback.state_key}." for callback in without)
+        self.counts: Counter[str] = Counter()
+
+    def start(self, action_name: str) -> None:
+        if not action_name.startswith(self._without):
+            self.counts[action_name] += 1
+
+    def stop(self, action_name: str) -> None:
+        pass
+
+
+class Counting(CUDAGraphStep):
+    """Keeps the figures of its last run."""
+
+    def on_train_end(self, trainer, pl_module):
+        runner = self._runner
+        self.steps, self.replays = runner.steps, runner.replays
+        self.captured, self.recaptures = runner.captured, runner.recaptures
+        self.memory = self.memory_bytes()
+        super().on_train_end(trainer, pl_module)
+
+
+class Frees(Callback):
+    """Other work on the device between replays, which may not touch their memory."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        torch.cuda.empty_cache()
+        torch.full((1 << 20,), float("nan"), device=pl_module.device)
+
+
 class Recorder(Callback):
     """Sees the run as any callback does."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
-        self.calls: Counter[str] = Counter()
 
-    def _note(self, what: str, value: Any = None) -> None:
-        self.calls[what] += 1
-        if value is not None:
-            self.seen.append((what, _copy(value)))
+    def _note(self, what: str, value: Any) -> None:
+        self.seen.append((what, _copy(value)))
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self._note("batch", batch)
@@ -122,6 +170,8 @@ class Recorder(Callback):
         self._note("counters", _plain(trainer.fit_loop.state_dict()))
         self._note("global step", trainer.global_step)
         self._note("random state", torch.get_rng_state())
+        if module.device.type == "cuda":  # where dropout draws
+            self._note("random state of the device", torch.cuda.get_rng_state(module.device))
         self._note("optimizer", trainer.optimizers[0].state_dict())
 
 
@@ -150,14 +200,23 @@ class Run:
     """What :func:`fit` gives back."""
 
     def __init__(self, module: pl.LightningModule, trainer: pl.Trainer, recorder: Recorder) -> None:
-        self.seen, self.calls, self.trainer, self.module = recorder.seen, recorder.calls, trainer, module
-        strategy = trainer.strategy
+        self.seen, self.calls, self.trainer, self.module = recorder.seen, trainer.profiler.counts, trainer, module
+        self._keep_state()
+
+    def go_on(self, max_epochs: int) -> None:
+        """Fit the same module with the same trainer once more."""
+        self.trainer.fit_loop.max_epochs = max_epochs
+        self.trainer.fit(self.module)
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        strategy = self.trainer.strategy
         with strategy.gathered() if hasattr(strategy, "gathered") else nullcontext():
-            self.state = _copy(module.state_dict())
+            self.state = _copy(self.module.state_dict())
 
 
 def fit(module: pl.LightningModule | None = None, *callbacks: Callback, ckpt_path: str | None = None, **options: Any) -> Run:
-    """Train on the CPU, always from the same seed; an option that is a function is called for its value."""
+    """Train, always from the same seed; an option that is a function is called for its value."""
     options = {name: value() if callable(value) else value for name, value in options.items()}
     torch.manual_seed(11)
     module = Net() if module is None else module
@@ -167,9 +226,10 @@ def fit(module: pl.LightningModule | None = None, *callbacks: Callback, ckpt_pat
             layer.reset_parameters()
     recorder = Recorder()
     quiet = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "devices": 1,
         "max_epochs": 2,
+        "profiler": Calls([callback for callback in callbacks if isinstance(callback, CUDAGraphStep)]),
         "logger": DummyLogger(),
         "log_every_n_steps": 1,
         "enable_checkpointing": False,
@@ -203,7 +263,7 @@ def assert_same(mine: Any, reference: Any, where: str = "") -> None:
 
 def assert_same_run(mine: Run, reference: Run) -> None:
     """Everything that was seen, in its order, how often each hook ran, and the final state."""
-    assert len(reference.seen) > 20
+    assert len(reference.seen) > 20 and len(reference.calls) > 40
     assert mine.calls == reference.calls
     assert_same(mine.seen, reference.seen, "seen")
     assert_same(mine.state, reference.state, "state")

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 MIB = 2**20
 WIDTH = 512
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+on_cuda = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])  # a device to try, besides "cpu"
 
 
 class Model(LightningModule):
