@@ -24,7 +24,7 @@ from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
-from .resting import NO_GRAPH_TASK, ResidencyError, graph_task, is_sharded, unsettle
+from .resting import NO_GRAPH_TASK, graph_task, is_sharded, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup, attach
 from .streams import make_lane
@@ -322,15 +322,10 @@ class Zero3Engine:
             return
         if list(map(_VERSION, self._flats)) != self._versions:
             self._adopt_flat_values()
-        if self.access.in_step and get_ident() != self._thread and torch.is_grad_enabled() and not unit.whole:
-            raise ResidencyError(
-                f"Unit {unit.name} runs in another thread than the step, and nobody notes there what autograd saves of its "
-                "weights. Run it in the step's own thread, or under `torch.no_grad()`."
-            )
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()
-        if not self.access.in_step:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
@@ -351,6 +346,6 @@ class Zero3Engine:
             self._pass.schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
-        if not self.access.in_step:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         return copied
