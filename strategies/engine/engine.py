@@ -306,15 +306,10 @@ class Zero3Engine:
             return
         if list(map(_VERSION, self._flats)) != self._versions:
             self._adopt_flat_values()
-        if self.access.in_step and get_ident() != self._thread and torch.is_grad_enabled() and not unit.whole:
-            raise ResidencyError(
-                f"Unit {unit.name} runs in another thread than the step, and nobody notes there what autograd saves of its "
-                "weights. Run it in the step's own thread, or under `torch.no_grad()`."
-            )
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()
-        if not self.access.in_step:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
@@ -337,6 +332,6 @@ class Zero3Engine:
             self.passes.schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
-        if not self.access.in_step:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         return copied

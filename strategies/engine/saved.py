@@ -53,7 +53,7 @@ class SavedTensors:
             ) from error
 
     def enter_outside(self, unit: Unit) -> None:
-        """``unit`` begins a forward outside of a step: nobody else watches what autograd saves."""
+        """``unit`` begins a forward outside of a step, or in another thread: nobody else watches what autograd saves."""
         # torch.func refuses such hooks, and keeps what it saves to itself.
         if not unit.whole and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
             hooks = saved_tensors_hooks(self.pack, self.unpack)

@@ -114,6 +114,8 @@ class GradDecayedWhenGathered(Graded):
 class GradKeptAsMomentum(Graded):
     """`p.grad` itself kept from step to step, and changed in place when it is no longer the gradient"""
 
+    worlds = (2,)  # on one rank the next gradient will be in the same memory
+
     def train(self, run):
         self.kept = {}
         super().train(run)

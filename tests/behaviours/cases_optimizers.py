@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from .cases_root import Scaled
 from .harness import DIM, STEPS, Case, Chain, case
 
 
@@ -267,9 +268,7 @@ class FlatTensorsOfUnusedClamped(FlatTensorsClamped):
     """The same where some parameters have no gradient, in a model with parameters of its own"""
 
     def model(self):
-        model = Chain()
-        model.scale = nn.Parameter(torch.linspace(-1, 1, DIM))
-        return model
+        return Scaled()
 
     def loss(self, model, batch):
         x = model.blocks[1](model.stem(batch))
@@ -513,6 +512,19 @@ class TwoOptimizersOneGraph(TwoOptimizers):
                 value.backward()
             optimizer.step()
             run.log(value)
+
+
+@case
+class RootsOfTwoOptimizers(TwoOptimizersOneGraph):
+    """torch's DCGAN tutorial with networks that both have parameters of their own: these are one unit"""
+
+    refused = r"Backward needs the weights of unit \(root\) as they were in forward"
+    refused_on_one = "modified by an inplace operation"
+
+    def model(self):
+        model = nn.Module()
+        model.make, model.judge = Scaled(depth=2), Scaled(depth=2)
+        return model
 
 
 @case

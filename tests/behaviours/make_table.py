@@ -39,8 +39,8 @@ parameters with plain torch whose gradients are averaged by hand.
 
 zero3 is the engine of `Trainer(strategy="zero3")`. ddp is `DistributedDataParallel(find_unused_parameters=True)`, where every
 rank holds the whole model. fsdp2 is `fully_shard` on every repeated block and the model. For both the step runs inside the
-model's `forward`, as Lightning does it for DDP. What zero3 does right it also does in a model that has a parameter of its own
-beside its layers, which is in use during the whole step.
+model's `forward`, as Lightning does it for DDP. Rows on gradients, loads, hooks and the like are tested once more in a model
+that has a parameter of its own beside its layers: it is in use during the whole step.
 """
 
 
