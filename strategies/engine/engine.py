@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from ..residency import NO_GRAPH_TASK, ResidencyError, graph_task, guard, is_sharded, unsettle
+from ..residency import NO_GRAPH_TASK, graph_task, guard, is_sharded, unsettle
 from .access import Access
 from .agreement import Agreement
 from .backward import Backward
