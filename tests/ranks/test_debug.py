@@ -48,6 +48,13 @@ class KeepsInside(nn.Sequential):
             return super().forward(x)
 
 
+class ReadsMemory(nn.Sequential):
+    """Reads a parameter outside of its block in a way that torch asks nobody about."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.tensor(self[0].linear.bias)
+
+
 class KeepsAndWrites(nn.Sequential):
     """Writes to the view."""
 
@@ -96,7 +103,7 @@ def test_a_write_past_torch_is_an_error_that_names_the_parameter():
         assert message.startswith("ResidencyError") and "2.linear.weight" in message and "no_grad" in message
 
 
-@pytest.mark.parametrize("container", [Keeps, KeepsUngraded, KeepsInside])
+@pytest.mark.parametrize("container", [Keeps, KeepsUngraded, KeepsInside, ReadsMemory])
 def test_a_kept_view_reads_nan(container):
     for losses in run_ranks(train, 2, container, None, True):
         assert losses[0] != losses[0], "the kept view must not look like numbers"
