@@ -30,7 +30,45 @@ class ByGlobalNorm(torch.optim.SGD):
         return super().step(closure)
 
 
-TENSORS = {torch.optim.Adafactor, torch.optim.Muon, InBlocks}
+class ByOption(torch.optim.SGD):
+    """Divides by the norm where its group says so, from a step on that its group names."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"] if group.get("trust") and group["steps"] > group.get("start", 0) else ():
+                p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+class ByAngle(torch.optim.SGD):
+    """Treats matrices otherwise where their gradient is almost orthogonal to them, which numbers at random never are."""
+
+    def project(self, p):
+        return len(p.shape) > 1 and (p * p.grad).sum().abs() < 1e-6 * p.norm() * p.grad.norm()
+
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if self.project(p):
+                p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+class ByAngleOfData(ByAngle):
+    def project(self, p):
+        return p.grad.data.abs().dim() > 1 and super().project(p)
+
+
+class OfItsShape(torch.optim.SGD):
+    """Asks for the shape to make a tensor, which is elementwise."""
+
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.grad = p.grad + torch.zeros(p.shape) + torch.zeros_like(p).view(p.size())
+        return super().step(closure)
+
+
+TENSORS = {torch.optim.Adafactor, torch.optim.Muon, InBlocks, ByAngle, ByAngleOfData}
 REFUSED = {torch.optim.SparseAdam: "could not be tried", ByGlobalNorm: "combines several parameters"}
 OF_TORCH = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer}
 
@@ -42,10 +80,25 @@ def make(cls):
     return cls(nn.Linear(3, 3, bias=False).parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("cls", sorted((OF_TORCH | TENSORS) - REFUSED.keys(), key=lambda c: c.__name__))
+@pytest.mark.parametrize("cls", sorted((OF_TORCH | TENSORS | {OfItsShape}) - REFUSED.keys(), key=lambda c: c.__name__))
 def test_what_it_must_see(cls):
     expected = Stepping.MODEL if cls is torch.optim.LBFGS else Stepping.TENSORS if cls in TENSORS else Stepping.ELEMENTS
     assert stepping(make(cls), CPU) is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Stepping.ELEMENTS),
+        ({"trust": True}, Stepping.TENSORS),
+        ({"trust": True, "start": 25}, Stepping.TENSORS),
+        ({"trust": False, "start": 25}, Stepping.ELEMENTS),
+    ],
+)
+def test_it_is_tried_with_the_options_of_its_groups_and_past_their_steps(options, expected):
+    layers = [nn.Linear(3, 3) for _ in range(2)]
+    groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), **options}]
+    assert stepping(ByOption(groups, lr=0.1), CPU) is expected
 
 
 def test_a_warm_up_from_zero_shows_nothing_at_first():
