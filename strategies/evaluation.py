@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from typing_extensions import override
 
-from .collectives import DivergenceError, Meeting
+from .collectives import DivergenceError, Meeting, require_same_values
 from .data import NoBatch, ShardedLoader
 from .engine import Zero3Engine
 from .logged import adopt, describe
@@ -70,7 +70,9 @@ class EvaluationStrategy(WatchedStrategy):
             _require_samples_everywhere(loaders, mode)
             counts = [{"min_size": min, "max_size": max, "max_size_cycle": max}[mode](counts)]
         self._turns = []
-        everyone = self.engine.collectives.all_gather_object(counts)
+        collectives = self.engine.collectives
+        everyone, written = zip(*collectives.all_gather_object((counts, collectives.diary.checksums())), strict=True)
+        require_same_values(written)
         for loader, batches in zip(loaders, zip(*everyone, strict=True), strict=False):
             if isinstance(loader, ShardedLoader) and loader.may_lack_batches:
                 self._turns.append(None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, MutableSequence, Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+Written = tuple[str, int, bool]  # a parameter's name, the checksum of what was written there, whether in a step
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 
 
@@ -16,17 +18,17 @@ class DivergenceError(RuntimeError):
 
 
 class Meeting(enum.IntEnum):
-    """Labels of exchanges that concern no unit, and what a rank is about to do there."""
+    """Labels of exchanges that concern no unit, and what a rank is about to do there. Not -1: it hashes as -2 does."""
 
     description: str
 
-    AGREEMENT = -1, "end its backward pass (or its part in an evaluation step)"
-    SUM = -2, "reduce a value over the ranks (a logged value, a norm, an early stop)"
-    VALUES = -3, "broadcast or all-gather values"
-    OBJECTS = -4, "broadcast or collect Python objects (a path, a plan)"
-    BARRIER = -5, "wait for the others at a barrier"
-    EVALUATED = -6, "end an evaluation, having no batch left"
-    END = -7, "end its training (it has no more batches, or was stopped)"
+    AGREEMENT = -2, "end its backward pass (or its part in an evaluation step)"
+    SUM = -3, "reduce a value over the ranks (a logged value, a norm, an early stop)"
+    VALUES = -4, "broadcast or all-gather values"
+    OBJECTS = -5, "broadcast or collect Python objects (a path, a plan)"
+    BARRIER = -6, "wait for the others at a barrier"
+    EVALUATED = -7, "end an evaluation, having no batch left"
+    END = -8, "end its training (it has no more batches, or was stopped)"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""
@@ -53,6 +55,33 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
     return ""
 
 
+def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
+    """Parameters must have got the same values on all ranks.
+
+    Args:
+        everyone: what each rank has noted, see :meth:`Diary.checksums`.
+
+    Raises:
+        DivergenceError: naming the first parameter that one rank gave other values than another.
+    """
+    noted = {item for written in everyone for item in written}
+    name, _, inside = min((item for item in noted if any(item not in written for written in everyone)), default=("", 0, False))
+    if not name:
+        return
+    if inside:
+        raise DivergenceError(
+            f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
+            "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
+            "ranks have (`torch.distributed.all_reduce`), or make it between steps, in `with strategy.gathered(module, "
+            "modify=True):`, where rank 0's counts (leave `max_norm` out, and renormalise there)."
+        )
+    raise DivergenceError(
+        f"Parameter {name!r} was stored between steps (`load_state_dict`, `copy_`) on some ranks only, or with other values on "
+        "each: it has one value, of which every rank stored its own part. Do it on all ranks with the same values, or in `with "
+        "strategy.gathered(module, modify=True):`, where rank 0's count."
+    )
+
+
 def checksum(values: Tensor) -> Tensor:
     """An int64 [] that the bits of ``values`` [any shape] and their places decide; in pieces, on the device."""
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -73,6 +102,7 @@ class Diary:
     Attributes:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
         written: names of the parameters that forwards have changed since the last agreement -> checksum of each.
+        stored: the same of changes between steps. Nothing but an agreement makes them forgotten.
         describe: what a label stands for, for errors.
         progress: index of the unit that was asked for last, and exchanges begun.
     """
@@ -81,12 +111,26 @@ class Diary:
         self._agreements = self._resumed = 0
         self.trace = [0]
         self.written: dict[str, Tensor] = {}
+        self.stored: dict[str, Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
+    def checksums(self) -> list[Written]:
+        """What this rank has written to parameters, in an order that all ranks have; waits for the device."""
+        noted = [(name, inside) for inside in (False, True) for name in sorted(self.written if inside else self.stored)]
+        if not noted:
+            return []
+        totals = torch.stack([(self.written if inside else self.stored)[name] for name, inside in noted]).tolist()
+        return [(name, total, inside) for (name, inside), total in zip(noted, totals, strict=True)]
+
+    def digest(self, written: Sequence[Written]) -> int:
+        """A number that the trace and what was ``written`` decide, 62 bits."""
+        numbers = [number for name, total, _ in written for number in (crc32(name.encode()), total)]
+        return hash((*self.trace[1:], *numbers)) >> 2  # of integers: the same in every process
+
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
-        self.written = {}
+        self.written, self.stored = {}, {}
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from .diary import DivergenceError, Meeting
 from .group import GroupCollectives, Pending
 
+# Bound here, so that nobody who watches the group's methods is asked in each exchange.
+_send, _recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
+
 
 class PairwiseCollectives(GroupCollectives):
     """Exchanges straight between the places that the data lives in.
@@ -54,7 +57,7 @@ class PairwiseCollectives(GroupCollectives):
         works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
         staging = self._stage(shards.shape[1], buffer.dtype)
-        works += [self._group.send([shards[r]], r, tag) for r in self._others]
+        works += [_send(self._group, [shards[r]], r, tag) for r in self._others]
         return _OrderedSum(self, tag, shards, staging, works)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
@@ -69,8 +72,8 @@ class PairwiseCollectives(GroupCollectives):
         self.diary.progress[1] += 1
         tag = kind if label < 0 else kind + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
-        works += [self._group.recv([arriving[r]], r, tag) for r in self._others]
-        works += [self._group.send([sent[r]], r, tag) for r in self._others]
+        works += [_recv(self._group, [arriving[r]], r, tag) for r in self._others]
+        works += [_send(self._group, [sent[r]], r, tag) for r in self._others]
         return works
 
     def meet(self, meeting: Meeting) -> None:
@@ -82,8 +85,8 @@ class PairwiseCollectives(GroupCollectives):
         if mine is None:
             mine = self._labels[label] = torch.tensor([label])
         theirs = [self._spare.pop() if self._spare else torch.empty(1, dtype=torch.int64) for _ in self._others]
-        works = [self._control.recv([t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
-        works += [self._control.send([mine], r, self._LABEL) for r in self._others]
+        works = [_recv(self._control, [t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
+        works += [_send(self._control, [mine], r, self._LABEL) for r in self._others]
         return _SameLabel(self, label, theirs, works)
 
     def require_same_label(self, label: int, rank: int, other: int) -> None:
@@ -144,7 +147,7 @@ class _OrderedSum(Pending):
         super().__init__(shards[door.rank], works)  # of [world, shard]; the label, then what is sent
         self._door, self._tag = door, tag
         # The first two can arrive while the caller computes; more would need more memory.
-        self._arriving = [(door._group.recv([staging[k]], r, tag), staging[k]) for k, r in enumerate(door._others[:2])]
+        self._arriving = [(_recv(door._group, [staging[k]], r, tag), staging[k]) for k, r in enumerate(door._others[:2])]
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
@@ -162,7 +165,7 @@ class _OrderedSum(Pending):
             if part is not total and len(self._arriving) < len(self._door._others):
                 # This half of the staging has been read: the next shard may come into it.
                 following = self._door._others[len(self._arriving)]
-                self._arriving.append((self._door._group.recv([part], following, self._tag), part))
+                self._arriving.append((_recv(self._door._group, [part], following, self._tag), part))
         for work in self._works[1:]:
             work.wait()
         self._door._in_flight -= 1

@@ -69,8 +69,9 @@ class Access:
         """See :meth:`~.resting.Home.write`."""
         unit, entry = self._owner[id(parameter)]
         value = value.detach().broadcast_to(entry.size)
-        if self.in_step and unit.announce is None and not unit.whole:
-            self._collectives.diary.written[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
+        if unit.announce is None and not unit.whole:  # else other ranks may have nothing to run, or there are none
+            noted = self._collectives.diary.written if self.in_step else self._collectives.diary.stored
+            noted[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
         entry.store(value, entry.group.data)
         self._weights_changed()
 

@@ -14,6 +14,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import (
     DivergenceError,
     GroupCollectives,
+    Meeting,
     PairwiseCollectives,
     SharedMemoryCollectives,
     make_collectives,
@@ -143,7 +144,7 @@ def test_memory_that_is_used_again(kind):
 
 def different_exchanges(rank, world_size):
     door = KINDS["shared"](dist.group.WORLD)
-    door.diary.describe = {0: "gather unit a", 1: "gather unit b", -1: "agree"}.__getitem__
+    door.diary.describe = {0: "gather unit a", 1: "gather unit b", Meeting.AGREEMENT: "agree"}.__getitem__
     messages, slot = [], door.allocate(64, torch.device("cpu"))
     for mine in ([0, 1], [0, -1]):
         with pytest.raises(DivergenceError) as caught:

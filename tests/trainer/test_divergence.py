@@ -88,6 +88,21 @@ class Writer(Asymmetric):
         pass
 
 
+class StoresBeforeItEvaluates(Asymmetric):
+    """Where no backward comes, ranks compare when an evaluation begins."""
+
+    def __init__(self):
+        super().__init__("gradient", "wait for the others at a barrier")
+        self.table = Table()
+
+    def on_validation_start(self):
+        if self.global_rank == 0:
+            self.table.load_state_dict({"a": torch.zeros(16, 4), "b": torch.ones(16, 4)})
+
+    def validation_step(self, batch):
+        self.message = "evaluated"
+
+
 class WritesWhenEvaluated(Asymmetric):
     """Each rank another value; training compares only what training wrote."""
 
@@ -109,6 +124,11 @@ def _fit_all(rank, world_size, folder):
     evaluated = WritesWhenEvaluated()
     trainer(zero3(unit_policy=["Linear", "Table"]), world_size, num_sanity_val_steps=2, limit_val_batches=2).fit(evaluated)
     assert evaluated.message == "trained"
+    stored = StoresBeforeItEvaluates()
+    with pytest.raises(DivergenceError, match="'table.a' was stored between steps.*on some ranks only"):
+        tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
+        tester.validate(stored, stored.train_dataloader())
+    assert not stored.message
     told, written = [], {}  # from here on messages that nobody takes stay in the group
     for read, other in zip(READS, ELSEWHERE, strict=True):
         module = Asymmetric(read, other)
