@@ -69,7 +69,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
             With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
         checkpoint: sharded directories or full files; see :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
-        debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors.
+        debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors. No two units
+            share memory then: it takes that of the whole model on every rank.
         start_timeout: how long a process waits for the others to come up, before an error names those that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
         stop_on_nonfinite: look at the loss, the gradients and the outputs of all units, with a kernel each, and raise at the

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
 
+_Seen = tuple[str, Tensor, int, torch.Size, torch.dtype]  # a buffer's name, itself, the number of writes to it
+
 
 class Buffers:
     """Keeps the buffers of all ranks equal to rank 0's, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-    Only modules whose buffers changed take part, so constant ones (masks, rotary tables) cost nothing.
+    Only modules whose buffers changed take part, so constant ones (masks, rotary tables) cost nothing. A buffer that got
+    another shape on some rank (a table that grows with a rank's own sequences) is each rank's own until all have one shape.
 
     Attributes:
         differing: names of the buffers that differed from rank 0's when they were placed.
@@ -38,15 +41,16 @@ class Buffers:
         owners = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
         # A scripted module's table is not a dict, and gives other tensor objects at each look.
         self._tables = [m._buffers if isinstance(m._buffers, dict) else dict(m._buffers.items()) for m in owners]
-        self._seen = [_versions(table) for table in self._tables]
+        self._seen = [_look(table) for table in self._tables]
+        self._alike = [[name for name, *_ in seen] for seen in self._seen]  # names of those that all ranks have in one shape
 
     def __len__(self) -> int:
         """Number of modules that have buffers."""
         return len(self._tables)
 
     def changed(self) -> bytes:
-        """1 for each module whose buffers were assigned or written on this rank since the last :meth:`synchronize`."""
-        return bytes(_versions(t) != seen for t, seen in zip(self._tables, self._seen, strict=True))
+        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did."""
+        return bytes(_difference(_look(t), seen) for t, seen in zip(self._tables, self._seen, strict=True))
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """All buffers, each with the number of times that it was written."""
@@ -56,24 +60,62 @@ class Buffers:
         """Copy rank 0's buffers to the other ranks in one exchange; collective.
 
         Args:
-            chosen: truth for each module; None takes all. Torch's own batch norm writes its statistics unnoticed when it is
-                called as a function, so what a rank saw change may not be everything.
+            chosen: for each module what :meth:`changed` said on any rank; None takes all. Torch's own batch norm writes its
+                statistics unnoticed when it is called as a function, so what a rank saw change may not be everything.
         """
         picked = [k for k in range(len(self._tables)) if chosen is None or chosen[k]]
-        tensors = list({id(b): b for k in picked for b in self._tables[k].values() if b is not None and b.numel()}.values())
-        if tensors and self._collectives.world_size > 1:
-            with torch.no_grad():
-                parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in tensors]
-                packed = self._collectives.broadcast(torch.cat(parts))
-                if self._collectives.global_rank:
-                    for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
-                        b.copy_(part.clone().view(b.dtype).view(b.shape))  # cloned: a view of a dtype must be aligned
+        if self._collectives.world_size > 1:
+            compared = self._compare([k for k in picked if chosen is None or chosen[k] > 1])
+            places = compared if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
+            self._copy([b for b in (self._tables[k][name] for k, name in places) if b.numel()])
         for k in picked:
-            self._seen[k] = _versions(self._tables[k])
+            self._seen[k] = _look(self._tables[k])
+
+    def _compare(self, modules: list[int]) -> list[tuple[int, str]]:
+        """Note which buffers of ``modules`` all ranks have in one shape; collective if there are any.
+
+        Returns:
+            These, but only one place of each that has several on every rank.
+        """
+        if not modules:
+            return []
+        numbers: dict[int, int] = {}
+        looks = [_look(self._tables[k]) for k in modules]
+        mine = [{n: (tuple(s), d, numbers.setdefault(id(b), len(numbers))) for n, b, _, s, d in look} for look in looks]
+        places: dict[tuple[int, ...], tuple[int, str]] = {}
+        for k, first, *others in zip(modules, *self._collectives.all_gather_object(mine), strict=True):
+            self._alike[k] = [n for n in first if all(n in other and other[n][:2] == first[n][:2] for other in others)]
+            for name in self._alike[k]:
+                places.setdefault(tuple(found[name][2] for found in (first, *others)), (k, name))
+        return list(places.values())
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        """Of rank 0, to the other ranks."""
+        if not tensors:
+            return
+        with torch.no_grad():
+            parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in tensors]
+            packed = self._collectives.broadcast(torch.cat(parts))
+            if self._collectives.global_rank:
+                for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
+                    b.copy_(part.clone().view(b.dtype).view(b.shape))  # cloned: a view of a dtype must be aligned
 
 
-def _versions(table: dict[str, Tensor | None]) -> list[tuple[int, int]]:
-    return [(id(b), 0 if b.is_inference() else b._version) for b in table.values() if b is not None]
+def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
+    # The tensors themselves: a number or an address would soon be another one's.
+    return [(n, b, 0 if b.is_inference() else b._version, b.shape, b.dtype) for n, b in table.items() if b is not None]
+
+
+def _difference(now: list[_Seen], before: list[_Seen]) -> int:
+    if len(now) != len(before):
+        return 2
+    found = 0
+    for (name, buffer, version, *kind), (known, other, then, *was) in zip(now, before, strict=True):
+        if (name, kind) != (known, was):
+            return 2
+        if buffer is not other or version != then:
+            found = 1
+    return found
 
 
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:

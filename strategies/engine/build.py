@@ -159,8 +159,8 @@ def _extent(tensor: Tensor) -> int:
     return (1 + steps) * tensor.itemsize
 
 
-def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> None:
-    """Every rank must have the same parameters in the same units and groups; collective.
+def check_same_structure(units: list[Unit], model: nn.Module, collectives: LocalCollectives) -> None:
+    """Every rank must have the same parameters in the same units and groups, and buffers of the same shapes; collective.
 
     Raises:
         ValueError: on every rank, naming the first difference.
@@ -171,6 +171,7 @@ def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> No
         for u in units
         for e in u.entries
     ]
+    mine += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(collectives.all_gather_object(digest))) == 1:
         return

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from ..collectives import LocalCollectives
 from .chunk import Chunk, Entry
-from .layout import overlap
 from .resting import ResidencyError
-from .unit import Phase, Unit
+from .streams import Lane
+from .unit import Arena, Phase, Unit
 
 
 class CheckedUnit(Unit):
-    """A unit that verifies what ordinary ones take for granted; costs a pass over the slot, and a gather, for each use."""
+    """A unit that verifies what ordinary ones take for granted; costs a gather and passes over the slot for each use.
 
-    def use(self) -> None:
-        """See :meth:`Unit.use`.
+    Its slot is nobody else's, see engine.py: a view that was kept finds NaN there whoever runs, and a write to one is found.
+    """
 
-        Raises:
-            RuntimeError: another unit holds a part of the slot.
-        """
-        super().use()
-        for other in self._arena.holders:
-            if other is not self and overlap(self.region, other.region):
-                raise RuntimeError(
-                    f"Unit {self.name} is in use while unit {other.name} ({other.phase.value}) holds a part of its memory; "
-                    "this is a bug in lightning_zero3."
-                )
+    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
+        """See :meth:`Unit.connect`."""
+        super().connect(collectives, lane, arena, region)
+        for slot in self._poisonable():
+            slot.fill_(float("nan"))
+
+    def _start(self) -> None:
+        if self.phase is not Phase.IN_USE and not all(bool(slot.isnan().all()) for slot in self._poisonable()):
+            raise ResidencyError(
+                f"The memory of unit {self.name} was written while its parameters rested, through a view of one that was kept "
+                "from an earlier forward, or a pointer; the change would be lost. Change the parameters themselves, in `with "
+                "strategy.gathered(module, modify=True):`."
+            )
+        super()._start()
+
+    def _poisonable(self) -> list[Tensor]:
+        return [chunk.slot for chunk in self.chunks if chunk.dtype.is_floating_point or chunk.dtype.is_complex]
 
     def unuse(self) -> None:
         """See :meth:`Unit.unuse`.
@@ -59,6 +68,5 @@ class CheckedUnit(Unit):
         gone = self.phase is not Phase.RESTING
         super().release()
         if gone and self.phase is Phase.RESTING:
-            for chunk in self.chunks:
-                if chunk.dtype.is_floating_point or chunk.dtype.is_complex:
-                    chunk.slot.fill_(float("nan"))
+            for slot in self._poisonable():
+                slot.fill_(float("nan"))

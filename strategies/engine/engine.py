@@ -22,6 +22,7 @@ from .joint import JointSteps
 from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
+from .past_python import guard
 from .reduce import Reducer
 from .resting import is_sharded, unsettle
 from .saved import SavedTensors
@@ -47,7 +48,7 @@ class Zero3Engine:
         slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by default.
         wire_dtype: dtype in which a parameter travels to an fp32 slot, from its name and itself; fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
-        debug: poison given-up slots and look for lost writes; see :mod:`~.checked`.
+        debug: poison given-up slots and look for lost writes; all slots then have memory of their own. See :mod:`~.checked`.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on every rank.
 
     Raises:
@@ -78,7 +79,7 @@ class Zero3Engine:
         parts = find_units(model, unit_policy)
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_memory(model)
-        check_same_structure(self.units, collectives)
+        check_same_structure(self.units, model, collectives)
         for unit in self.units:
             for chunk in unit.chunks:
                 chunk.own(self.groups, collectives.rank)
@@ -87,7 +88,7 @@ class Zero3Engine:
         self.differing = fill_shards(self.units, model, collectives, device)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
-        self._connect(reduce_once, reduce_dtype)
+        self._connect(reduce_once, reduce_dtype, debug)
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
@@ -99,10 +100,10 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
 
-    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
+    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None, debug: bool) -> None:
         whole = self.collectives.world_size == 1
         sizes = [0 if whole else u.nbytes for u in self.units]
-        layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
+        layout = ArenaLayout.build(sizes, [debug or u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
         gather, reduce = make_lane(self.device), make_lane(self.device)
@@ -112,6 +113,7 @@ class Zero3Engine:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
+            guard(self.arena.memory)
         self._saved = SavedTensors(self.units, self.arena)
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)

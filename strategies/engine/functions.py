@@ -11,12 +11,12 @@ T = TypeVar("T")
 METADATA = frozenset(
     f"{name}.__get__"
     for name in "shape ndim device layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr itemsize nbytes _version "
+    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr _version "
     "_post_accumulate_grad_hooks _backward_hooks retains_grad is_ipu is_vulkan is_maia is_mtia is_xla "
     "volatile".split()
 ) | frozenset(
-    "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed element_size register_hook "
-    "requires_grad_ requires_grad.__set__ storage_offset get_device "
+    "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed register_hook "
+    "requires_grad_ requires_grad.__set__ get_device "
     "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
     "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
 )
@@ -46,7 +46,10 @@ def name_of(func: Any) -> str:
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Arguments that ``func`` writes to."""
-    name, first = name_of(func), args[0] if args else None
+    name, given = name_of(func), (*args, *kwargs.values())
+    if hasattr(func, "writes"):  # see past_python.py
+        return given[func.writes]
+    first = given[0] if given else None  # `torch.nn.init` hands all of them on by name
     if getattr(func, "__module__", None) == _COLLECTIVES:
         return () if name in _SENDING else (first,)
     if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
@@ -57,7 +60,7 @@ def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
 def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-    return name.endswith("_") and not name.endswith("__")
+    return name in ("data.__set__", "real.__set__", "imag.__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def instances(value: Any, cls: type[T]) -> list[T]:

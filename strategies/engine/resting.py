@@ -12,7 +12,7 @@ the same. A parameter in use pays nothing but torch's look at its class.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
@@ -265,8 +265,25 @@ def class_while_used(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(cls.__name__, (_InUse, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls})
 
 
+# What a parameter says of itself where its slot has another dtype, and a place among others.
+_TOLD: dict[str, Callable[[nn.Parameter], Any]] = {
+    "dtype.__get__": lambda p: _SHARDED[p].dtype,
+    "itemsize.__get__": lambda p: _SHARDED[p].dtype.itemsize,
+    "element_size": lambda p: _SHARDED[p].dtype.itemsize,
+    "nbytes.__get__": lambda p: p.numel() * _SHARDED[p].dtype.itemsize,
+    "storage_offset": lambda p: 0,
+}
+
+
+def _asking(attribute: Any) -> property:
+    """``attribute`` of tensors, whose setter in torch writes without a look at the class."""
+    return property(attribute.__get__, lambda p, value: RestingParameter.__torch_function__(attribute.__set__, (), (p, value)))
+
+
 class RestingParameter(nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
+
+    real, imag = _asking(Tensor.real), _asking(Tensor.imag)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -277,12 +294,12 @@ class RestingParameter(nn.Parameter):
         if name in METADATA and not taker:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "dtype.__get__":
-            return _SHARDED[args[0]].dtype
+        if name in _TOLD:
+            return _TOLD[name](args[0])
         if name == "grad.__get__":
             return _home(args[0]).gradient(args[0])
-        if name == "grad.__set__":
-            return _home(args[0]).set_gradient(args[0], args[1])
+        if name in ("grad.__set__", "grad.__delete__"):
+            return _home(args[0]).set_gradient(args[0], *args[1:] or (None,))
         if name == "__repr__":
             return f"RestingParameter({describe(args[0])}, shape={tuple(args[0].shape)})"
         if func is torch.equal and (args[0] is args[1] or args[0].shape != args[1].shape):
@@ -327,13 +344,18 @@ def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[
         )
     read: list[tuple[Tensor, str]] = []
     result = func(*_materialize(args, read), **_materialize(kwargs, read))
+    for copy, told in read:
+        if not copy.is_inference() and copy._version:  # written, though the function's name does not say so
+            raise ResidencyError(f"`{name}` would change {told}")
     return _shield(result, read)
 
 
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    edges = tuple(_edge(p) if isinstance(p, RestingParameter | ReadOnlyCopy | FullGradient) else p for p in wanted)
+    with torch._C.DisableTorchFunctionSubclass():
+        sharded = RestingParameter | ReadOnlyCopy | FullGradient
+        edges = tuple(get_gradient_edge(p) if isinstance(p, sharded) else p for p in wanted)
     outputs = _plain(_materialize(outputs))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
@@ -342,11 +364,6 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         kwargs["allow_unused"] = True
     grads = func(outputs, edges, *args, **kwargs)
     return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
-
-
-def _edge(parameter: Tensor) -> GradientEdge:
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(parameter)
 
 
 def _before_the_engine(parameter: RestingParameter, hook: Any) -> Any:
@@ -370,17 +387,14 @@ def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> An
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
         if read is not None:
-            read.append((full, _told_of_value(value)))
+            told = (
+                f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
+                "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+            )
+            read.append((full, told))
         return full
     if isinstance(value, tuple | list):
         return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
         return {key: _materialize(item, read) for key, item in value.items()}
     return value
-
-
-def _told_of_value(parameter: RestingParameter) -> str:
-    return (
-        f"a copy of the value of parameter {describe(parameter)}, not the parameter. Write `parameter.copy_(...)`, on all "
-        "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-    )

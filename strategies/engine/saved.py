@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .resting import ResidencyError
+from .resting import ResidencyError, RestingParameter
 from .unit import Arena, Phase, Unit
 
 # unit, version of the weights when it was saved, bytes from the start of the arena, dtype, size, stride.
@@ -92,8 +92,9 @@ class SavedTensors:
             held = tensor.detach()
             return held, held._version
         offset = address - self._start
+        kept = type(tensor._base) is RestingParameter  # a view of one that rests, whoever is in its place now
         for unit in self._arena.in_use:
-            if offset in unit.region:
+            if offset in unit.region and not kept:
                 return unit, self._version, offset, tensor.dtype, tensor.shape, tensor.stride()
         places = ", ".join(unit.name for unit in self._units if offset in unit.region)
         raise ResidencyError(

@@ -76,6 +76,7 @@ class WholeReducer(Reducer):
         self._ranges, self._open, self._flying = {}, [], None  # nothing waits, and nothing is on its way
         trained = [(entry, _view(entry, entry.group.grad)) for unit in units for entry in unit.trained]
         self._views = sorted(trained, key=lambda pair: pair[0].number)
+        self._addresses = [view.data_ptr() for _, view in self._views]
         self._written = [0] * len(trained)  # by number: the window in which the gradient was last written
         self._shown: list[tuple[Entry, Tensor]] = []
         for chunk in (c for u in units for c in u.chunks if c.trained):
@@ -125,7 +126,13 @@ class WholeReducer(Reducer):
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
-        found = [(entry, view, entry.parameter.grad) for entry, view in self._shown if entry.parameter.grad is not view]
+        found = []
+        for entry, view in self._shown:
+            if (grad := entry.parameter.grad) is not view:
+                found.append((entry, view, grad))
+            elif view.data_ptr() != self._addresses[entry.number]:  # `parameter.grad.data = ...`
+                found.append((entry, view, view.detach()))
+                view.data = _view(entry, entry.group.grad)
         for entry, view, grad in found:
             entry.parameter.grad = None if grad is None else view
         return [(entry, grad) for entry, _, grad in found]

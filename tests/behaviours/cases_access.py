@@ -94,7 +94,7 @@ class QuestionsOutsideAStep(Case):
         super().train(run)
         for name, p in run.model.named_parameters():
             run.log(name, tuple(p.shape), p.numel(), str(p.dtype), str(p.device), p.requires_grad, p.ndim, p.is_leaf)
-            run.log(p.is_contiguous(), p.is_floating_point(), p.element_size(), len(p), p.stride())
+            run.log(p.is_contiguous(), p.is_floating_point(), p.element_size(), p.itemsize, p.nbytes, len(p), p.stride())
             run.log(isinstance(p, nn.Parameter), p in {p: 0}, tuple(torch.empty_like(p, device="meta").shape))
         run.log(sorted(run.model.state_dict(keep_vars=True)) == sorted(n for n, _ in run.model.named_parameters()))
         run.log(sum(p.numel() for p in run.model.parameters()))

@@ -110,6 +110,31 @@ class Functorch(Case):
 
 
 @case
+class FunctorchOfWeight(Case):
+    """`torch.func.grad` with respect to a weight, in a step"""
+
+    pitfalls = (46,)
+    refused = Functorch.refused
+
+    def loss(self, model, batch):
+        out = model(batch)
+        gradient = torch.func.grad(lambda bias: (batch + bias).square().sum())(model.blocks[0].down.bias)
+        return out.square().mean() + gradient.sum()
+
+
+@case
+class FunctorchOfWeightBetweenSteps(Case):
+    """`torch.func.jacrev` with respect to a weight, between steps"""
+
+    pitfalls = (46,)
+    refused = "'blocks.0.down.bias' is sharded over the ranks and was read outside a step.*strategy.gathered"
+
+    def train(self, run):
+        super().train(run)
+        run.log(torch.func.jacrev(lambda bias: bias.square())(run.model.blocks[0].down.bias))
+
+
+@case
 class FunctorchWhenGathered(Case):
     """`torch.func.grad` and `vmap` inside `gathered`, outside of a step"""
 
@@ -728,6 +753,17 @@ class Scripted(Case):
 
     def model(self):
         return Chain(*(self.Scripting() for _ in range(3)))
+
+
+@case
+class ScriptedOutsideTheirBlock(Scripted):
+    """`torch.jit.script`ed sub-modules called outside their Python block's forward"""
+
+    refused = r"The scripted method `forward` would read the memory of parameter 'blocks\.0\.down\.0\.weight'.*Python module"
+
+    def loss(self, model, batch):
+        out = model(batch)
+        return out.square().mean() + model.blocks[0].down(torch.cat([out, out], 1)).mean()
 
 
 @case

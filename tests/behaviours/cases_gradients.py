@@ -42,6 +42,23 @@ class GradDataViewChanged(Graded):
 
 
 @case
+class GradDataAssigned(Graded):
+    """`p.grad.data = ...` between backward and step"""
+
+    def touch(self, run, p):
+        p.grad.data = p.grad.data.clamp(-0.01, 0.01)
+
+
+@case
+class GradDeleted(Graded):
+    """`del p.grad` of some parameters between backward and step"""
+
+    def touch(self, run, p):
+        if p.ndim == 1:
+            del p.grad
+
+
+@case
 class GradCopied(Graded):
     """`copy.deepcopy(p.grad)`, `torch.save(p.grad)` and arithmetic of gradients"""
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
+from .trainer_modules import sync_batch_norm
 
 
 class Up(Case):
@@ -244,23 +245,16 @@ class BatchNorm(Case):
 
 @case
 class SyncBatchNorm(BatchNorm):
-    """What SyncBatchNorm computes (torch has it for CUDA only): statistics over all ranks"""
+    """SyncBatchNorm; on the CPU, where torch has none, what it computes: statistics over all ranks"""
 
     pitfalls = (39,)
 
     class OverRanks(nn.BatchNorm1d):
-        """What SyncBatchNorm computes, which torch has for CUDA only."""
-
-        def forward(self, x):
-            from torch.distributed.nn.functional import all_reduce
-
-            count = x.shape[0] * torch.distributed.get_world_size()
-            mean = all_reduce(x.sum(0)) / count
-            variance = all_reduce((x - mean).square().sum(0)) / count
-            return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+        forward = sync_batch_norm
 
     def model(self):
-        return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), self.OverRanks(DIM), nn.ReLU()) for _ in range(3)))
+        norm = nn.SyncBatchNorm if torch.get_default_device().type == "cuda" else self.OverRanks
+        return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), norm(DIM), nn.ReLU()) for _ in range(3)))
 
 
 @case
@@ -285,6 +279,39 @@ class Buffers(Case):
     def train(self, run):
         super().train(run)
         run.log(*run.model.buffers(), *sorted(dict(run.model.named_buffers())))
+
+
+@case
+class GrowingBuffers(Case):
+    """Buffers registered anew in forward, in other sizes on each rank"""
+
+    pitfalls = (39,)
+
+    class Table(Block):
+        def __init__(self):
+            super().__init__()
+            self.grow(2)
+
+        def grow(self, rows):
+            places = torch.arange(rows)[:, None] / torch.arange(1, DIM + 1)
+            self.register_buffer("cos", places.cos(), persistent=False)
+            self.register_buffer("sin", places.sin(), persistent=False)
+
+        def forward(self, x):
+            if len(x) > len(self.cos):
+                self.grow(len(x))
+            return super().forward(x * self.cos[: len(x)] + self.sin[: len(x)])
+
+    def model(self):
+        return Chain(*(self.Table() for _ in range(3)))
+
+    def batch(self, step, rank):
+        rows = [[3, 7], [8, 7], [9, 9], [2, 4]][step][rank % 2]  # other, other, the same, none
+        return torch.randn(rows, DIM, generator=seeded(1000 * step + rank))
+
+    def train(self, run):
+        for step in range(4):
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
 
 
 @case

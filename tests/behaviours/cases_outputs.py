@@ -95,7 +95,7 @@ class KeptWeight(Blocks):
 
 @case
 class KeptViewOfWeight(KeptWeight):
-    """A view of a weight kept by the module and read after its forward"""
+    """A view of a weight kept by the module and multiplied with after its forward"""
 
     pitfalls = (7,)
     refused = "A view .* of a sharded parameter was kept from an earlier forward.*blocks.0.*clone"
@@ -106,13 +106,28 @@ class KeptViewOfWeight(KeptWeight):
 
 @case
 class KeptDetachedWeight(KeptWeight):
-    """`weight.detach()` kept by the module and read after its forward"""
+    """`weight.detach()` kept by the module and multiplied with after its forward"""
 
     pitfalls = (7,)
     refused = KeptViewOfWeight.refused
 
     def keep(self, weight):
         return weight.detach().t()
+
+
+@case
+class KeptViewInAnotherUnit(KeptViewOfWeight):
+    """A view of a weight kept by a module and multiplied with in the forward of another, which has its memory then"""
+
+    def run(self, block, x):
+        self.kept.append(block.up.weight.t())
+        if len(self.kept) == 3:  # blocks 0 and 2 share memory
+            x = torch.tanh(x @ self.kept[0])[:, :DIM]
+        return Block.forward(block, x)
+
+    def loss(self, model, batch):
+        self.kept = []
+        return Case.loss(self, model, batch)
 
 
 @case

@@ -126,6 +126,16 @@ class GatheredIntoBetweenSteps(Between):
         dist.all_gather([torch.empty(DIM, DIM), weight], torch.eye(DIM))
 
 
+@case
+class ReducedByGroupBetweenSteps(Between):
+    """`group.allreduce([p])`, a method of the process group, between steps"""
+
+    refused = r"`allreduce` " + Between.refused
+
+    def touch(self, run, weight):
+        dist.group.WORLD.allreduce([weight]).wait()
+
+
 # ---- in a step, outside their unit -----------------------------------------------------------
 
 
@@ -224,6 +234,83 @@ class SentOutsideItsUnit(Outside):
         parts = [torch.empty(DIM, DIM) for _ in range(run.world_size)]
         dist.all_gather(parts, weight)
         run.log(*parts)
+
+
+@case
+class ReducedByGroupOutsideItsUnit(Outside):
+    """`group.allreduce([weight.detach()])`, a method of the process group, outside the weight's unit's forward"""
+
+    refused = r"`allreduce` would change a copy of the value of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        dist.group.WORLD.allreduce([weight.detach()]).wait()
+
+
+@case
+class SentByGroupOutsideItsUnit(Outside):
+    """`group.allgather(..., [weight])`, a method of the process group, outside the weight's unit's forward"""
+
+    def touch(self, run, weight):
+        parts = [torch.empty(DIM, DIM) for _ in range(run.world_size)]
+        dist.group.WORLD.allgather([parts], [weight]).wait()
+        run.log(*parts)
+
+
+@case
+class InitializedOutsideItsUnit(Outside):
+    """`nn.init.constant_(weight, ...)` in a step, outside the weight's unit's forward"""
+
+    refused = r"`constant_` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        nn.init.constant_(weight, 0.3)
+
+
+@case
+class RealPartSetOutsideItsUnit(Outside):
+    """`weight.real = ...` in a step, outside the weight's unit's forward"""
+
+    refused = r"`real\.__set__` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        weight.real = torch.eye(DIM)
+
+
+def _gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x + bias)
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+@case
+class ScriptedFunctionOfWeight(Case):
+    """A scripted function of a weight outside its unit's forward"""
+
+    pitfalls = (41,)
+    timeout = 60.0
+
+    def prepare(self, model):
+        self.gelu = torch.jit.script(_gelu)
+
+    def loss(self, model, batch):
+        out = model(batch)
+        for block in model.blocks:
+            out = self.gelu(out, block.down.bias)
+        return out.square().mean() + self.gelu(x=batch, bias=model.stem.bias).mean()
+
+
+@case
+class ScriptedFunctionThatWrites(Outside):
+    """A scripted function that writes to a weight outside its unit's forward"""
+
+    pitfalls = (41,)
+    timeout = 60.0
+    refused = r"`__call__` would change a copy of the value of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        torch.jit.script(_double)(weight)
 
 
 @case
@@ -336,6 +423,37 @@ class ReducedInForward(ClampedInForward):
         def forward(self, x):
             with torch.no_grad():
                 dist.all_reduce(self.up.bias)
+            return super().forward(x)
+
+
+@case
+class ReducedByGroupInForward(ClampedInForward):
+    """`group.allreduce([weight])`, a method of the process group, in the weight's own forward; of a row of another, too"""
+
+    class Clamped(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                dist.group.WORLD.allreduce([self.up.bias]).wait()
+                dist.group.WORLD.allreduce([self.up.weight[1]]).wait()
+            return super().forward(x)
+
+
+@case
+class CollectivesInForward(ClampedInForward):
+    """`all_gather_into_tensor`, `all_to_all_single`, `scatter`, `send` and `recv` of weights in their own forward"""
+
+    worlds = (2,)
+
+    class Clamped(Block):
+        def forward(self, x):
+            rank, half = dist.get_rank(), torch.linspace(0, 1, DIM // 2)
+            with torch.no_grad():
+                dist.all_gather_into_tensor(self.norm.weight, half + rank)
+                dist.all_to_all_single(self.norm.bias, torch.cat([half, half]))
+                dist.scatter(self.down.bias, [torch.ones(DIM)] * 2 if rank == 0 else None)
+                turns = [lambda: dist.send(self.norm.weight, 1 - rank), lambda: dist.recv(self.down.weight[0, :DIM], 1 - rank)]
+                for turn in turns if rank == 0 else reversed(turns):
+                    turn()
             return super().forward(x)
 
 

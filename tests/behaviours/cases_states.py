@@ -53,6 +53,31 @@ class Loaded(Case):
 
 
 @case
+class LoadedOnRankZero(Loaded):
+    """`load_state_dict` between steps on rank 0 alone"""
+
+    refused = "'blocks.0.down.bias' was stored between steps.*on some ranks only.*on all ranks.*gathered"
+
+    def train(self, run):
+        if run.rank == 0:
+            self.load(run, self.state())
+        Case.train(self, run)
+
+
+@case
+class CopiedIntoByEachRank(Loaded):
+    """`copy_` into a parameter between steps, other values on each rank"""
+
+    refused = "'head.bias' was stored between steps.*other values on each.*gathered"
+
+    def train(self, run):
+        super().train(run)
+        with torch.no_grad():
+            run.model.head.bias.copy_(torch.full((DIM,), float(run.rank)))
+        Case.train(self, run)
+
+
+@case
 class StateDictOfAPart(Loaded):
     """`load_state_dict(strict=False)` of some names, and of names that are not there"""
 

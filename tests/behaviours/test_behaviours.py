@@ -3,6 +3,8 @@
 `cases_*.py` hold the behaviours, `harness.py` what runs and compares them, `make_table.py` writes BEHAVIOURS.md.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,12 +32,20 @@ root; 28 exceptions and skipped steps; 29 ranks in different branches; 30 evalua
 weights; 39 buffers; 40 autocast; 41 compilation; 42 streams; 43 user hooks; 44 cycles that keep memory; 45 sets that iterate
 differently; 46 double backward and functorch; 47 the meta device; 48 shards without elements
 """
+# Why no case of the matrix can meet it, and a test that does.
 ELSEWHERE = {
-    17: "the engine never asks for an average: it sums and scales",
-    20: "a matter of the precision plugin, whose tests have it",
-    42: "there are no streams on the CPU; every hazard has a comment where the engine waits",
-    45: "units, chunks and groups are lists in the order of named_parameters",
-    47: "a matter of set-up, before there is anything to train",
+    17: ("the engine never asks for an average: it sums and scales", "ranks/test_by_hand.py::test_two_steps"),
+    20: ("a matter of the precision plugin", "trainer/test_scaler.py::test_all_ranks_skip_a_step_that_overflows_on_one"),
+    42: (
+        "there are no streams on the CPU. On CUDA two lanes fork from the compute stream before they overwrite slots or read "
+        "shards, and it joins them before it reads a slot, fills the reduce buffer again or steps; all cases run there too",
+        "behaviours/test_behaviours.py::test_on_a_gpu",
+    ),
+    45: (
+        "units, chunks and groups are lists in the order of named_parameters",
+        "ints/test_partition.py::test_every_parameter_has_one_unit",
+    ),
+    47: ("it is a matter of set-up", "ranks/test_meta.py::test_values_are_those_that_rank_0_draws"),
 }
 
 
@@ -110,6 +120,9 @@ def test_every_pitfall_has_a_case_or_a_reason():
     assert numbers == set(range(1, 49))
     covered = {number for case in CASES.values() for number in case.pitfalls}
     assert covered | set(ELSEWHERE) == numbers and not covered & set(ELSEWHERE)
+    for _, test in ELSEWHERE.values():
+        file, function = test.split("::")
+        assert f"\ndef {function}(" in (Path(__file__).parents[1] / file).read_text(), test
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
-from behaviours.trainer_modules import MODULES
+from behaviours.harness import DIM
+from behaviours.trainer_modules import MODULES, sync_batch_norm
 from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
 
@@ -29,6 +31,28 @@ def run_all(rank, world_size, names, strategy):
         state = full_state(fit(module, strategy, world_size))
         found[name] = module.seen, {k: v.clone() for k, v in state.items()}
     return found
+
+
+def normed(rank, world_size):
+    """The stand-in for SyncBatchNorm on this rank's part, and what torch computes of the whole batch in one process."""
+    whole, weights = (torch.randn(8, DIM, generator=torch.Generator().manual_seed(k)) for k in range(2))
+    found = []
+    for function, x, w in (
+        (lambda norm, x: sync_batch_norm(norm, x), *(t.chunk(world_size)[rank].clone() for t in (whole, weights))),
+        (lambda norm, x: nn.BatchNorm1d.forward(norm, x), whole, weights),
+    ):
+        norm = nn.SyncBatchNorm(DIM)
+        for _ in range(2):
+            out = function(norm, x.requires_grad_())
+        out.mul(w).sum().backward()
+        rows = [t.detach().chunk(world_size)[rank] if len(t) == len(whole) else t.detach() for t in (out, x.grad)]
+        found.append([*rows, *norm.buffers()])
+    return found
+
+
+def test_the_stand_in_for_sync_batch_norm_computes_what_batch_norm_does_of_the_whole_batch():
+    for mine, expected in run_ranks(normed, 2):
+        torch.testing.assert_close(mine, expected)
 
 
 RIGHT = [name for name, cls in MODULES.items() if not cls.refused]

@@ -1,6 +1,7 @@
 """The debug mode finds what ordinary runs cannot see, and changes no number."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -28,6 +29,42 @@ class Keeps(nn.Sequential):
         return super().forward(x) + self[0].kept
 
 
+class KeepsUngraded(nn.Sequential):
+    """The same where autograd saves nothing at all."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        with torch.no_grad():
+            factor = (self[0].kept * 2).sum()
+        return x * factor
+
+
+class KeepsInside(nn.Sequential):
+    """The same while another block has the memory, without `debug`."""
+
+    def forward(self, x):
+        handle = self[2].register_forward_pre_hook(lambda block, args: (args[0] + self[0].kept,))
+        with handle:
+            return super().forward(x)
+
+
+class ReadsMemory(nn.Sequential):
+    """Reads a parameter outside of its block in a way that torch asks nobody about."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.tensor(self[0].linear.bias)
+
+
+class KeepsAndWrites(nn.Sequential):
+    """Writes to the view."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        with torch.no_grad():
+            self[0].kept.zero_()
+        return x
+
+
 def train(rank, world_size, container, clamped, debug):
     import torch.distributed as dist
 
@@ -46,10 +83,10 @@ def train(rank, world_size, container, clamped, debug):
         try:
             with engine.step():
                 loss = model(batch).square().mean()
+            with engine.backward():
+                loss.backward()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        with engine.backward():
-            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -66,14 +103,24 @@ def test_a_write_past_torch_is_an_error_that_names_the_parameter():
         assert message.startswith("ResidencyError") and "2.linear.weight" in message and "no_grad" in message
 
 
-def test_a_kept_view_reads_nan():
-    for losses in run_ranks(train, 2, Keeps, None, True):
+@pytest.mark.parametrize("container", [Keeps, KeepsUngraded, KeepsInside, ReadsMemory])
+def test_a_kept_view_reads_nan(container):
+    for losses in run_ranks(train, 2, container, None, True):
         assert losses[0] != losses[0], "the kept view must not look like numbers"
+
+
+def test_a_write_to_a_kept_view_is_an_error_that_names_the_unit():
+    for message in run_ranks(train, 2, KeepsAndWrites, None, True):
+        assert message.startswith("ResidencyError: The memory of unit 0 was written while its parameters rested"), message
 
 
 def overlap(rank, world_size):
     """Gather two units into the same memory."""
+    from lightning_zero3.strategies.engine.layout import ArenaLayout
     from lightning_zero3.strategies.engine.unit import Phase, Unit
+
+    build = ArenaLayout.build
+    ArenaLayout.build = lambda sizes, apart, **ends: build(sizes, [False] * len(sizes), **ends)
 
     units, connect = {}, Unit.connect
 
@@ -93,6 +140,6 @@ def overlap(rank, world_size):
     return train(rank, world_size, nn.Sequential, None, True)
 
 
-def test_two_owners_of_a_slot_are_an_error_that_names_both():
+def test_two_owners_of_a_slot_are_an_error_that_names_the_second():
     for message in run_ranks(overlap, 2):
-        assert message.startswith("RuntimeError: Unit 0 is in use while unit 2 "), message
+        assert message.startswith("ResidencyError: The memory of unit 2 was written while its parameters rested"), message

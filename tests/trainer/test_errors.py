@@ -80,6 +80,13 @@ class OtherTrained(Model):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class OtherBuffers(Model):
+    def build(self):
+        net = make(TinyLm)
+        net.register_buffer("table", torch.ones(2 + self.rank))
+        return net
+
+
 class OtherFrozen(Model):
     build = OtherTrained.build
 
@@ -169,6 +176,7 @@ CASES = {
     ),
     "other shape": (OtherShape, {}, {}, ["The ranks have different models", "rank 0 has [", "rank 1 has [net.blocks.2"]),
     "other trained": (OtherTrained, {}, {}, ["The ranks have different models", "net.norm.weight", "not trained"]),
+    "other buffers": (OtherBuffers, {}, {}, ["different models", "net.table: shape (2,)", "net.table: shape (3,)"]),
     "other frozen": (OtherFrozen, {}, {}, ["The ranks have different models", "net.norm.weight", "requires_grad False"]),
     "other groups": (OtherGroups, {}, {}, ["The ranks have different models"]),
     "added after set-up": (AddedAfterSetUp, {}, {}, ["net.late.weight", "after"]),

@@ -1,0 +1,126 @@
+"""Doors that lead past Python: functions of torch that take a tensor's memory without a look at its class.
+
+They are wrapped once for a process, when a model is sharded over several ranks: what they are given is then treated as by any
+other function of torch. A read of a resting parameter gathers it or raises, a write raises, and one in use is stored.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import increment_version
+
+from .functions import instances
+from .resting import FullGradient, ReadOnlyCopy, ResidencyError, RestingParameter, describe, is_sharded
+
+# Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
+# engine's own exchanges use what these were before.
+_EXCHANGES = (
+    "allreduce allreduce_coalesced broadcast reduce allgather all_gather_single _allgather_base allgather_coalesced "
+    "all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single "
+    "_reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base "
+    "alltoall recv recv_anysource send"
+)
+_ARENAS: set[int] = set()  # addresses of the memory that slots lie in
+
+
+def guard(memory: Tensor) -> None:
+    """Watch the doors for an engine whose slots lie in ``memory`` [bytes]."""
+    _ARENAS.add(memory.data_ptr())
+    weakref.finalize(memory, _ARENAS.discard, memory.data_ptr())
+    _wrap_all()
+
+
+@cache
+def _wrap_all() -> None:
+    for name in _EXCHANGES.split():
+        if hasattr(dist.ProcessGroup, name):
+            method = getattr(dist.ProcessGroup, name)
+            setattr(dist.ProcessGroup, name, _seen(method, slice(0) if name == "send" else slice(1, 2)))
+    torch._C.ScriptFunction.__call__ = _seen(torch._C.ScriptFunction.__call__, slice(0))
+    torch._C.ScriptMethod.__call__ = _in_use(_seen(torch._C.ScriptMethod.__call__, slice(0)))
+    eager_transforms._wrap_for_grad = _of_values(eager_transforms._wrap_for_grad)  # for grad, vjp, jacrev, hessian, jvp
+    nn.RNNBase.flatten_parameters = _unless_sharded(nn.RNNBase.flatten_parameters)
+
+
+def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
+    """``function``, which writes to the arguments at ``writes``, as one that asks classes of tensors what to do."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if torch._C._is_torch_function_enabled():
+            for tensor in instances(given, RestingParameter) or instances(given, ReadOnlyCopy | FullGradient):
+                return tensor.__torch_function__(call, (), args, kwargs)
+        for tensor in instances(given[writes], Tensor):
+            if _is_gathered(tensor):
+                increment_version(tensor)  # which shows when its use ends
+        return function(*args, **kwargs)
+
+    call.writes = writes  # see functions.written
+    return call
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
+    if is_sharded(tensor):
+        return True
+    try:
+        return tensor.untyped_storage().data_ptr() in _ARENAS
+    except (RuntimeError, NotImplementedError):  # has no storage, so it is in none of these
+        return False
+
+
+def _in_use(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``call`` of scripted methods, which read the parameters of their module."""
+
+    @wraps(call)
+    def check_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in _parameters(self.owner):
+            if type(parameter) is RestingParameter:
+                raise ResidencyError(
+                    f"The scripted method `{self.name}` would read the memory of parameter {describe(parameter)} while it is "
+                    "sharded over the ranks. Call it in the forward of the Python module that it is a part of, or in `with "
+                    "strategy.gathered(module):` (on all ranks)."
+                )
+        return call(self, *args, **kwargs)
+
+    return check_and_call
+
+
+def _parameters(module: torch._C.ScriptModule) -> Iterator[Tensor]:
+    for _, parameter in torch._C.ParameterDict(module).items():
+        yield parameter
+    for _, child in torch._C.ModuleDict(module).items():
+        yield from _parameters(child)
+
+
+def _of_values(wrap: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """``wrap`` of what torch.func transforms differentiate by, with values in the place of resting parameters."""
+
+    def wrap_value(tensor: Tensor, level: int) -> Tensor:
+        if isinstance(tensor, RestingParameter):
+            with temporarily_clear_interpreter_stack():  # the copy is made before, not by, what is transformed
+                tensor = tensor.clone()
+        return wrap(tensor, level)
+
+    return wrap_value
+
+
+def _unless_sharded(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
+    """``flatten`` of recurrent layers moves weights to memory that it makes, and would take them out of their slots."""
+
+    @wraps(flatten)
+    def flatten_parameters(self: nn.RNNBase) -> None:
+        if not any(isinstance(weight, Tensor) and is_sharded(weight) for weight in self._flat_weights):
+            flatten(self)
+
+    return flatten_parameters

@@ -1,0 +1,127 @@
+"""Functions of torch that take a tensor's memory without a look at its class."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.collectives import PairwiseCollectives, make_collectives
+from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine
+
+CPU = torch.device("cpu")
+
+
+def build(model, door=None, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    door = door or make_collectives(dist.group.WORLD, CPU)
+    return optimizer, Zero3Engine(model, [optimizer], device=CPU, collectives=door, unit_policy=lambda m: list(m), **options)
+
+
+def function(weight):
+    return weight.square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda p: torch.func.grad(function)(p),
+    "grad_and_value": lambda p: torch.func.grad_and_value(function)(p),
+    "vjp": lambda p: torch.func.vjp(function, p),
+    "jacrev": lambda p: torch.func.jacrev(function)(p),
+    "jacfwd": lambda p: torch.func.jacfwd(function)(p),
+    "hessian": lambda p: torch.func.hessian(function)(p),
+    "jvp": lambda p: torch.func.jvp(function, (p,), (torch.ones(p.shape),)),
+    "in a dict": lambda p: torch.func.grad(lambda weights: function(weights["p"]))({"p": p}),
+    "by name": lambda p: torch.func.grad(lambda x, weight: (x * weight).sum())(torch.ones(p.shape), weight=p),
+}
+
+
+def transformed(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    build(model)
+    for name, transform in TRANSFORMS.items():
+        with pytest.raises(ResidencyError, match="'0.weight' is sharded over the ranks and was read outside a step"):
+            transform(model[0].weight)
+            print(name)  # pytest does not say it
+
+
+def test_transforms_that_differentiate_are_told_what_rests():
+    run_ranks(transformed, 2)
+
+
+def moved_weights(rank, world_size):
+    """Two recurrent layers whose `flatten_parameters` does what it does on CUDA: it moves the weights to new memory."""
+
+    def flatten(self):
+        moved.append(self)
+        with torch.no_grad():
+            for weight in self._flat_weights:
+                weight.set_(weight.clone())
+
+    moved, nn.RNNBase.flatten_parameters = [], flatten
+
+    class Layer(nn.GRU):
+        def forward(self, x):
+            self.flatten_parameters()
+            return super().forward(x)[0]
+
+    def train(sharded):
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(4, 4), Layer(4, 4), Layer(4, 4))
+        optimizer, engine = build(model) if sharded else (torch.optim.SGD(model.parameters(), lr=0.1), None)
+        moved.clear()
+        losses = []
+        for step in range(3):
+            batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+            if sharded:
+                model[1].flatten_parameters()
+                with engine.step():
+                    loss = model(batch).square().mean()
+                with engine.backward():
+                    loss.backward()
+            else:
+                loss = model(batch).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert bool(moved) != sharded
+        return losses
+
+    expected = train(False)
+    torch.testing.assert_close(train(True), expected)
+    assert expected[0] != expected[-1]
+
+
+def test_recurrent_layers_stay_in_their_slots():
+    run_ranks(moved_weights, 2)
+
+
+def sizes(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    build(model, slot_dtype=lambda name, parameter: torch.bfloat16)
+    p = model[1].weight
+    return p.dtype, p.element_size(), p.itemsize, p.nbytes, p.storage_offset()
+
+
+def test_sizes_are_those_of_the_users_dtype():
+    assert run_ranks(sizes, 2) == [(torch.float32, 4, 4, 64, 0)] * 2
+
+
+def own_exchanges(rank, world_size):
+    """Who watches the group's methods is asked in no exchange of the engine's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    _, engine = build(model, PairwiseCollectives(dist.group.WORLD))
+    asked = []
+    for name in ("send", "recv"):
+        method = getattr(dist.ProcessGroup, name)
+        setattr(dist.ProcessGroup, name, lambda *args, method=method, name=name: asked.append(name) or method(*args))
+    with engine.step():
+        loss = model(torch.ones(2, 4)).sum()
+    with engine.backward():
+        loss.backward()
+    return asked
+
+
+def test_the_engine_does_not_pay():
+    assert run_ranks(own_exchanges, 2) == [[], []]
