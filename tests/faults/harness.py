@@ -111,7 +111,7 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
     if fault is not None and fault.kind == "pause":
         _pause(processes, folder, fault.rank)
     if fault is not None and fault.kind == "wait apart":
-        wait_until(lambda: "Nobody has moved" in (logs / "0").read_text(errors="replace"))
+        wait_until(lambda: any("Nobody has moved" in log.read_text(errors="replace") for log in logs.iterdir()))
         (folder / "go on").touch()
     frozen = fault.rank if fault is not None and fault.kind == "freeze" else None  # until somebody wakes or kills it
     running = [p.sentinel for r, p in enumerate(processes) if r != frozen]

@@ -92,13 +92,15 @@ started again from its last checkpoint.
 | lonely barrier, lonely save | calls `strategy.barrier()`, `trainer.save_checkpoint()` alone |
 
 *Seconds* are from the fault to the end of the last process, *codes* the exit codes of all ranks in order. *Workers* are the
-processes that ranks had started: in the phases "forward" and "validation" each has a loader with one worker. *Orphans* are the
-ranks and workers that are there 15 seconds after the last rank's end (a frozen one and its worker aside, which wait to be
-woken); workers look after their rank every five seconds. *From step* is where all ranks of the second run began ("-" where the
-first came to its end), and *loss* the largest difference of any rank's loss in any of the ten steps from the run without a
-fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody compares them, hosts do not wait for them, and
-sums before the fault are taken in gloo's order, so that losses differ by rounding. The machine has two cores and was busy.
+processes that ranks had started: in the phases "forward" and "validation" each has a loader with one worker, which also holds
+the connections of a rank that was killed until it looks after it, every five seconds. *Orphans* are the ranks and workers that
+are there 15 seconds after the last rank's end (a frozen one and its worker aside, which wait to be woken). *From step* is where
+all ranks of the second run began (10: nothing was left to do), and *loss* the largest difference of any rank's loss in any of
+the ten steps from the run without a fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody compares
+them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by rounding. The
+machine has two cores and was busy.
 """
+RESTARTS = "Where an attempt has begun to train: at these steps, told of each rank where they differ."
 
 
 def main() -> None:
@@ -114,7 +116,8 @@ def main() -> None:
         words.append((f"{len(rows)}. {fault.kind}, {fault.phase}, rank {rank}", outcome.said))
     names = "kind | phase | rank | seconds | codes | workers | orphans | from step | loss"
     lines = [HEAD, f"| {len(rows)} | {names} |", "|-" * 10 + "|", *rows, ""]
-    lines += ["## torchrun starts again by itself", "", *under_torchrun(), "", *across_hosts(), "## What each rank says", ""]
+    lines += ["## torchrun starts again by itself", "", RESTARTS, "", *under_torchrun(), "", *across_hosts()]
+    lines += ["## What each rank says", ""]
     for title, said in words:
         lines += [f"**{title}**", "", *(f"- rank {rank}: {plain(text)}" for rank, text in said.items()), ""]
     (ROOT / "docs" / "FAULTS.md").write_text("\n".join(lines).rstrip() + "\n")
@@ -125,10 +128,9 @@ def cells(outcome: Any) -> str:
     seconds = "no fault" if outcome.seconds is None else f"{outcome.seconds:.1f}"
     codes = " ".join("-" if code is None else str(code) for code in outcome.codes.values())
     step = steps({rank: begun[-1:] for rank, begun in outcome.begun.items()})
-    ended_well = set(outcome.codes.values()) == {0}
     return (
         f"{seconds} | {'hang' if outcome.hung else codes} | {outcome.workers} | {outcome.orphans} | "
-        f"{'not resumed' if not outcome.resumed else '-' if ended_well else step} | {told(outcome.difference)}"
+        f"{step if outcome.resumed else 'not resumed'} | {told(outcome.difference)}"
     )
 
 
