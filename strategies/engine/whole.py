@@ -95,6 +95,8 @@ class WholeReducer(Reducer):
             group, now = get_group(), get_now()
             grad, parameter.grad = parameter.grad, None
             if not now.active:
+                if grad is view:
+                    parameter.grad = view  # autograd added to what is shown; the user has not cleared it
                 now.begin()
             if grad is None or (now.muted and number in now.muted):
                 return

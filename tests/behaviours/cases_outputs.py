@@ -524,6 +524,16 @@ class PlainBackwardTwice(PlainBackward):
 
 
 @case
+class PlainBackwardTwiceOfThePenalty(PlainBackwardTwice):
+    """`loss.backward()` of a loss of parameters alone, called twice without the strategy"""
+
+    steps = 1  # on one rank the next is refused: autograd would add to the gradient of before `zero_grad()`
+
+    def loss(self, model, batch):
+        return sum(p.square().sum() for p in model.parameters())
+
+
+@case
 class SubModuleBeforeRoot(Case):
     """A sub-module called before the model"""
 
