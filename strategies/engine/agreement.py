@@ -21,14 +21,9 @@ class Agreement:
         collectives.diary.describe = self.describe
 
     def reach(self, late: bytes, changed: bytes) -> tuple[bytes, bytes, bytes]:
-        """Exchange; collective.
+        """Tell which units are ``late`` (gradients came after their reduction), which modules' buffers ``changed``; collective.
 
-        Args:
-            late: 1 for each unit that holds gradients which came after its reduction.
-            changed: 1 for each module whose buffers changed.
-
-        Returns:
-            Which trained parameters any rank used, which units are late and which modules' buffers changed on any rank.
+        Returns the same of all ranks together: which trained parameters any used, and these two.
 
         Raises:
             DivergenceError: the ranks did not exchange the same things in the same order since the last time.

@@ -19,14 +19,7 @@ from .unit import Unit
 
 
 class Backward:
-    """Walks through the units as gradients arrive, on every rank in the same order.
-
-    Attributes:
-        schedule: the visits that the forward has led to.
-        active: the pass has begun and not ended.
-        muted: numbers of the parameters whose gradients are not wanted in it.
-        used: see :class:`~.gradients.Gradients`.
-    """
+    """Walks through the units as gradients arrive, on every rank in the same order."""
 
     def __init__(
         self,
@@ -40,8 +33,10 @@ class Backward:
     ) -> None:
         self._units, self._reducer, self._gradients = units, reducer, gradients
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self.schedule = BackwardSchedule()
-        self.active, self.muted, self.used = False, frozenset[int](), gradients.used
+        self.schedule = BackwardSchedule()  # the visits that the forward has led to
+        self.active = False  # the pass has begun and not ended
+        self.muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
+        self.used = gradients.used
         self._current: Unit | None = None  # the unit whose backward runs
         self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
         self._explicit = False  # run() will close the pass; else a callback of autograd does
@@ -175,11 +170,7 @@ class Backward:
     # ------------------------------------------------------------------------------------------------ between passes
 
     def settle(self) -> None:
-        """Reduce gradients that are held; collective if there are any.
-
-        Raises:
-            ResidencyError: in the middle of a pass.
-        """
+        """Reduce gradients that are held, between passes; collective if there are any."""
         if not self._reducer.held:
             return
         if self.active:

@@ -14,14 +14,11 @@ class Buffers:
     """Keeps the buffers of all ranks equal to rank 0's, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
     Only modules whose buffers changed take part, so constant ones (masks, rotary tables) cost nothing.
-
-    Attributes:
-        differing: names of the buffers that differed from rank 0's when they were placed.
     """
 
     def __init__(self, model: nn.Module, collectives: LocalCollectives, device: torch.device) -> None:
         self._collectives = collectives
-        self.differing: list[str] = []
+        self.differing: list[str] = []  # names of those that were not rank 0's when they were placed
         moved: dict[Tensor, Tensor] = {}  # by the object, not by its id: one that dies here leaves that to a new buffer
         for prefix, module in model.named_modules():
             _materialize_buffers(prefix, module)

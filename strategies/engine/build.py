@@ -160,11 +160,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> None:
-    """Every rank must have the same parameters in the same units and groups; collective.
-
-    Raises:
-        ValueError: on every rank, naming the first difference.
-    """
+    """Raise a ValueError on every rank that names the first difference in parameters, units or groups; collective."""
     mine = [
         f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, "
         f"requires_grad {e.parameter.requires_grad}, group {e.group.index}, unit {u.name}"
@@ -187,10 +183,7 @@ def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> No
 def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
     """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks initialised; collective.
 
-    An engine that had the parameters before retires.
-
-    Returns:
-        Names of parameters whose value on this rank differed from rank 0's.
+    An engine that had the parameters before retires. Returns the names of those whose value here was not rank 0's.
     """
     earlier = {id(home): home for p in model.parameters() if (home := home_of(p)) is not None}
     owners = {id(p): module for module in reversed(list(model.modules())) for p in module._parameters.values()}

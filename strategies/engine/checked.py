@@ -14,11 +14,7 @@ class CheckedUnit(Unit):
     """A unit that verifies what ordinary ones take for granted; costs a pass over the slot, and a gather, for each use."""
 
     def use(self) -> None:
-        """See :meth:`Unit.use`.
-
-        Raises:
-            RuntimeError: another unit holds a part of the slot.
-        """
+        """See :meth:`Unit.use`; no other unit may hold a part of the slot."""
         super().use()
         for other in self._arena.holders:
             if other is not self and overlap(self.region, other.region):
@@ -28,12 +24,7 @@ class CheckedUnit(Unit):
                 )
 
     def unuse(self) -> None:
-        """See :meth:`Unit.unuse`.
-
-        Raises:
-            ResidencyError: a parameter's memory was written past torch (by a pointer, as a numpy array), which would not reach
-                the shards.
-        """
+        """See :meth:`Unit.unuse`; what was written past torch (by a pointer, as a numpy array) would not reach the shards."""
         super().unuse()
         if self.pins:
             return

@@ -27,11 +27,7 @@ class Gradients:
         self.over = False  # freed before the user cleared them
 
     def begin_windows(self) -> frozenset[int]:
-        """A backward begins: groups whose gradients were cleared start afresh.
-
-        Returns:
-            Numbers of the parameters whose optimizers are switched off.
-        """
+        """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off."""
         trained = [group for group in self._groups if group.trained]
         for group in trained:
             if group.begin_window():

@@ -1,4 +1,4 @@
-"""The only place where hooks are registered on modules, parameters, outputs and saved tensors."""
+"""Hooks on modules, parameters and outputs: who registers them, and what they tell."""
 
 from __future__ import annotations
 
@@ -26,13 +26,9 @@ def install(
     leave_forward: Callable[[Unit, Any], Any],
     collector: Callable[[Unit, int], Collector],
 ) -> list[RemovableHandle]:
-    """Report the forwards of the unit's members and the gradients of its parameters.
+    """Report when members of the unit run, when they have run or raised (then outputs are None), and their gradients.
 
-    Args:
-        unit: to report on.
-        enter_forward: a member is about to run.
-        leave_forward: a member has run, or raised (then its outputs are None); returns what replaces them, if not None.
-        collector: makes the post-accumulate-grad hook of the trained parameter at an index.
+    ``leave_forward`` returns what replaces the outputs, if not None. ``collector`` makes the hook of a trained parameter.
     """
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -115,11 +111,7 @@ def _drop_grad(parameter: Tensor) -> None:
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
-    """Call ``enter_backward(unit)`` when the gradient of any tensor in ``outputs`` is there.
-
-    Returns:
-        Whether any of them needs a gradient.
-    """
+    """Call ``enter_backward(unit)`` when the gradient of a tensor in ``outputs`` is there; whether any of them needs one."""
 
     def hook(grad: Tensor) -> None:
         enter_backward(unit)

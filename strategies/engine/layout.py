@@ -35,34 +35,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """The part of one parameter that one rank owns; all offsets in elements.
+    """The part of one parameter that one rank owns; all offsets in elements."""
 
-    Attributes:
-        start: first owned element of the parameter, in its memory order.
-        stop: one past the last owned element.
-        shard_start: where that first element lies in the rank's shard of the chunk.
-    """
-
-    start: int
-    stop: int
-    shard_start: int
+    start: int  # first owned element of the parameter, in its memory order
+    stop: int  # one past the last owned element
+    shard_start: int  # where that first element lies in the rank's shard of the chunk
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Places parameters in a chunk of ``world_size`` equal shards.
+    """Places parameters in a chunk of ``world_size`` equal shards."""
 
-    Attributes:
-        numels: elements of each parameter, in chunk order.
-        groups: optimizer group of each parameter; equal groups must be neighbours.
-        offsets: first element of each parameter in the chunk.
-        shard_numel: elements of one shard.
-        world_size: number of shards.
-    """
-
-    numels: tuple[int, ...]
-    groups: tuple[int, ...]
-    offsets: tuple[int, ...]
+    numels: tuple[int, ...]  # elements of each parameter, in chunk order
+    groups: tuple[int, ...]  # optimizer group of each; equal groups must be neighbours
+    offsets: tuple[int, ...]  # first element of each in the chunk
     shard_numel: int
     world_size: int
 
@@ -116,14 +102,10 @@ class ArenaLayout:
 
     so a unit and the next one (being gathered ahead) are alive together in the least memory that can hold them, each
     always at the same address. Units in ``apart`` (they stay in use while others run) get a range of their own.
-
-    Attributes:
-        regions: bytes of each unit; what it needs, rounded up.
-        nbytes: size of the buffer.
     """
 
-    regions: tuple[range, ...]
-    nbytes: int
+    regions: tuple[range, ...]  # bytes of each unit: what it needs, rounded up
+    nbytes: int  # of the buffer
 
     @classmethod
     def build(cls, sizes: Sequence[int], apart: Sequence[bool], ends: int = 2) -> ArenaLayout:

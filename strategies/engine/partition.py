@@ -15,19 +15,12 @@ UnitPolicy = Sequence[type[nn.Module] | str] | Callable[[nn.Module], Sequence[nn
 
 @dataclass(eq=False)
 class UnitModules:
-    """The modules of one unit.
+    """The modules of one unit."""
 
-    Attributes:
-        members: modules whose forward needs the unit; none contains another.
-        names: their names in the model.
-        root: owns what no other unit owns, and is in use during the whole step.
-        nested: contains modules of other units, so it stays in use while those run.
-    """
-
-    members: list[nn.Module]
-    names: list[str]
-    root: bool = False
-    nested: bool = False
+    members: list[nn.Module]  # whose forward needs the unit; none contains another
+    names: list[str]  # theirs in the model
+    root: bool = False  # owns what no other unit owns, and is in use during the whole step
+    nested: bool = False  # contains modules of other units, so it stays in use while those run
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property

@@ -76,18 +76,13 @@ class Reducer:
         lane: where the exchange runs.
         once: room for the gradients of all units, so that they can be held.
         wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
-
-    Attributes:
-        once: they can.
-        holding: the backward that runs, or comes, does not reduce.
-        held: nor did earlier ones; on all ranks alike.
-        lasting: cleared gradients keep their memory, because somebody has its address, or because a device's caching allocator
-            might have cut it up when it is wanted again.
-        inspect: looks at a unit's gradients before they are sent.
     """
 
-    once = holding = held = False
-    inspect: Callable[[Unit, Tensor], None] | None = None
+    once = False
+    holding = False  # the backward that runs, or comes, does not reduce
+    held = False  # nor did earlier ones; on all ranks alike
+    lasting: bool  # cleared gradients keep their memory: somebody has its address, or a device's allocator might cut it up
+    inspect: Callable[[Unit, Tensor], None] | None = None  # looks at a unit's gradients before they are sent
 
     def __init__(
         self,

@@ -51,19 +51,12 @@ class Home(Protocol):
 
 @dataclass(frozen=True)
 class Sharded:
-    """What is known of a sharded parameter.
+    """What is known of a sharded parameter."""
 
-    Attributes:
-        label: its name and its unit's, for errors.
-        cls: the user's class of it.
-        dtype: the user's; the slot may hold a lower one.
-        home: its owner, who holds the parameter: neither would ever be freed with a strong reference.
-    """
-
-    label: str
-    cls: type[nn.Parameter]
-    dtype: torch.dtype
-    home: weakref.ref[Home]
+    label: str  # its name and its unit's, for errors
+    cls: type[nn.Parameter]  # the user's class of it
+    dtype: torch.dtype  # the user's; the slot may hold a lower one
+    home: weakref.ref[Home]  # its owner, who holds it: neither would ever be freed with a strong reference
 
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded

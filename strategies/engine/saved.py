@@ -38,11 +38,7 @@ class SavedTensors:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around a step: what autograd saves in it is noted.
-
-        Raises:
-            ResidencyError: a torch.func transform differentiates inside.
-        """
+        """Around a step: what autograd saves in it is noted. A torch.func transform that differentiates inside is an error."""
         if not self._stop - self._start:
             yield  # a single rank: nothing ever moves
             return

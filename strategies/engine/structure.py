@@ -27,11 +27,7 @@ class Structure:
         self._names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
-        """Compare with the model now.
-
-        Raises:
-            ValueError: a parameter was added, replaced or removed.
-        """
+        """Raise a ValueError if a parameter was added, replaced or removed."""
         if self._identities() == self._seen:
             return
         now = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}

@@ -37,17 +37,11 @@ class Exchange(enum.IntEnum):
 
 @dataclass(eq=False)
 class Arena:
-    """The memory of all slots, and who has it.
+    """The memory of all slots, and who has it."""
 
-    Attributes:
-        memory: [bytes].
-        holders: units whose values are in their slots, or on their way there; few, however many units there are.
-        in_use: those among them whose memory no other unit may take.
-    """
-
-    memory: Tensor
-    holders: list[Unit] = field(default_factory=list)
-    in_use: list[Unit] = field(default_factory=list)
+    memory: Tensor  # [bytes]
+    holders: list[Unit] = field(default_factory=list)  # whose values are in their slots, or on their way there; always few
+    in_use: list[Unit] = field(default_factory=list)  # those among them whose memory no other unit may take
 
 
 class Unit:
@@ -271,14 +265,11 @@ class Unit:
             self.release()
 
     def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Gather other tensors laid out like the parameters, e.g. optimizer state; collective.
+        """Name -> tensor of the parameter's full shape, in memory of its own, of optimizer state and the like; collective.
 
         Args:
             flat: the flat tensor of each group to take the elements from; None gives zeros.
             dtype: of the result; the parameters' own if None.
-
-        Returns:
-            name -> tensor of the parameter's full shape, in memory of its own.
         """
         result = {}
         for chunk in self.chunks:
