@@ -26,7 +26,7 @@ from .reduce import Reducer
 from .resting import is_sharded, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup, attach
-from .streams import make_lane
+from .streams import Lane
 from .structure import Structure
 from .unit import Arena, Unit
 from .whole import WholeReducer
@@ -105,7 +105,7 @@ class Zero3Engine:
         layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
-        gather, reduce = make_lane(self.device), make_lane(self.device)
+        gather, reduce = Lane(self.device), Lane(self.device)
         for unit, region in zip(self.units, layout.regions, strict=True):
             unit.connect(self.collectives, gather, self.arena, region)
         if whole:

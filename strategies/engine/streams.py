@@ -21,49 +21,26 @@ _NOTHING = nullcontext()
 
 
 class Lane:
-    """A stream beside the compute stream. This class is the CPU stand-in."""
+    """A stream beside the compute stream; on the CPU there is none, and nothing to do."""
 
-    on_device = False  # whether waiting inside fork() holds up the lane, not the host
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"  # whether waiting inside fork() holds up the lane, not the host
+        # High priority: a collective that waits behind compute kernels delays every rank.
+        self._stream = torch.cuda.Stream(device, priority=-1) if self.on_device else None
 
     def fork(self) -> AbstractContextManager[object]:
         """Work inside runs beside the current stream, after all that was issued on it so far."""
-        return _NOTHING
-
-    def mark(self) -> torch.cuda.Event | None:
-        """A point in the lane for :meth:`join`, taken inside :meth:`fork`."""
-        return None
-
-    def join(self, mark: torch.cuda.Event | None) -> None:
-        """The current stream waits for ``mark``."""
-
-
-class CudaLane(Lane):
-    """A CUDA stream beside the compute stream."""
-
-    on_device = True
-
-    def __init__(self, device: torch.device) -> None:
-        # High priority: a collective that waits behind compute kernels delays every rank.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    def fork(self) -> AbstractContextManager[object]:
-        """See :meth:`Lane.fork`."""
+        if self._stream is None:
+            return _NOTHING
         # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard about to be sent.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """See :meth:`Lane.mark`."""
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        """A point in the lane for :meth:`join`, taken inside :meth:`fork`."""
+        return None if self._stream is None else self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None) -> None:
-        """See :meth:`Lane.join`."""
-        if mark is not None:
+        """The current stream waits for ``mark``."""
+        if self._stream is not None and mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
-
-
-def make_lane(device: torch.device) -> Lane:
-    """A lane for ``device``."""
-    return CudaLane(device) if device.type == "cuda" else Lane()

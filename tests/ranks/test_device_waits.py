@@ -14,7 +14,7 @@ from lightning_zero3 import WatchOptions, Zero3Strategy
 from lightning_zero3.strategies.collectives import HostClock, make_clock, make_collectives
 from lightning_zero3.strategies.device_waits import DeviceWaits, lanes_of
 from lightning_zero3.strategies.engine import Zero3Engine, engine
-from lightning_zero3.strategies.engine.streams import make_lane
+from lightning_zero3.strategies.engine.streams import Lane
 
 
 class Device(HostClock):
@@ -108,12 +108,12 @@ def joins_of_a_step(rank, world_size):
     """Waits in a step of a model of three units, of which the slots hold two: seconds of a device that waits 1 s each time."""
     device, joined = Device(), []
 
-    class Lane(SideStream):
+    class CountedLane(SideStream):
         def join(self, mark):
             joined.append(mark)
             super().join(mark)
 
-    engine.make_lane = lambda _: Lane(device, 1.0)
+    engine.Lane = lambda _: CountedLane(device, 1.0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     door = make_collectives(torch.distributed.group.WORLD, torch.device("cpu"))
@@ -149,7 +149,7 @@ def test_all_places_where_the_engine_waits_for_exchanges_are_marked():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_waits_of_a_gpu_are_measured_and_nothing_waits_for_it():
     device = torch.device("cuda", 0)
-    waits, lane = DeviceWaits(make_clock(device)), make_lane(device)
+    waits, lane = DeviceWaits(make_clock(device)), Lane(device)
     cycles, shares = 50_000_000, []  # some 30 ms
     torch.cuda._sleep(cycles)
     torch.cuda.synchronize()
