@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -113,50 +114,30 @@ def check_memory(model: nn.Module) -> None:
     Raises:
         ValueError: one shares it with another or with a buffer, which would see its changes until it is sharded, but not after.
     """
-    spans = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not is_sharded(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
-            spans.append(_Span(tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name, tensor))
-    cluster: list[_Span] = []  # of those whose extents overlap
-    for span in (*sorted(spans, key=lambda span: span[:3]), None):
-        if cluster and (span is None or span.start >= max(before.end for before in cluster)):
-            if (second := _clash(cluster)) is not None:
-                first = next(k for k in range(second) if _clash([cluster[k], cluster[second]]) is not None)
+    named = [(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()) if _has_memory(tensor)]
+    earlier: list[tuple[str, Tensor, np.ndarray]] = []  # those that reach beyond the start of the next one
+    for name, tensor in sorted(named, key=lambda each: (each[1].data_ptr(), each[0])):
+        place = _place(tensor)
+        earlier = [each for each in earlier if np.may_share_memory(each[2], place)]
+        for other, theirs, there in earlier:
+            both_stay_whole = not isinstance(tensor, nn.Parameter) and not isinstance(theirs, nn.Parameter)
+            if not both_stay_whole and np.shares_memory(there, place):
                 raise ValueError(
-                    f"{cluster[first].name!r} and {cluster[second].name!r} share memory, and after sharding they would not. To "
-                    "tie two layers let both have the same parameter (`head.weight = embedding.weight`, without `.data`), else "
-                    "use `.clone()`."
+                    f"{other!r} and {name!r} share memory, and after sharding they would not. To tie two layers let both have "
+                    "the same parameter (`head.weight = embedding.weight`, without `.data`), else use `.clone()`."
                 )
-            cluster = []
-        cluster += [span] if span is not None else []
+        earlier.append((name, tensor, place))
 
 
-class _Span(NamedTuple):
-    start: int
-    end: int
-    name: str
-    tensor: Tensor
+def _has_memory(tensor: Tensor) -> bool:
+    return not is_sharded(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
-def _clash(cluster: list[_Span]) -> int | None:
-    """The first of ``cluster``, sorted, that shares a byte with one before; columns of a matrix do not. Buffers may."""
-    start, end = cluster[0].start, max(span.end for span in cluster)
-    marks = torch.zeros(end - start if len(cluster) > 1 else 0, dtype=torch.uint8, device="cpu")  # 1: a buffer, 3: a parameter
-    for number, (place, _, _, tensor) in enumerate(cluster if len(marks) else ()):
-        sizes = [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]  # expanded: one element
-        steps = [step * tensor.itemsize for step in tensor.stride()]
-        own = marks.as_strided([*sizes, tensor.itemsize], [*steps, 1], place - start)
-        mark = 3 if isinstance(tensor, nn.Parameter) else 1
-        if int(own.max()) > 3 - mark:
-            return number
-        own.fill_(mark)
-    return None
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first of ``tensor``, which may leave some out, to its last."""
-    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + steps) * tensor.itemsize
+def _place(tensor: Tensor) -> np.ndarray:
+    """An array where ``tensor`` lies. Nobody looks at its elements, so the memory may be a device's."""
+    strides = tuple(step * tensor.itemsize for step in tensor.stride())
+    place = {"version": 3, "typestr": f"|V{tensor.itemsize}", "data": (tensor.data_ptr(), True)}
+    return np.asarray(SimpleNamespace(__array_interface__={**place, "shape": tuple(tensor.shape), "strides": strides}))
 
 
 def check_same_structure(units: list[Unit], collectives: LocalCollectives) -> None:
