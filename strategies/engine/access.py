@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from ..collectives import LocalCollectives, checksum
 from .chunk import Entry
 from .gradients import Gradients
-from .resting import FullGradient, ResidencyError, set_data, settle
+from .resting import ResidencyError, ShardedCopy, set_data, settle
 from .unit import Unit
 
 # Identity of the backward pass that runs in this thread.
@@ -78,7 +78,7 @@ class Access:
         """See :meth:`~.resting.Home.gradient`."""
         self._settle_gradients()
         grad = self._gradients.full(*self._owner[id(parameter)])
-        return None if grad is None else FullGradient.of(parameter, grad)
+        return None if grad is None else ShardedCopy.of(grad, parameter=parameter)
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.resting.Home.set_gradient`."""

@@ -105,39 +105,27 @@ def is_sharded(parameter: Tensor) -> bool:
     return parameter in _SHARDED
 
 
-class FullGradient(Tensor):
-    """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards."""
-
-    parameter: nn.Parameter
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, value: Tensor) -> FullGradient:
-        """``value`` as the gradient of ``parameter``."""
-        gradient = value.as_subclass(cls)
-        gradient.parameter = parameter
-        return gradient
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Read, or write and store."""
-        return _with_copies(func, args, kwargs or {})
+_TOLD_OF_GRADIENTS = (
+    "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
+)
 
 
-class ReadOnlyCopy(Tensor):
-    """A view of a copy of something sharded, which a change would not reach: it would be lost, and is an error."""
+class ShardedCopy(Tensor):
+    """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
 
-    told: str  # what it is, and what to do instead
+    parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
+    told: str = _TOLD_OF_GRADIENTS  # if it can only be read: what it is, and what to do instead
 
     @classmethod
-    def of(cls, value: Tensor, told: str) -> ReadOnlyCopy:
-        """``value``, to be read."""
+    def of(cls, value: Tensor, told: str = _TOLD_OF_GRADIENTS, parameter: nn.Parameter | None = None) -> ShardedCopy:
+        """``value``, with what is known of it."""
         copy = value.as_subclass(cls)
-        copy.told = told
+        copy.told, copy.parameter = told, parameter
         return copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Read, or raise."""
+        """Read, write and store, or raise."""
         return _with_copies(func, args, kwargs or {})
 
 
@@ -153,22 +141,22 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(_plain(args[0]), *args[1:], **kwargs)  # hooks and recomputations run in it, so nothing is switched off
     name = name_of(func)
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
-    for copy in instances(targets, ReadOnlyCopy):
-        raise ResidencyError(f"`{name}` would change {copy.told}")
+    for copy in instances(targets, ShardedCopy):
+        if copy.parameter is None:
+            raise ResidencyError(f"`{name}` would change {copy.told}")
     with torch._C.DisableTorchFunctionSubclass():
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
         result = func(*args, **kwargs)
-        for gradient in instances(targets, FullGradient):
+        for gradient in instances(targets, ShardedCopy):
             if hasattr(result, "wait"):
                 result.wait()  # a collective that goes on in the background
             _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
-        if name == "data.__get__" and isinstance(args[0], FullGradient):
-            return FullGradient.of(args[0].parameter, result)
+        if name == "data.__get__" and args[0].parameter is not None:
+            return ShardedCopy.of(result, parameter=args[0].parameter)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
-        sources = instances(given, (ReadOnlyCopy, FullGradient))
-        return _shield(result, [(each, getattr(each, "told", _TOLD_OF_GRADIENTS)) for each in sources])
+        return _shield(result, [(each, each.told) for each in instances(given, ShardedCopy)])
 
 
 def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
@@ -184,12 +172,7 @@ def _plain(value: Any) -> Any:
     """Copies as ordinary tensors in the same memory."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return value.as_subclass(Tensor) if isinstance(value, ReadOnlyCopy | FullGradient) else value
-
-
-_TOLD_OF_GRADIENTS = (
-    "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
-)
+    return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
 
 
 def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
@@ -198,12 +181,12 @@ def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
         return type(result)(_shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would tell the shards
-    if not isinstance(result, Tensor) or isinstance(result, ReadOnlyCopy | FullGradient):
+    if not isinstance(result, Tensor) or isinstance(result, ShardedCopy):
         return result
     address = _address(result)
     for source, told in sources:
         if address and address == _address(source):
-            return ReadOnlyCopy.of(result, told)
+            return ShardedCopy.of(result, told)
     return result
 
 
@@ -326,7 +309,7 @@ def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    edges = tuple(_edge(p) if isinstance(p, RestingParameter | ReadOnlyCopy | FullGradient) else p for p in wanted)
+    edges = tuple(_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
     outputs = _plain(_materialize(outputs))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
