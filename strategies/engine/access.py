@@ -144,10 +144,9 @@ def _require_unwritten(wanted: list[tuple[Unit, Entry]], before: list[int]) -> N
 def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:
     """Make the parameter an ordinary one that holds ``value``; returns its place in the slot."""
     unit.lent = True
-    entry.parameter.__class__ = entry.cls
-    slot = entry.parameter.data
-    entry.parameter.data = value
     entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
+    slot = entry.parameter.data
+    set_data(entry.parameter, value)
     return slot
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
@@ -275,7 +275,10 @@ class RestingParameter(nn.Parameter):
         if name in ("view_as", "expand_as", "reshape_as") and not isinstance(target, RestingParameter):
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "register_post_accumulate_grad_hook":
-            return _before_the_engine(*args)
+            with torch._C.DisableTorchFunctionSubclass():
+                handle = func(*args, **kwargs)
+                keep_engine_last(target)
+            return handle
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
@@ -309,7 +312,8 @@ def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    edges = tuple(_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = tuple(get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
     outputs = _plain(_materialize(outputs))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
@@ -318,19 +322,6 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         kwargs["allow_unused"] = True
     grads = func(outputs, edges, *args, **kwargs)
     return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
-
-
-def _edge(parameter: Tensor) -> GradientEdge:
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(parameter)
-
-
-def _before_the_engine(parameter: RestingParameter, hook: Any) -> Any:
-    """Register a post-accumulate hook of the user's: the engine's own must come last."""
-    with torch._C.DisableTorchFunctionSubclass():
-        handle = parameter.register_post_accumulate_grad_hook(hook)
-        keep_engine_last(parameter)
-    return handle
 
 
 def keep_engine_last(parameter: Tensor) -> None:
@@ -346,17 +337,14 @@ def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> An
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
         if read is not None:
-            read.append((full, _told_of_value(value)))
+            told = (
+                f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
+                "ranks, or change it in `with strategy.gathered(module, modify=True):`."
+            )
+            read.append((full, told))
         return full
     if isinstance(value, tuple | list):
         return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
         return {key: _materialize(item, read) for key, item in value.items()}
     return value
-
-
-def _told_of_value(parameter: RestingParameter) -> str:
-    return (
-        f"a copy of the value of parameter {describe(parameter)}, not the parameter. Write `parameter.copy_(...)`, on all "
-        "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-    )
