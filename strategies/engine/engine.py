@@ -287,7 +287,7 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def _enter_forward(self, unit: Unit) -> None:
+    def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if graph_task() != NO_GRAPH_TASK:
             self._pass.recompute(unit)
             return
@@ -300,7 +300,7 @@ class Zero3Engine:
         if following is not None:
             self.units[following].gather(ahead=True)
 
-    def _leave_forward(self, unit: Unit, outputs: Any) -> Any:
+    def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> Any:
         if unit.lent or transform() is not None:
             # The values are the user's, or torch.func differentiates: its backward is none of ours, and hooks would start one.
             if unit.pins and graph_task() == NO_GRAPH_TASK:

@@ -1,4 +1,4 @@
-"""Hooks on modules, parameters and outputs: who registers them, and what they tell."""
+"""The hooks on modules, parameters and outputs."""
 
 from __future__ import annotations
 
@@ -22,27 +22,22 @@ Collector = Callable[[Tensor], None]
 
 def install(
     unit: Unit,
-    enter_forward: Callable[[Unit], None],
-    leave_forward: Callable[[Unit, Any], Any],
+    enter_forward: Callable[[Unit, nn.Module, Any], None],
+    leave_forward: Callable[[Unit, nn.Module, Any, Any], Any],
     collector: Callable[[Unit, int], Collector],
 ) -> list[RemovableHandle]:
     """Report when members of the unit run, when they have run or raised (then outputs are None), and their gradients.
 
     ``leave_forward`` returns what replaces the outputs, if not None. ``collector`` makes the hook of a trained parameter.
     """
-
-    def enter(module: nn.Module, args: Any) -> None:
-        enter_forward(unit)
-
-    def leave(module: nn.Module, args: Any, outputs: Any) -> Any:
-        return leave_forward(unit, outputs)
-
+    # The graph of a compiled module ends in both.
+    enter, leave = torch.compiler.disable(enter_forward), torch.compiler.disable(leave_forward)
     handles = []
     for module in unit.members:
-        # First in, last out: the user's own hooks find ordinary parameters. The graph of a compiled module ends here.
-        handles.append(module.register_forward_pre_hook(_ModuleHook(torch.compiler.disable(enter)), prepend=True))
+        # First in, last out: the user's own hooks find ordinary parameters.
+        handles.append(module.register_forward_pre_hook(_ModuleHook(enter, unit), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
-        handles.append(module.register_forward_hook(_ModuleHook(torch.compiler.disable(leave)), always_call=True))
+        handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
     handles += _watch_autocast(unit)
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, collector(unit, index)))

@@ -328,7 +328,7 @@ def python_calls():
 def test_python_calls_per_unit_and_step():
     calls, lines = python_calls()
     # FSDP2 adds 1223 for the same block (torch 2.13). Of ours 68 are autograd asking about each tensor it saves and reads.
-    assert calls <= 149
+    assert calls <= 147
     # Two units more cost the same whether there are three or five: nothing looks at all units for each unit, or for each
     # saved tensor.
     assert lines[0] == lines[1]
