@@ -16,7 +16,9 @@ def by_category(engine: Zero3Engine, optimizers: Sequence[Optimizer], module: nn
     """Parameters, gradients, optimizer_state, slots (with the buffers of reductions) and buffers."""
     states = [v for o in optimizers for state in o.state.values() for v in state.values()]
     return {
-        **engine.memory_ledger(),
+        "parameters": sum(group.data.nbytes for group in engine.groups),
+        "gradients": sum(group.grad_nbytes for group in engine.groups),
+        "slots": engine.arena.memory.nbytes + engine.reducer.buffer.nbytes + engine.collectives.nbytes,
         "optimizer_state": sum(v.nbytes for v in states if isinstance(v, Tensor)),
         "buffers": sum(b.nbytes for b in module.buffers()),
     }

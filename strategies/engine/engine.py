@@ -91,7 +91,7 @@ class Zero3Engine:
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        hooks = self._enter_forward, self._leave_forward, lambda unit, index: self.reducer.collector(unit, index, self._pass)
+        hooks = self._enter_forward, self._leave_forward, lambda unit, index: self.reducer.collector(unit, index, self.passes)
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
@@ -116,9 +116,9 @@ class Zero3Engine:
         used = bytearray(max((g.last for g in self.groups), default=0))
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
-        self.joint = JointSteps(self.units, self.collectives, lambda unit: self._pass.assist(unit))
-        self._pass = Backward(self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved)
-        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self._pass.settle, self.close)
+        self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
+        self.passes = Backward(self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved)
+        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.passes.settle, self.close)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -140,14 +140,6 @@ class Zero3Engine:
         """Whether a gather rounds it, to what autocast would or what travels."""
         chunks = (chunk for unit in self.units for chunk in unit.chunks if chunk.wire_dtype != chunk.master_dtype)
         return any(entry.parameter is parameter for chunk in chunks for entry in chunk.entries)
-
-    def memory_ledger(self) -> dict[str, int]:
-        """Bytes that the engine keeps on this rank between steps: of shards, and of slots with all buffers of exchanges."""
-        return {
-            "parameters": sum(g.data.nbytes for g in self.groups),
-            "gradients": sum(group.grad_nbytes for group in self.groups),
-            "slots": self.arena.memory.nbytes + self.reducer.buffer.nbytes + self.collectives.nbytes,
-        }
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -189,22 +181,12 @@ class Zero3Engine:
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
-        if self._pass.active:
+        if self.passes.active:
             self.abandon()  # a backward without `backward()` around it raised, and the user went on
         self.structure.check()
         self._adopt_values()
         self._forward.begin()
-        self._pass.schedule.clear()
-
-    def open_replayed_backward(self) -> None:
-        """Inside of :meth:`backward`: what follows adds to gradients that are there, or zero."""
-        self._pass.begin(silent=True)
-        self.reducer.zero_untouched()
-
-    def close_captured_backward(self) -> None:
-        """Autograd's part of a backward is over: exchange what is left, so that nothing is on its way; collective."""
-        self._pass.complete()
-        self.reducer.finish()
+        self.passes.schedule.clear()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -221,7 +203,7 @@ class Zero3Engine:
 
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
-        self._pass.settle()
+        self.passes.settle()
         self.gradients.adopt()
 
     @contextmanager
@@ -231,7 +213,7 @@ class Zero3Engine:
         Without it autograd's final callback does the same, except where re-entrant checkpoints nest backward passes.
         """
         try:
-            with self._pass.run():
+            with self.passes.run():
                 yield
         except BaseException:
             self.abandon()
@@ -250,7 +232,7 @@ class Zero3Engine:
                     "parameters were not kept. Add it between steps (in `on_train_epoch_start` or `on_train_batch_start`)."
                 )
         self._adopt_values()
-        self._pass.require_whole()
+        self.passes.require_whole()
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
             self.guard(optimizer, False)
@@ -274,7 +256,7 @@ class Zero3Engine:
         """Drop all that is open after an exception; the next step starts clean."""
         for unit in tuple(self.arena.in_use):
             unit.abandon()
-        self._pass.abandon()
+        self.passes.abandon()
         self.collectives.diary.forget()
         self._saved.forget()
 
@@ -289,7 +271,7 @@ class Zero3Engine:
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if graph_task() != NO_GRAPH_TASK:
-            self._pass.recompute(unit)
+            self.passes.recompute(unit)
             return
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
@@ -309,10 +291,10 @@ class Zero3Engine:
         copied = copy_views(outputs, self._saved.in_slot)
         outputs = outputs if copied is None else copied
         if graph_task() != NO_GRAPH_TASK:
-            watch_outputs(unit, outputs, self._pass.enter)
+            watch_outputs(unit, outputs, self.passes.enter)
             return copied
-        if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self._pass.enter):
-            self._pass.schedule.record(unit.index)
+        if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self.passes.enter):
+            self.passes.schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
         if not self.access.in_step:

@@ -46,7 +46,8 @@ class ReplayedStep:
     def begin_backward(self, parameters: list[Tensor]) -> None:
         """Inside of ``engine.backward()``, which goes on to show the gradients to the optimizers."""
         self._fill(self._filled[0])  # a hook of the user's may have run units since
-        self._engine.open_replayed_backward()
+        self._engine.passes.begin(silent=True)
+        self._engine.reducer.zero_untouched()  # the graph adds to gradients that are there, or zero
         for number in self._used:
             self._engine.gradients.used[number] = 1
 
@@ -57,7 +58,8 @@ class ReplayedStep:
         before = bytes(books)
         books[:] = bytes(len(books))
         yield
-        self._engine.close_captured_backward()
+        self._engine.passes.complete()
+        self._engine.reducer.finish()  # nothing is on its way when the graph ends
         self._end_capture(1, versions)
         self._used = [number for number, used in enumerate(books) if used]
         books[:] = bytes(a | b for a, b in zip(books, before, strict=True))
