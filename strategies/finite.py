@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .engine import Zero3Engine
-from .engine.hooks import tensors, transform
+from .engine.functions import instances
+from .engine.hooks import transform
 from .engine.shards import FlatGroup
 
 
@@ -101,7 +102,7 @@ class FiniteCheck:
     def _after(self, unit: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, outputs: Any) -> None:
             if torch.is_grad_enabled() and transform() is None:
-                for tensor in tensors(outputs):
+                for tensor in instances(outputs, Tensor):
                     self._look(0, unit, tensor)
 
         return hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -61,10 +62,17 @@ def _writes(name: str) -> bool:
 
 
 def instances(value: Any, cls: type[T]) -> list[T]:
-    """The instances of ``cls`` in a tensor or (nested) list of tensors."""
+    """The instances of ``cls`` in nested containers and dataclasses."""
     if isinstance(value, cls):
         return [value]
-    return [found for item in value for found in instances(item, cls)] if isinstance(value, tuple | list) else []
+    inside: Any = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, tuple | list):
+        inside = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, f.name, None) for f in fields(value)]
+    return [found for item in inside for found in instances(item, cls)]
 
 
 def who_takes_memory(question: str) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .chunk import Entry
+from .functions import instances
 from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
@@ -112,7 +113,7 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], Non
         enter_backward(unit)
 
     found = False
-    for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
+    for tensor in (outputs,) if isinstance(outputs, Tensor) else instances(outputs, Tensor):
         if tensor.requires_grad:
             tensor.register_hook(hook)
             found = True
@@ -121,7 +122,7 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], Non
 
 def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
     """``outputs`` with copies of the views of weights in it, whose memory another unit may take; None if there are none."""
-    if not any(in_slot(tensor) for tensor in tensors(outputs)):
+    if not any(in_slot(tensor) for tensor in instances(outputs, Tensor)):
         return None
     return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
 
@@ -141,16 +142,3 @@ def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         for f in fields(value):
             object.__setattr__(value, f.name, _replace(getattr(value, f.name, None), change))
     return value
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested containers and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors(item)]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in tensors(item)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [t for f in fields(value) for t in tensors(getattr(value, f.name, None))]
-    return []
