@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from ..strategies.engine import Unit, Zero3Engine, unit_around
+from ..strategies.captured import unit_around
+from ..strategies.engine import Unit, Zero3Engine
 from .graph_batch import UnsupportedBatch, signature
 from .graph_call import CapturedCall
 from .graph_check import check_device, report

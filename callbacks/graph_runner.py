@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..strategies.engine import ReplayedStep
+from ..strategies.captured import ReplayedStep
 from ..strategies.position import Activity
 from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_check import check_trainer, report

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ..strategies.engine import ReplayedStep
+from ..strategies.captured import ReplayedStep
 from .graph_batch import StaticInputs
 from .graph_device import Graph
 from .graph_lines import naming_failure

@@ -17,17 +17,14 @@ visit                 a unit's turn in backward
 
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
-from .replay import ReplayedStep, unit_around
 from .resting import ResidencyError, is_sharded
 from .unit import Unit
 
 __all__ = [
-    "ReplayedStep",
     "ResidencyError",
     "UnitPolicy",
     "Unit",
     "Zero3Engine",
     "find_units",
     "is_sharded",
-    "unit_around",
 ]

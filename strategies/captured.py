@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .engine import Zero3Engine
-from .unit import Phase, Unit
+from .engine import Unit, Zero3Engine
+from .engine.unit import Phase
 
 
 class ReplayedStep:
