@@ -8,7 +8,7 @@ board                 memory of one machine in which each rank posts the exchang
 ====================  ==================================================================================================
 """
 
-from .diary import DivergenceError, Meeting, checksum, first_difference
+from .diary import DivergenceError, Meeting, checksum, first_difference, other_values
 from .door import make_collectives, make_hybrid_collectives
 from .group import GroupCollectives, LocalCollectives, Pending
 from .pairwise import PairwiseCollectives
@@ -32,5 +32,6 @@ __all__ = [
     "make_clock",
     "make_collectives",
     "make_hybrid_collectives",
+    "other_values",
     "widen",
 ]

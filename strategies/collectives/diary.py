@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, MutableSequence, Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -53,6 +54,22 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
     return ""
 
 
+def other_values(everyone: Sequence[Sequence[tuple[str, int]]]) -> str:
+    """Which parameter got other values on one rank than on another, in words.
+
+    Args:
+        everyone: what each rank has ``written``, see :meth:`Diary.digest`.
+    """
+    everything = {item for written in everyone for item in written}
+    name = min(name for name, total in everything if any((name, total) not in written for written in everyone))
+    return (
+        f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
+        "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
+        "ranks have (`torch.distributed.all_reduce`), or make it between steps, in `with strategy.gathered(module, "
+        "modify=True):`, where rank 0's counts (leave `max_norm` out, and renormalise there)."
+    )
+
+
 def checksum(values: Tensor) -> Tensor:
     """An int64 [] that the bits of ``values`` [any shape] and their places decide; in pieces, on the device."""
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -83,6 +100,14 @@ class Diary:
         self.written: dict[str, Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
+
+    def digest(self) -> tuple[int, list[tuple[str, int]]]:
+        """A number that tells all since the last agreement; and what was ``written``, as names and checksums, sorted."""
+        names = sorted(self.written)
+        sums = torch.stack([self.written[name] for name in names]).tolist() if names else []
+        written = list(zip(names, sums, strict=True))
+        numbers = (number for name, total in written for number in (crc32(name.encode()), total))
+        return hash((*self.trace[1:], *numbers)) >> 2, written  # of integers: the same in every process
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
