@@ -49,7 +49,7 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 # Modules that never call a user's code.
 _ENGINE = {
-    *(f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduce")),
+    *(f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduce", "backward")),
     *(f"lightning_zero3.strategies.collectives.{name}" for name in ("group", "pairwise", "shared", "hybrid", "wire")),
 }
 

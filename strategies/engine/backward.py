@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
 from torch.autograd import Variable
 
 from .agreement import Agreement
@@ -41,6 +44,40 @@ class Backward:
         self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
         self._explicit = False  # run() will close the pass; else a callback of autograd does
         self._broken = False  # an exception left the gradients of this window incomplete
+
+    def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the reducer, and drops it.
+
+        One function, because it runs for each parameter in each backward. Its reference is weak: torch keeps the hooks of a
+        parameter where the garbage collector cannot look, so the model would never be freed.
+        """
+        where, number, view = unit.index, unit.trained[index].number, self._reducer.view(unit, index)
+        claimed, written, used, get_self = self._reducer.claimed, self._reducer.written, self.used, weakref.ref(self)
+
+        def collect(parameter: Tensor) -> None:
+            with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
+                grad, parameter.grad = parameter.grad, None
+            now = get_self()
+            if not now.active:
+                if grad is view:
+                    parameter.grad = view  # autograd added to what is shown; the user has not cleared it
+                now.begin()
+            if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
+                return
+            used[number] = 1
+            if not claimed[where]:
+                now._reducer.claim(where)
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if grad is view:
+                _require_current(parameter, bool(written[number]))
+            elif written[number]:
+                view.add_(grad.detach())  # with create_graph a gradient has a graph of its own
+            else:
+                view.copy_(grad.detach())
+                written[number] = 1
+
+        return collect
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -198,3 +235,11 @@ class Backward:
                 "`zero_grad()` and begin the accumulation anew."
             )
         self._broken = False
+
+
+def _require_current(parameter: Tensor, current: bool) -> None:
+    if not current:
+        raise ResidencyError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
+            "Call backward through the strategy (`self.manual_backward(loss)`)."
+        )

@@ -91,7 +91,7 @@ class Zero3Engine:
         self._forward = ForwardOrder()
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        hooks = self._enter_forward, self._leave_forward, lambda unit, index: self.reducer.collector(unit, index, self.passes)
+        hooks = self._enter_forward, self._leave_forward, self.passes.collector
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]

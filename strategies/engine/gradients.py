@@ -31,9 +31,8 @@ class Gradients:
         trained = [group for group in self._groups if group.trained]
         for group in trained:
             if group.begin_window():
-                self.used[group.first : group.last] = bytes(group.last - group.first)
-                if self._reducer.held:
-                    self._reducer.drop(group.first, group.last)
+                numbers = slice(group.first, group.last)
+                self.used[numbers] = self._reducer.written[numbers] = bytes(group.last - group.first)
         muted = [group for group in trained if not any(p.requires_grad for p in group.parameters)]  # by `toggle_optimizer`
         return frozenset(number for group in muted for number in range(group.first, group.last))
 

@@ -10,9 +10,7 @@ there stays until it is asked for: one reduction for all of them, at the price o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,17 +25,6 @@ from .unit import Exchange, Unit
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
     """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
     return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
-
-
-class Pass(Protocol):
-    """What gradients find when they arrive; see :class:`~.backward.Backward`."""
-
-    active: bool
-    muted: frozenset[int]
-    used: bytearray
-
-    def begin(self) -> None:
-        """Called with the first one, unless ``active``."""
 
 
 class _Range:
@@ -59,8 +46,6 @@ class _Range:
             self.chunks.append((chunk, part))
             self.views += chunk.views(part)
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
-        self.written = [False] * len(self.views)
-        self.open = False  # holds gradients that have not been sent
         self.pending: list[Pending] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
 
@@ -78,6 +63,8 @@ class Reducer:
         wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
     """
 
+    written: bytearray  # by number of the parameter: there is a gradient already where the next one goes
+    claimed: bytearray  # by index of the unit: the memory of its range is its own, until its gradients are sent
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # nor did earlier ones; on all ranks alike
@@ -100,72 +87,46 @@ class Reducer:
         layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
+        self.written, self.claimed = bytearray(sum(len(u.trained) for u in trained)), bytearray(len(units))
         self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None
 
-    def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
-        """The hook that takes the gradient of trained parameter ``index`` of ``unit`` and drops it.
+    def view(self, unit: Unit, index: int) -> Tensor:
+        """Where the gradient of trained parameter ``index`` of ``unit`` goes, of the parameter's shape."""
+        return self._ranges[unit.index].views[index]
 
-        One function, because it runs for each parameter in each backward. Its references are weak: torch keeps the hooks of
-        a parameter where the garbage collector cannot look, so the model would never be freed.
-        """
-        place, number = self._ranges[unit.index], unit.trained[index].number
-        view, written, used = place.views[index], place.written, now.used
-        get_reducer, get_place, get_now = weakref.ref(self), weakref.ref(place), weakref.ref(now)
-        del place, now
-
-        def collect(parameter: Tensor) -> None:
-            with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
-                grad, parameter.grad = parameter.grad, None
-            now, place = get_now(), get_place()
-            if not now.active:
-                now.begin()
-            if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
-                return
-            used[number] = 1
-            if not place.open:
-                get_reducer()._claim(place)
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            if written[index]:
-                view.add_(grad.detach())  # with create_graph a gradient has a graph of its own
-            else:
-                view.copy_(grad.detach())
-                written[index] = True
-
-        return collect
-
-    def _claim(self, place: _Range) -> None:
+    def claim(self, index: int) -> None:
+        """Free the range of the unit with this index for its gradients; collective if others are reduced for it."""
+        place = self._ranges[index]
         for other in sorted(self._open, key=lambda opened: opened.unit.index):  # alike on all ranks
             if overlap(other.region, place.region):
                 self.reduce(other.unit)
         if self._flying is not None and overlap(self._flying.region, place.region):
             self.finish()  # hazard: overwriting gradients that are being sent
-        place.open = True
+        self.claimed[index] = 1
         self._open.append(place)
 
     def is_open(self, unit: Unit) -> bool:
         """Whether gradients of ``unit`` wait to be reduced now."""
-        place = self._ranges.get(unit.index)
-        return place is not None and place.open and not self.holding
+        return unit.index in self._ranges and bool(self.claimed[unit.index]) and not self.holding
 
     def reduce(self, unit: Unit) -> None:
         """Send the unit's gradients, zeros for those that this rank does not have; collective."""
         place = self._ranges.get(unit.index)
         if place is None or self.holding:
             return
-        if not place.open:
-            self._claim(place)
+        if not self.claimed[unit.index]:
+            self.claim(unit.index)
         self.finish()
         if unit.announce is not None:
             unit.announce(unit, Exchange.REDUCE)
-        for view, written in zip(place.views, place.written, strict=True):
-            if not written:
+        for entry, view in zip(unit.trained, place.views, strict=True):
+            if not self.written[entry.number]:
                 view.zero_()
+            self.written[entry.number] = 0
         for gap in place.gaps:
             gap.zero_()
-        place.written[:] = [False] * len(place.views)
         with self._lane.fork():
             for _, part in place.chunks:
                 if self.inspect is not None:
@@ -178,7 +139,7 @@ class Reducer:
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()
-        place.open, self._flying = False, place
+        self.claimed[unit.index], self._flying = 0, place
         self._open.remove(place)
         if unit.announce is not None:
             self.finish()  # ranks that assist do so at once, and may wait until all have their sums
@@ -217,13 +178,6 @@ class Reducer:
                     if piece.is_first_in_window():
                         piece.group.grad[piece.place].zero_()
 
-    def drop(self, first: int, last: int) -> None:
-        """Gradients of the parameters numbered [first, last) were cleared: forget what is held of them."""
-        for place in self._open:
-            for index, entry in enumerate(place.unit.trained):
-                if first <= entry.number < last:
-                    place.written[index] = False
-
     def show(self, shown: bytes) -> None:
         """Gradients are complete. A resting parameter's ``grad`` reads them from the shards, see access.py."""
 
@@ -240,6 +194,7 @@ class Reducer:
             self._flying.dropped = True  # not awaited here: the other ranks may never send
         self.held = False
         for place in self._open:
-            place.open = False
-            place.written[:] = [False] * len(place.views)
+            self.claimed[place.unit.index] = 0
+            for entry in place.unit.trained:
+                self.written[entry.number] = 0
         self._open = []

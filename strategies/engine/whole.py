@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
 from .chunk import Entry
-from .reduce import Pass, Reducer
+from .reduce import Reducer
 from .resting import ResidencyError, keep_engine_last
 from .shards import FlatGroup
 from .streams import Lane
@@ -76,42 +75,17 @@ class WholeReducer(Reducer):
         self._ranges, self._open, self._flying = {}, [], None  # nothing waits, and nothing is on its way
         trained = [(entry, _view(entry, entry.group.grad)) for unit in units for entry in unit.trained]
         self._views = sorted(trained, key=lambda pair: pair[0].number)
-        self._written = [0] * len(trained)  # by number: the window in which the gradient was last written
+        self.written = bytearray(b"\1" * len(trained))  # until gradients are cleared the next one is added
+        self.claimed = bytearray(b"\1" * len(units))  # there is no range to claim
         self._shown: list[tuple[Entry, Tensor]] = []
         for chunk in (c for u in units for c in u.chunks if c.trained):
             for low, high in chunk.layout.gaps():
                 group, start = chunk.place_of(low)
                 group.idle.append((start, start + high - low))
 
-    def collector(self, unit: Unit, index: int, now: Pass) -> Callable[[Tensor], None]:
-        """See :meth:`Reducer.collector`."""
-        entry, view = self._views[unit.trained[index].number]
-        number, group = entry.number, entry.group
-        used, written = now.used, self._written
-        get_group, get_now = weakref.ref(group), weakref.ref(now)
-        del entry, group, now, self
-
-        def collect(parameter: Tensor) -> None:
-            group, now = get_group(), get_now()
-            grad, parameter.grad = parameter.grad, None
-            if not now.active:
-                if grad is view:
-                    parameter.grad = view  # autograd added to what is shown; the user has not cleared it
-                now.begin()
-            if grad is None or (now.muted and number in now.muted):
-                return
-            used[number] = 1
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            if grad is view:  # shown since the last backward; autograd added to it
-                _require_current(parameter, written[number] == group.window)
-            elif written[number] == group.window:
-                view.add_(grad.detach())
-            else:
-                view.copy_(grad.detach())
-                written[number] = group.window
-
-        return collect
+    def view(self, unit: Unit, index: int) -> Tensor:
+        """See :meth:`Reducer.view`."""
+        return self._views[unit.trained[index].number][1]
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
@@ -135,19 +109,11 @@ class WholeReducer(Reducer):
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""
         for entry, view in self._views:
-            if self._written[entry.number] != entry.group.window:
+            if not self.written[entry.number]:
                 view.zero_()
-                self._written[entry.number] = entry.group.window
+                self.written[entry.number] = 1
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:
     """The parameter in a flat tensor of its group. One without elements lies nowhere."""
     return entry.view(flat, 0 if entry.part is None else entry.part.start)
-
-
-def _require_current(parameter: Tensor, current: bool) -> None:
-    if not current:
-        raise ResidencyError(
-            f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
-            "Call backward through the strategy (`self.manual_backward(loss)`)."
-        )
