@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .engine import Zero3Engine
-from .engine.functions import instances
 from .engine.hooks import transform
 from .engine.shards import FlatGroup
+from .residency import instances
 
 
 class NonFiniteError(FloatingPointError):

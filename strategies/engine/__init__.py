@@ -15,9 +15,9 @@ visit                 a unit's turn in backward
 ====================  ==================================================================================================
 """
 
+from ..residency import ResidencyError, is_sharded
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
-from .resting import ResidencyError, is_sharded
 from .unit import Unit
 
 __all__ = [

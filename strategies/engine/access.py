@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, checksum
+from ..residency import ResidencyError, ShardedCopy, set_data, settle
 from .chunk import Entry
 from .gradients import Gradients
-from .resting import ResidencyError, ShardedCopy, set_data, settle
 from .unit import Unit
 
 # Identity of the backward pass that runs in this thread.
@@ -22,7 +22,7 @@ NO_GRAPH_TASK = -1
 
 
 class Access:
-    """The home of all parameters of an engine; see :class:`~.resting.Home`."""
+    """The home of all parameters of an engine; see :class:`~.residency.resting.Home`."""
 
     in_step: bool  # all ranks run the same code: a read may gather
 
@@ -46,7 +46,7 @@ class Access:
                 settle(entry.parameter, f"{entry.name!r} (unit {unit.name})", entry.cls, entry.dtype, self)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """See :meth:`~.resting.Home.read`."""
+        """See :meth:`~.residency.resting.Home.read`."""
         _, entry = self._owner[id(parameter)]
         if not (self.in_step or graph_task() != NO_GRAPH_TASK):
             raise ResidencyError(
@@ -60,13 +60,13 @@ class Access:
         return value
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """See :meth:`~.resting.Home.full_values`."""
+        """See :meth:`~.residency.resting.Home.full_values`."""
         owners = [self._owner[id(p)] for p in parameters]
         values = {unit: unit.values() for unit in dict.fromkeys(unit for unit, _ in owners)}
         return [values[unit][entry.name] for unit, entry in owners]
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """See :meth:`~.resting.Home.write`."""
+        """See :meth:`~.residency.resting.Home.write`."""
         unit, entry = self._owner[id(parameter)]
         value = value.detach().broadcast_to(entry.size)
         if self.in_step and unit.announce is None and not unit.whole:
@@ -75,13 +75,13 @@ class Access:
         self._weights_changed()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """See :meth:`~.resting.Home.gradient`."""
+        """See :meth:`~.residency.resting.Home.gradient`."""
         self._settle_gradients()
         grad = self._gradients.full(*self._owner[id(parameter)])
         return None if grad is None else ShardedCopy.of(grad, parameter=parameter)
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """See :meth:`~.resting.Home.set_gradient`."""
+        """See :meth:`~.residency.resting.Home.set_gradient`."""
         _, entry = self._owner[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
             self._settle_gradients()

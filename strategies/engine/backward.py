@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..residency import ResidencyError
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
 from .order import BackwardSchedule
 from .reduce import Reducer
-from .resting import ResidencyError
 from .saved import SavedTensors
 from .unit import Unit
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
+from ..residency import class_of, home_of, is_sharded, unsettle
 from .checked import CheckedUnit
 from .chunk import Chunk, Entry
 from .layout import ChunkLayout
 from .partition import UnitModules
-from .resting import class_of, home_of, is_sharded, unsettle
 from .shards import FlatGroup, GroupKey
 from .unit import Unit
 from .whole import WholeUnit

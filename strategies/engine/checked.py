@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..residency import ResidencyError
 from .chunk import Chunk, Entry
 from .layout import overlap
-from .resting import ResidencyError
 from .unit import Phase, Unit
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..residency import class_while_used
 from .layout import ChunkLayout, Span
-from .resting import class_while_used
 from .shards import FlatGroup
 
 

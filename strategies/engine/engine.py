@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
+from ..residency import is_sharded, unsettle
 from .access import NO_GRAPH_TASK, Access, graph_task
 from .agreement import Agreement
 from .backward import Backward
@@ -23,7 +24,6 @@ from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
-from .resting import is_sharded, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup, attach
 from .streams import Lane

@@ -6,9 +6,9 @@ import sys
 
 from torch import Tensor, nn
 
+from ..residency import ResidencyError
 from .chunk import Entry
 from .reduce import Reducer
-from .resting import ResidencyError
 from .shards import FlatGroup
 from .unit import Unit
 

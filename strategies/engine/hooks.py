@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..residency import instances
 from .chunk import Entry
-from .functions import instances
 from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any

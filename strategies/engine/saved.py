@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .resting import ResidencyError
+from ..residency import ResidencyError
 from .unit import Arena, Phase, Unit
 
 # unit, version of the weights when it was saved, bytes from the start of the arena, dtype, size, stride.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
+from ..residency import ResidencyError, RestingParameter, set_data
 from .chunk import Chunk, Entry
 from .partition import UnitModules
-from .resting import ResidencyError, RestingParameter, set_data
 from .shards import FlatGroup
 from .streams import Lane
 

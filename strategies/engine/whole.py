@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
+from ..residency import ResidencyError, keep_engine_last
 from .chunk import Entry
 from .reduce import Reducer
-from .resting import ResidencyError, keep_engine_last
 from .shards import FlatGroup
 from .streams import Lane
 from .unit import Arena, Unit

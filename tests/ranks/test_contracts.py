@@ -254,7 +254,7 @@ def test_bytes_copied_in_a_step(world_size):
 
 
 CALLS = """
-import sys, torch, torch.distributed as dist
+import re, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero3.strategies.collectives import make_collectives
@@ -301,7 +301,7 @@ def counts(layers, sharded):  # Python calls of a step, and lines that the engin
     def trace(frame, event, argument):
         nonlocal lines
         lines += event == "line"
-        return trace if "/strategies/engine/" in frame.f_code.co_filename else None
+        return trace if re.search("/strategies/(engine|residency)/", frame.f_code.co_filename) else None
     sys.setprofile(profile)
     step()
     sys.setprofile(None)

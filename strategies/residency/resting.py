@@ -28,7 +28,7 @@ from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, wh
 
 
 class Home(Protocol):
-    """The owner of parameters, as seen from here; see :class:`~.access.Access`."""
+    """The owner of parameters, as seen from here; see :class:`~.engine.access.Access`."""
 
     def retire(self) -> None:
         """Another engine has taken the parameters over: stop watching them."""
