@@ -169,7 +169,7 @@ def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:
     """Make the parameter an ordinary one that holds ``value``; returns its place in the slot."""
     unit.lent = True
     entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
-    slot = entry.parameter.data
+    slot = Tensor.data.__get__(entry.parameter)  # past the class, for which the user would have read it
     set_data(entry.parameter, value)
     return slot
 

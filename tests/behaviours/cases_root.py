@@ -178,7 +178,7 @@ class RootTargetNetwork(Case):
 
 @case
 class RootUsedInBlocks(Case):
-    """A parameter of the model itself that its blocks use, compiled ones too, with gradients kept over micro-batches"""
+    """A parameter of the model itself in a function that one rank compiles again, gradients kept over micro-batches"""
 
     pitfalls = (16, 41)
     timeout = 60.0
