@@ -7,7 +7,7 @@ keeps its name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
@@ -173,7 +173,7 @@ class _Pruning(ModelPruning):
     def make_pruning_permanent(self, module: nn.Module) -> None:
         hooks = [(m, h) for m in module.modules() for h in m._forward_pre_hooks.values() if isinstance(h, BasePruningMethod)]
         pruned = [m._parameters.get(f"{hook._tensor_name}_orig") for m, hook in hooks]  # by others than this callback, too
-        with self._strategy.gathered(_distinct(pruned), modify=True):
+        with self._strategy.gathered([p for p in pruned if p is not None], modify=True):
             super().make_pruning_permanent(module)
 
     @override
@@ -188,11 +188,8 @@ class _Pruning(ModelPruning):
                 state[name] = (mask.to(original) * original.detach()).cpu()
 
     def _pruned(self) -> list[nn.Parameter]:
-        return _distinct(m._parameters.get(f"{name}_orig", m._parameters.get(name)) for m, name in self._parameters_to_prune)
-
-
-def _distinct(parameters: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
-    return list({id(p): p for p in parameters if p is not None}.values())  # one may be tied to another
+        found = [m._parameters.get(f"{name}_orig", m._parameters.get(name)) for m, name in self._parameters_to_prune]
+        return [p for p in found if p is not None]
 
 
 class _SavesOnException(Checkpoint):

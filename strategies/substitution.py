@@ -86,4 +86,4 @@ class Substitution:
             group["params"][:] = flats
         self._between = []
         self.store()
-        self.engine.weights_changed()
+        self.engine.weights_changed(self.engine.stepped_by(self.optimizer))

@@ -327,7 +327,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def gathered(
         self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, modify: bool = False
     ) -> AbstractContextManager[None]:
-        """Inside, parameters have their full values; to be entered by all ranks, and read or written by any.
+        """Inside, parameters have their full values; to be entered by all ranks, and read or written by any; gradients by all.
 
         Args:
             what: a module of the model, or some parameters; the whole model by default.

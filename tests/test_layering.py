@@ -53,7 +53,7 @@ LAYERS = [
     ),
     (["strategies/rendezvous"], TORCH),
     (["strategies/environment_report"], {*TORCH, "rich"}),
-    (["strategies/engine/buffers", "strategies/engine/shards"], TORCH),
+    (["strategies/engine/buffers", "strategies/engine/in_use", "strategies/engine/shards"], TORCH),
     (["strategies/engine/chunk"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from ..collectives import LocalCollectives, checksum
 from .chunk import Entry
 from .gradients import Gradients
-from .resting import FullGradient, ResidencyError, set_data, settle
+from .resting import NO_GRAPH_TASK, FullGradient, ResidencyError, graph_task, set_data, settle
 from .unit import Unit
-
-# Identity of the backward pass that runs in this thread.
-graph_task = torch._C._current_graph_task_id
-NO_GRAPH_TASK = -1
 
 
 class Access:
@@ -30,7 +27,7 @@ class Access:
         self,
         units: list[Unit],
         collectives: LocalCollectives,
-        weights_changed: Callable[[], None],
+        weights_changed: Callable[[list[Unit]], None],
         gradients: Gradients,
         settle_gradients: Callable[[], None],
         retire: Callable[[], None],
@@ -39,6 +36,7 @@ class Access:
         self._gradients, self._settle_gradients = gradients, settle_gradients
         self.retire = retire
         self._owner: dict[int, tuple[Unit, Entry]] = {}
+        self._held: WeakValueDictionary[str, FullGradient] = WeakValueDictionary()  # by the user, of each parameter
         self.in_step = False
         for unit in units:
             for entry in unit.entries:
@@ -72,20 +70,45 @@ class Access:
         if self.in_step and unit.announce is None and not unit.whole:
             self._collectives.diary.written[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
         entry.store(value, entry.group.data)
-        self._weights_changed()
+        self._weights_changed([unit])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.resting.Home.gradient`."""
         self._settle_gradients()
-        grad = self._gradients.full(*self._owner[id(parameter)])
-        return None if grad is None else FullGradient.of(parameter, grad)
+        unit, entry = self._owner[id(parameter)]
+        grad = self._gradients.full(unit, entry)
+        if grad is None:
+            return None
+        since, held = self._gradients.since(entry), self._held.get(entry.name)
+        if held is None or held.since != since:
+            held = self._held[entry.name] = FullGradient.of(parameter, grad, since)
+        else:  # the same tensor as long as the user has it, as in torch
+            with torch._C.DisableTorchFunctionSubclass():
+                set_data(held, grad)
+        return held
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.resting.Home.set_gradient`."""
         _, entry = self._owner[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
             self._settle_gradients()
+            entry.assigned += 1
             self._gradients.assign(entry, grad)
+            if isinstance(grad, FullGradient) and grad.parameter is parameter:
+                grad.since, self._held[entry.name] = self._gradients.since(entry), grad
+
+    def keep_gradient(self, gradient: FullGradient) -> None:
+        """See :meth:`~.resting.Home.keep_gradient`."""
+        _, entry = self._owner[id(gradient.parameter)]
+        since = self._gradients.since(entry)
+        if since[:2] != gradient.since[:2] or not self._gradients.has_gradient(entry):
+            return  # it was cleared or replaced: an ordinary tensor, as in torch
+        if since != gradient.since:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was read, a backward added to it, and then the tensor of before was "
+                "changed. Read `parameter.grad` again after the backward."
+            )
+        self._gradients.assign(entry, gradient)
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
@@ -99,8 +122,8 @@ class Access:
             ResidencyError: at entry, a parameter is in use; at exit, one was written without ``modify``.
         """
         parameters = what.parameters() if isinstance(what, nn.Module) else [what] if isinstance(what, Tensor) else what
-        wanted = [self._owner[id(p)] for p in parameters if id(p) in self._owner]
-        wanted = [(unit, entry) for unit, entry in wanted if not unit.whole]
+        found = {id(p): self._owner[id(p)] for p in parameters if id(p) in self._owner}  # once, however often it is named
+        wanted = [(unit, entry) for unit, entry in found.values() if not unit.whole]
         values: dict[str, Tensor] = {}
         for unit in dict.fromkeys(unit for unit, _ in wanted):
             full = unit.values()
@@ -114,7 +137,7 @@ class Access:
                 _require_unwritten(wanted, before)
         finally:
             for (_, entry), slot in zip(wanted, slots, strict=True):
-                values[entry.name] = entry.parameter.data
+                values[entry.name] = entry.parameter.detach()
                 set_data(entry.parameter, slot)
             for unit, _ in wanted:
                 unit.lent = False

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .in_use import class_while_used
 from .layout import ChunkLayout, Span
-from .resting import class_while_used
 from .shards import FlatGroup
 
 
@@ -39,6 +39,7 @@ class Entry:
     part: Part | None = None  # None: this rank owns nothing of it
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
+    assigned: int = 0  # how often the user has replaced its gradient
 
     def __post_init__(self) -> None:
         self.cls_while_used = class_while_used(self.cls)

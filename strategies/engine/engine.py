@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from .access import NO_GRAPH_TASK, Access, graph_task
+from .access import Access
 from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
@@ -23,13 +24,15 @@ from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
-from .resting import is_sharded, unsettle
+from .resting import NO_GRAPH_TASK, graph_task, is_sharded, unsettle
 from .saved import SavedTensors
 from .shards import FlatGroup, attach
 from .streams import make_lane
 from .structure import Structure
 from .unit import Arena, Unit
 from .whole import WholeReducer
+
+_VERSION = Tensor._version.__get__  # not a lambda: each forward of a unit asks
 
 
 class Zero3Engine:
@@ -75,7 +78,7 @@ class Zero3Engine:
     ) -> None:
         self.device, self.collectives = device, collectives
         home, self.optimizer_names = optimizer_groups(model, optimizers)
-        parts = find_units(model, unit_policy)
+        parts = find_units(model, unit_policy, {p: optimizer for p, (optimizer, _) in home.items()})
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_memory(model)
         check_same_structure(self.units, collectives)
@@ -89,10 +92,16 @@ class Zero3Engine:
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype)
         self._forward = ForwardOrder()
+        self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
+        keys = [(unit, {entry.group.key.optimizer for entry in unit.entries}) for unit in self.units]
+        self._flats = [group.public for group in self.groups]
+        self._versions = list(map(_VERSION, self._flats))
+        self._stepped_by = {id(o): [unit for unit, found in keys if i in found] for i, o in enumerate(optimizers)}
         hooks = self._enter_forward, self._leave_forward, lambda unit, index: self.reducer.collector(unit, index, self._pass)
-        self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
+        dropped: list[str] = []
+        self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
         self.structure = Structure(model)
@@ -168,6 +177,7 @@ class Zero3Engine:
             self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.diary.resume()
+        self._thread = get_ident()
         try:
             self.access.in_step = True
             if gradients_over:
@@ -257,7 +267,12 @@ class Zero3Engine:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.guard(optimizer, True)
-        self.weights_changed()
+        self._versions = list(map(_VERSION, self._flats))
+        self.weights_changed(self.stepped_by(optimizer))
+
+    def stepped_by(self, optimizer: Optimizer) -> list[Unit]:
+        """Units of which ``optimizer`` has parameters."""
+        return self._stepped_by[id(optimizer)]
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
         """Whether norms of the gradients that ``optimizer`` sees are errors: not while it steps, which may be compiled."""
@@ -266,9 +281,19 @@ class Zero3Engine:
                 group.guard(guarded)
 
     def _adopt_values(self) -> None:
+        """What the user wrote to parameters in use, to ``.data`` on one rank, or to flat tensors, becomes known."""
+        for unit in tuple(self.arena.in_use):
+            unit.keep_written()
         for unit in self.units:
             if unit.whole:
                 unit.adopt()
+        self._adopt_flat_values()
+
+    def _adopt_flat_values(self) -> None:
+        before, self._versions = self._versions, list(map(_VERSION, self._flats))
+        written = [group for group, old, new in zip(self.groups, before, self._versions, strict=True) if old != new]
+        if written:
+            self.weights_changed([unit for unit in self.units if any(entry.group in written for entry in unit.entries)])
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -278,12 +303,16 @@ class Zero3Engine:
         self.collectives.diary.forget()
         self._saved.forget()
 
-    def weights_changed(self) -> None:
-        """The shards were written: nothing gathered before is true any more."""
-        self._saved.weights_changed()
+    def weights_changed(self, units: Collection[Unit] | None = None) -> None:
+        """The shards of ``units``, by default of all, were written: nothing gathered of them before is true any more."""
+        self._saved.forget()
         self.gradients.forget()
+        changed = set(self.units if units is None else units)
+        for unit in changed:
+            unit.version += 1
         for unit in tuple(self.arena.holders):
-            unit.refresh()
+            if unit in changed:
+                unit.refresh()
 
     # ------------------------------------------------------------------------------------------------ forward
 
@@ -291,10 +320,12 @@ class Zero3Engine:
         if graph_task() != NO_GRAPH_TASK:
             self._pass.recompute(unit)
             return
+        if list(map(_VERSION, self._flats)) != self._versions:
+            self._adopt_flat_values()
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()
-        if not self.access.in_step:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
@@ -315,6 +346,6 @@ class Zero3Engine:
             self._pass.schedule.record(unit.index)
         if unit.pins:
             unit.unuse()
-        if not self.access.in_step:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         return copied

@@ -25,6 +25,7 @@ class Gradients:
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self.over = False  # freed before the user cleared them
+        self._passes = 0  # that have added to them
 
     def begin_windows(self) -> frozenset[int]:
         """A backward begins: groups whose gradients were cleared start afresh.
@@ -106,6 +107,7 @@ class Gradients:
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
         self._shown, self._full = bytearray(used), {}
+        self._passes += 1
         self._reducer.show(used)
         for group in self._groups:
             if group.trained:
@@ -118,6 +120,10 @@ class Gradients:
     def has_gradient(self, entry: Entry) -> bool:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
         return bool(self._shown[entry.number]) and entry.group.shows_gradients
+
+    def since(self, entry: Entry) -> tuple[int, int, int]:
+        """Of the gradient of ``entry``: its window, how many were assigned before, and the backward that added to it last."""
+        return entry.group.window, entry.assigned, self._passes
 
     def forget(self) -> None:
         """The flat gradients may change: gather them anew."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .chunk import Entry
+from .resting import set_grad
 from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
@@ -25,6 +26,7 @@ def install(
     enter_forward: Callable[[Unit], None],
     leave_forward: Callable[[Unit, Any], Any],
     collector: Callable[[Unit, int], Collector],
+    dropped: list[str],
 ) -> list[RemovableHandle]:
     """Report the forwards of the unit's members and the gradients of its parameters.
 
@@ -33,6 +35,7 @@ def install(
         enter_forward: a member is about to run.
         leave_forward: a member has run, or raised (then its outputs are None); returns what replaces them, if not None.
         collector: makes the post-accumulate-grad hook of the trained parameter at an index.
+        dropped: gets the name of the first parameter that has a gradient and no optimizer.
     """
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -51,8 +54,8 @@ def install(
     for index, entry in enumerate(unit.trained):
         handles.append(_on_grad(entry.parameter, collector(unit, index)))
     for entry in unit.entries:
-        if not entry.trained and entry.parameter.requires_grad:
-            handles.append(_on_grad(entry.parameter, _drop_grad))
+        if not entry.trained and (entry.dtype.is_floating_point or entry.dtype.is_complex):
+            handles.append(_on_grad(entry.parameter, _dropper(entry.name, dropped)))
     return handles
 
 
@@ -108,10 +111,21 @@ def _nothing(*args: Any) -> None:
     """In place of a hook."""
 
 
-def _drop_grad(parameter: Tensor) -> None:
-    # No optimizer has it: on one device the gradient would pile up unread.
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.grad = None
+def _dropper(name: str, dropped: list[str]) -> Collector:
+    """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on every rank."""
+
+    def drop(parameter: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            set_grad(parameter, None)
+        if not dropped:
+            dropped.append(name)
+            warnings.warn(
+                f"Parameter {name!r} (and perhaps others) has a gradient and no optimizer: `parameter.grad` stays None, and "
+                "`clip_grad_norm_` leaves it out. Give it to an optimizer (a learning rate of 0 will do), or freeze it.",
+                stacklevel=2,
+            )
+
+    return drop
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
@@ -126,7 +140,7 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], Non
 
     found = False
     for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:  # a hook on a parameter would stay there, one more in each step
             tensor.register_hook(hook)
             found = True
     return found

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Pending
 from .chunk import Chunk, Entry
 from .layout import ArenaLayout, overlap
+from .resting import get_grad, set_grad
 from .streams import Lane
 from .unit import Exchange, Unit
 
@@ -122,7 +123,8 @@ class Reducer:
 
         def collect(parameter: Tensor) -> None:
             with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
-                grad, parameter.grad = parameter.grad, None
+                grad = get_grad(parameter)
+                set_grad(parameter, None)
             now, place = get_now(), get_place()
             if not now.active:
                 now.begin()

@@ -11,17 +11,17 @@ the same. A parameter in use pays nothing but torch's look at its class.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
@@ -48,8 +48,11 @@ class Home(Protocol):
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Store a full gradient that all ranks have, or clear it; local."""
 
+    def keep_gradient(self, gradient: FullGradient) -> None:
+        """``gradient`` was changed in place: store it, if it is still what the parameter has; local."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Sharded:
     """What is known of a sharded parameter.
 
@@ -58,17 +61,25 @@ class Sharded:
         cls: the user's class of it.
         dtype: the user's; the slot may hold a lower one.
         home: its owner, who holds the parameter: neither would ever be freed with a strong reference.
+        aliased: its ``.data`` was read in use. Torch does not tell autograd of changes of that, so nobody else may.
     """
 
     label: str
     cls: type[nn.Parameter]
     dtype: torch.dtype
     home: weakref.ref[Home]
+    aliased: bool = False
 
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
 
-set_data = Tensor.data.__set__  # torch's own, past the classes below: the parameter gets other memory
+# Torch's own, past the classes below.
+set_data = Tensor.data.__set__  # the parameter gets other memory
+get_grad, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # what autograd adds to
+
+# Identity of the backward pass that runs in this thread.
+graph_task = torch._C._current_graph_task_id
+NO_GRAPH_TASK = -1
 
 
 class ResidencyError(RuntimeError):
@@ -112,16 +123,45 @@ def is_sharded(parameter: Tensor) -> bool:
     return parameter in _SHARDED
 
 
+def is_aliased(parameter: Tensor) -> bool:
+    """Whether ``.data`` of ``parameter`` was read in use, so that changes may be of that, which autograd is not to see."""
+    return _SHARDED[parameter].aliased
+
+
+def note_alias(parameter: Tensor) -> None:
+    """See :func:`is_aliased`."""
+    _SHARDED[parameter].aliased = True
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it, else the whole one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        held = get_grad(parameter)
+    if held is not None or sys._getframe(2).f_code.co_name == "safe_grad":  # torch.compile looks at what it compiles for
+        return held
+    return _home(parameter).gradient(parameter)
+
+
+def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
+    """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook that sets it."""
+    if graph_task() == NO_GRAPH_TASK:
+        _home(parameter).set_gradient(parameter, grad)
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            set_grad(parameter, grad)
+
+
 class FullGradient(Tensor):
     """The whole gradient of a sharded parameter, in memory of its own: a change in place is stored in the shards."""
 
     parameter: nn.Parameter
+    since: tuple[int, ...]  # when it was read, see :meth:`~.gradients.Gradients.since`
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, value: Tensor) -> FullGradient:
+    def of(cls, parameter: nn.Parameter, value: Tensor, since: tuple[int, ...]) -> FullGradient:
         """``value`` as the gradient of ``parameter``."""
         gradient = value.as_subclass(cls)
-        gradient.parameter = parameter
+        gradient.parameter, gradient.since = parameter, since
         return gradient
 
     @classmethod
@@ -169,9 +209,10 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         for gradient in instances(targets, FullGradient):
             if hasattr(result, "wait"):
                 result.wait()  # a collective that goes on in the background
-            _home(gradient.parameter).set_gradient(gradient.parameter, gradient)
+            if (home := home_of(gradient.parameter)) is not None:
+                home.keep_gradient(gradient)
         if name == "data.__get__" and isinstance(args[0], FullGradient):
-            return FullGradient.of(args[0].parameter, result)
+            return FullGradient.of(args[0].parameter, result, args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
         sources = instances(given, (ReadOnlyCopy, FullGradient))
@@ -221,50 +262,6 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _InUse:
-    """Makes ``parameter.data`` an alias that counts versions, as ``detach()`` does.
-
-    Torch's own hides writes: ``parameter.data.clamp_()`` leaves the version as it was, so nobody could tell that the shards
-    have to follow. Costs nothing but torch's look at the class of each operand.
-    """
-
-    _cls: type[nn.Parameter]  # the user's
-
-    @property
-    def data(self) -> Tensor:
-        return Tensor.detach(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
-            raise ResidencyError(
-                f"`.data` of parameter {describe(self)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype} "
-                f"on {value.device}. While the parameter is sharded its shape, dtype and device stay as they are."
-            )
-        if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
-            with torch.no_grad():
-                self.copy_(value)
-
-    def is_complex(self) -> bool:
-        # All that is seen of a collective that writes here; it counts no version itself.
-        if who_takes_memory("is_complex") in ("all_reduce", "broadcast"):
-            increment_version(self)
-        return Tensor.is_complex(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-            copied.__class__ = self._cls
-            memo[id(self)] = copied
-        return memo[id(self)]
-
-
-@cache
-def class_while_used(cls: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The subclass of ``cls`` that a parameter has while it is in use."""
-    return type(cls.__name__, (_InUse, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls})
-
-
 class RestingParameter(nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
 
@@ -280,9 +277,9 @@ class RestingParameter(nn.Parameter):
         if name == "dtype.__get__":
             return _SHARDED[args[0]].dtype
         if name == "grad.__get__":
-            return _home(args[0]).gradient(args[0])
-        if name == "grad.__set__":
-            return _home(args[0]).set_gradient(args[0], args[1])
+            return gradient_of(args[0])
+        if name in ("grad.__set__", "grad.__delete__"):
+            return set_gradient_of(args[0], args[1] if len(args) > 1 else None)
         if name == "__repr__":
             return f"RestingParameter({describe(args[0])}, shape={tuple(args[0].shape)})"
         if func is torch.equal and (args[0] is args[1] or args[0].shape != args[1].shape):

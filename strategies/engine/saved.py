@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .resting import ResidencyError
+from .resting import ResidencyError, is_aliased
 from .unit import Arena, Phase, Unit
 
-# unit, version of the weights when it was saved, bytes from the start of the arena, dtype, size, stride.
-# A bare tuple: one is made for every saved weight in every step.
-SavedSlot = tuple[Unit, int, int, torch.dtype, torch.Size, tuple[int, ...]]
+# Bare tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no
+# hooks. Detached, because an output that its own graph holds would live until the garbage collector comes.
 SavedOther = tuple[Tensor, int]  # not in a slot; its version
+SavedSlot = tuple[Tensor, int, Unit, int]  # an alias in the slot, its version, unit, version of the unit's weights
 
 
 class SavedTensors:
@@ -31,8 +31,6 @@ class SavedTensors:
         self._units, self._arena = units, arena
         self._start = arena.memory.data_ptr()
         self._stop = self._start + arena.memory.numel()
-        self._typed: dict[torch.dtype, Tensor] = {}  # the arena
-        self._version = 0  # of the weights
         self._spilled: tuple[Unit, Tensor] | None = None
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
 
@@ -59,7 +57,7 @@ class SavedTensors:
             ) from error
 
     def enter_outside(self, unit: Unit) -> None:
-        """``unit`` begins a forward outside of a step: nobody else watches what autograd saves."""
+        """``unit`` begins a forward outside of a step, or in another thread: nobody else watches what autograd saves."""
         # torch.func refuses such hooks, and keeps what it saves to itself.
         if not unit.whole and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
             hooks = saved_tensors_hooks(self.pack, self.unpack)
@@ -70,11 +68,6 @@ class SavedTensors:
         """The end of what :meth:`enter_outside` began."""
         if self._outside and self._outside[-1][0] is unit:
             self._outside.pop()[1].__exit__()
-
-    def weights_changed(self) -> None:
-        """What was saved before is out of date."""
-        self._version += 1
-        self._spilled = None
 
     def forget(self) -> None:
         """Free the memory of what was gathered for a single read."""
@@ -87,14 +80,13 @@ class SavedTensors:
         except RuntimeError:  # has no storage (sparse, functorch): not a slot's
             return tensor
         if not self._start <= address < self._stop:
-            # Autograd compares versions itself only where there are no hooks. Detached, because an output that its own graph
-            # holds would live until the garbage collector comes.
             held = tensor.detach()
             return held, held._version
         offset = address - self._start
         for unit in self._arena.in_use:
             if offset in unit.region:
-                return unit, self._version, offset, tensor.dtype, tensor.shape, tensor.stride()
+                held = tensor.detach()
+                return held, held._version, unit, unit.version
         places = ", ".join(unit.name for unit in self._units if offset in unit.region)
         raise ResidencyError(
             f"A view (shape {tuple(tensor.shape)}) of a sharded parameter was kept from an earlier forward and is used where "
@@ -113,30 +105,35 @@ class SavedTensors:
         """Backward reads what :meth:`pack` returned."""
         if type(saved) is not tuple:
             return saved
-        if len(saved) == 2:
-            held, version = saved
-            if held._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
-                    "instead. Find it with torch.autograd.set_detect_anomaly(True)."
-                )
-            return held
-        unit, version, offset, dtype, size, stride = saved
-        if version != self._version:
+        held, version = saved[0], saved[1]
+        unit = saved[2] if len(saved) == 4 else None
+        if unit is not None and saved[3] != unit.version:
             raise ResidencyError(
                 f"Backward needs the weights of unit {unit.name} as they were in forward, but an optimizer step or a load "
                 "changed them in between. Run backward before the step."
             )
+        if held._version != version and not (unit is not None and self._is_aliased(held, unit)):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
+                "instead. Find it with torch.autograd.set_detect_anomaly(True)."
+            )
+        if unit is None:
+            return held
         if unit.phase is Phase.RESTING:
             # Not into the slot: another operand of the same operation may be a view of what is there.
             if self._spilled is None or self._spilled[0] is not unit:
                 self._spilled = unit, unit.copy_of_slot()
-            offset -= unit.region.start
-            return torch.as_strided(self._spilled[1].view(dtype), size, stride, offset // dtype.itemsize)
+            offset = held.data_ptr() - self._start - unit.region.start
+            alias = self._spilled[1].view(held.dtype).as_strided(held.shape, held.stride(), offset // held.itemsize)
+            alias = alias.conj() if held.is_conj() else alias
+            return torch._neg_view(alias) if held.is_neg() else alias
         if unit.phase is Phase.GATHERING:
             unit.arrive()
-        memory = self._typed.get(dtype)
-        if memory is None:
-            memory = self._typed[dtype] = self._arena.memory.view(dtype)
-        return torch.as_strided(memory, size, stride, offset // dtype.itemsize)
+        return held
+
+    def _is_aliased(self, held: Tensor, unit: Unit) -> bool:
+        """Whether ``held`` is of a parameter that may have been written by its ``.data``: torch computes with the new value."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = [p for p in (entry.parameter for entry in unit.entries) if is_aliased(p)]
+            return any(0 <= held.data_ptr() - p.data_ptr() < p.nbytes for p in parameters)

@@ -40,6 +40,7 @@ class FlatGroup:
     index: int  # among all groups
     trained: bool  # an optimizer has it
     data: Tensor  # [numel], the master values
+    public: Tensor  # the same memory as the optimizer sees it: its version counts what is written there
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
     idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh
@@ -61,7 +62,8 @@ class FlatGroup:
         self.numel += tail
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         self.idle = [(self.numel - tail, self.numel)]
-        self.segments = [Segment(0, self.numel, nn.Parameter(self.data, requires_grad=self.trained))]
+        self.public = self.data.data
+        self.segments = [Segment(0, self.numel, nn.Parameter(self.public, requires_grad=self.trained))]
 
     @property
     def grad(self) -> Tensor:
@@ -148,7 +150,7 @@ class FlatGroup:
 
     def _split(self, segment: Segment, bounds: list[int], states: dict[Tensor, Any]) -> list[Segment]:
         parts = [
-            Segment(a, b, nn.Parameter(self.data[a:b], requires_grad=segment.parameter.requires_grad))
+            Segment(a, b, nn.Parameter(self.public[a:b], requires_grad=segment.parameter.requires_grad))
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
         state = states.pop(segment.parameter, None)

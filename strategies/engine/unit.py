@@ -57,6 +57,7 @@ class Unit:
     region: range  # bytes of the arena that its slot may take; other units share them
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
+    version: int  # counts the times that its shards were written, by an optimizer's step or a load
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
@@ -68,7 +69,7 @@ class Unit:
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
-        self.phase, self.pins, self.announce, self.lent = Phase.RESTING, 0, None, False
+        self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
         self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
         self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
@@ -206,9 +207,17 @@ class Unit:
         held = {id(entry) for entry, _ in self.lifted}
         for entry in entries:
             if id(entry) not in held:
-                self.lifted.append((entry, entry.parameter.data))
+                self.lifted.append((entry, entry.parameter.detach()))
                 # A copy: what autograd saves of it must not keep the values of the whole unit alive.
                 set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
+
+    def keep_written(self) -> None:
+        """What was written during this use, so far, reaches the shards: somebody is about to read or change them."""
+        written = [entry for entry in self.entries if entry.parameter._version != entry.seen]
+        if written:
+            self._store(written)
+        for entry in written:
+            entry.seen = entry.parameter._version
 
     def _store(self, written: list[Entry]) -> None:
         """Parameters were changed in place during use: the shards get the new values, which the ranks compare afterwards."""
@@ -254,6 +263,12 @@ class Unit:
     def refresh(self) -> None:
         """The shards changed: what is in the slot is no longer true."""
         if self.phase is Phase.IN_USE:
+            for entry in self.entries:
+                if entry.parameter._version != entry.seen:
+                    raise ResidencyError(
+                        f"Parameter {entry.name!r} was changed in place while it is in use, and its shards by a step or a load "
+                        "that had begun before: one of the two would be lost. Do not change it in an optimizer's closure."
+                    )
             self._start()
             self.phase = Phase.GATHERING
             self.arrive()

@@ -130,6 +130,28 @@ class ReadWhenGathered(Case):
 
 
 @case
+class GatheredTwice(Case):
+    """A tied weight named twice in `gathered`, to be read and to be changed"""
+
+    pitfalls = (6,)
+
+    def model(self):
+        model = super().model()
+        model.head.weight = model.stem.weight
+        return model
+
+    def train(self, run):
+        super().train(run)
+        with run.gathered([run.model.stem.weight, run.model.head.weight]):
+            run.log(run.model.stem.weight)
+        super().train(run)
+        tied = [*run.model.stem.parameters(), *run.model.head.parameters()]
+        with run.gathered((p for p in tied), modify=True), torch.no_grad():
+            run.model.head.weight.mul_(0.5)
+        super().train(run)
+
+
+@case
 class WriteWithoutModify(Case):
     """A write inside `gathered` without `modify=True`"""
 

@@ -83,6 +83,69 @@ class GradDecayed(Graded):
 
 
 @case
+class GradDecayedWhenGathered(Graded):
+    """The same inside `gathered`"""
+
+    def between(self, run):
+        with run.gathered(run.model), torch.no_grad():
+            for p in run.model.parameters():
+                p.grad.add_(p, alpha=0.1)
+        run.log(*(p.grad for p in run.model.parameters()))
+
+
+@case
+class GradKeptAsMomentum(Graded):
+    """`p.grad` itself kept from step to step, and changed in place when it is no longer the gradient"""
+
+    worlds = (2,)  # on one rank the next gradient will be in the same memory
+
+    def train(self, run):
+        self.kept = {}
+        super().train(run)
+        run.log(*self.kept.values())
+
+    def touch(self, run, p):
+        kept = self.kept.setdefault(p, p.grad)
+        if kept is not p.grad:
+            kept.mul_(0.9).add_(p.grad)
+
+
+@case
+class GradReadTwice(Graded):
+    """`p.grad` read twice, each of the two changed in place, then replaced and the old one changed"""
+
+    def touch(self, run, p):
+        first, second = p.grad, p.grad
+        first.mul_(3)
+        second.add_(1)
+        p.grad.mul_(2)
+        first.sub_(0.5)
+        run.log(first, second, p.grad)
+        p.grad = p.grad * 0.1
+        first.mul_(100)
+        run.log(first, p.grad)
+
+
+@case
+class GradKeptOverBackward(Case):
+    """`p.grad` kept while another backward adds to it, and changed in place then"""
+
+    pitfalls = (16,)
+    refused = "gradient of parameter 'stem.weight' was read, a backward added to it, and then.*Read `parameter.grad` again"
+
+    def train(self, run):
+        for step in range(self.steps):
+            self.clear(run)
+            for micro in range(2):
+                loss = run.step(lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank)))
+                kept = [p.grad for p in run.model.parameters()]
+                self.backward(run, loss)
+            for grad in kept:
+                grad.mul_(0.5)
+            run.optimizer.step()
+
+
+@case
 class GradAccumulatedByHand(Graded):
     """Gradients kept in a list, added up and given back with `p.grad = ...`"""
 

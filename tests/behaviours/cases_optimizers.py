@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from .cases_root import Scaled
 from .harness import DIM, STEPS, Case, Chain, case
 
 
@@ -209,6 +210,69 @@ class ParametersWithoutOptimizer(Case):
 
     def optimizers(self, model):
         return [torch.optim.SGD(model.blocks[1:].parameters(), lr=0.1, momentum=0.9)]
+
+
+@case
+class UnfrozenWithoutOptimizer(Case):
+    """Parameters without an optimizer, unfrozen during training"""
+
+    pitfalls = (23,)
+    compare_gradients = False
+
+    def prepare(self, model):
+        model.blocks[0].requires_grad_(False)
+
+    def optimizers(self, model):
+        return [torch.optim.SGD(model.blocks[1:].parameters(), lr=0.1, momentum=0.9)]
+
+    def train(self, run):
+        super().train(run)
+        run.model.blocks[0].requires_grad_()
+        super().train(run)
+        if run.refuses:
+            with torch._C.DisableTorchFunctionSubclass():
+                assert all(p.grad is None for p in run.model.blocks[0].parameters()), "whole gradients stay on every rank"
+
+
+@case
+class FlatTensorsClamped(Case):
+    """Tensors of `optimizer.param_groups` changed in place between steps, and inside of one"""
+
+    pitfalls = (21, 31)
+
+    def train(self, run):
+        def clamp(low):
+            with torch.no_grad():
+                for p in (p for group in run.optimizer.param_groups for p in group["params"]):
+                    p.clamp_(low, 0.2)
+
+        def evaluate(model):
+            with torch.no_grad():
+                run.log(model(self.batch(9, 0)))
+
+        def both(model):
+            evaluate(model)
+            clamp(-0.15)
+            evaluate(model)
+
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            run.step(evaluate)
+            clamp(-0.2)
+            run.step(evaluate)
+            run.step(both)
+
+
+@case
+class FlatTensorsOfUnusedClamped(FlatTensorsClamped):
+    """The same where some parameters have no gradient, in a model with parameters of its own"""
+
+    def model(self):
+        return Scaled()
+
+    def loss(self, model, batch):
+        x = model.blocks[1](model.stem(batch))
+        return (x * model.scale).square().mean()
 
 
 @case
@@ -421,6 +485,46 @@ class TwoOptimizersToggledInOneStep(TwoOptimizers):
             for p, requires_grad in before:
                 p.requires_grad = requires_grad
             run.log(loss)
+
+
+@case
+class TwoOptimizersOneGraph(TwoOptimizers):
+    """Two optimizers, the second loss through what was made before the first step (torch's DCGAN tutorial)"""
+
+    worlds = (1, 2)
+    pitfalls = (14, 26)
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.step(lambda model, step=step: self.both(run, model, self.batch(step, run.rank)))
+
+    def both(self, run, model, batch):
+        make, judge = run.optimizers
+        made = model.make(batch)
+        losses = (
+            lambda: model.judge(made.detach()).square().mean() - model.judge(batch).mean(),
+            lambda: model.judge(made).mean(),
+        )
+        for optimizer, loss in zip((judge, make), losses, strict=True):
+            optimizer.zero_grad()
+            value = loss()
+            with run.backward():
+                value.backward()
+            optimizer.step()
+            run.log(value)
+
+
+@case
+class RootsOfTwoOptimizers(TwoOptimizersOneGraph):
+    """torch's DCGAN tutorial with networks that both have parameters of their own: these are one unit"""
+
+    refused = r"Backward needs the weights of unit \(root\) as they were in forward"
+    refused_on_one = "modified by an inplace operation"
+
+    def model(self):
+        model = nn.Module()
+        model.make, model.judge = Scaled(depth=2), Scaled(depth=2)
+        return model
 
 
 @case

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -76,6 +77,10 @@ class WeightAsOutput(Blocks):
             x, weight = block(x)
             kept.append(weight)
         return (model.head(x) @ sum(kept).t()).square().mean()
+
+    def train(self, run):
+        super().train(run)
+        run.log(*(len(p._backward_hooks or ()) for p in run.model.parameters()))
 
 
 class KeptWeight(Blocks):
@@ -791,6 +796,63 @@ class SavedActivationChanged(Case):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.backward():
             loss.backward()
         super().train(run)
+
+
+class WeightChangedAfterUse(Blocks):
+    """What happens to a weight in its forward after autograd has saved it"""
+
+    broken = False
+
+    def touch(self, weight):
+        raise NotImplementedError
+
+    def run(self, block, x):
+        x = Block.forward(block, x)
+        if self.broken:
+            with torch.no_grad():
+                self.touch(block.up.weight)
+        return x
+
+    def train(self, run):
+        super().train(run)
+        run.optimizer.zero_grad()
+        self.broken = True
+        loss = run.step(lambda model: self.loss(model, self.batch(9, run.rank)))
+        self.broken = False
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.backward():
+            loss.backward()
+        super().train(run)
+
+
+@case
+class SavedWeightChanged(WeightChangedAfterUse):
+    """A weight changed in its forward after autograd has saved it, which raises, then continuing"""
+
+    pitfalls = (8,)
+
+    def touch(self, weight):
+        weight.mul_(0.5)
+
+
+@case
+class SavedWeightChangedByAlias(WeightChangedAfterUse):
+    """The same through `weight.detach()`"""
+
+    pitfalls = (8,)
+
+    def touch(self, weight):
+        weight.detach()[0].zero_()
+
+
+@case
+class ForwardInAnotherThread(OpaqueOutput):
+    """Objects of a class of the user's own, from a forward in another thread"""
+
+    pitfalls = (7,)
+
+    def loss(self, model, batch):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().loss, model, batch).result()
 
 
 @case

@@ -15,6 +15,7 @@ ENGINES = ("zero3", "ddp", "fsdp2")
 TITLES = {
     "access": "Reading, writing and copying parameters",
     "resting": "Other ways to a parameter outside its unit's use",
+    "root": "Parameters of the model itself",
     "states": "State dicts, and rank 0 alone",
     "outputs": "Calls, outputs and what ranks do differently",
     "autograd": "Derivatives, hooks, checkpoints and compilation",
@@ -38,7 +39,8 @@ parameters with plain torch whose gradients are averaged by hand.
 
 zero3 is the engine of `Trainer(strategy="zero3")`. ddp is `DistributedDataParallel(find_unused_parameters=True)`, where every
 rank holds the whole model. fsdp2 is `fully_shard` on every repeated block and the model. For both the step runs inside the
-model's `forward`, as Lightning does it for DDP.
+model's `forward`, as Lightning does it for DDP. Rows on gradients, loads, hooks and the like are tested once more in a model
+that has a parameter of its own beside its layers: it is in use during the whole step.
 """
 
 

@@ -1,6 +1,7 @@
 """Nothing stays behind: no gradient of a backward that raised, no model that nobody uses."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -74,6 +75,32 @@ def _gradients_after_an_exception(rank, world_size, explicit):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_of_a_backward_that_raised_are_gone(world_size, explicit):
     run_ranks(_gradients_after_an_exception, world_size, explicit)
+
+
+def _gradients_without_an_optimizer(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)
+    device = torch.device("cpu")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=make_collectives(group, device), unit_policy=[Block])
+    said = []
+    for step in range(4):
+        if step == 2:
+            model[:2].requires_grad_(True)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            _backward(engine, model, torch.ones(2, 6), explicit=True)
+        said.append([str(w.message) for w in found if "no optimizer" in str(w.message)])
+        with torch._C.DisableTorchFunctionSubclass():
+            assert [p.grad for p in model[:2].parameters()] == [None] * 8
+    assert [len(texts) for texts in said] == [1, 0, 0, 0] and "'1.down." in said[0][0], said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_no_optimizer_has_are_dropped_with_a_word(world_size):
+    run_ranks(_gradients_without_an_optimizer, world_size)
 
 
 def _train_and_forget(rank, world_size):

@@ -63,7 +63,25 @@ class AfterTheStep(Gan):
         self.update()
 
 
+class MadeOnce(Gan):
+    """As in torch's tutorial: the second loss goes through what was made before the first step."""
+
+    def training_step(self, batch, batch_idx):
+        real, noise = batch
+        generator, critic = self.optimizers()
+        made = self.generator(noise)
+        self.train_on(critic, F.softplus(self.critic(made.detach())).mean() + F.softplus(-self.critic(real)).mean())
+        self.train_on(generator, F.softplus(-self.critic(made)).mean())
+
+    def train_on(self, optimizer, loss):
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
 CASES = {
+    "made once": (MadeOnce, ["made", "real"]),  # its layers are small, and would be one unit but for the optimizers
     "made, real": (Gan, ["made", "real"]),
     "made, real twice": (Gan, ["made", "real twice"]),
     "real, made": (Gan, ["real", "made"]),
@@ -77,7 +95,8 @@ def _fit(rank, world_size, strategy=None):
     for name, (kind, losses) in CASES.items():
         print(f"--- {name}", flush=True)
         module = kind(losses, rank, world_size)
-        fitter = trainer(strategy or zero3(unit_policy=lambda m: [m.generator, m.critic]), world_size)
+        policy = None if kind is MadeOnce else lambda m: [m.generator, m.critic]
+        fitter = trainer(strategy or zero3(unit_policy=policy), world_size)
         fitter.fit(module)
         runs[name] = module.losses, full_state(fitter)
     return runs

@@ -1,0 +1,75 @@
+"""What a parameter is while its unit is in use: an ordinary ``nn.Parameter`` whose changes and gradients are known."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from .functions import who_takes_memory
+from .resting import ResidencyError, describe, gradient_of, keep_engine_last, note_alias, set_gradient_of
+
+
+class _InUse:
+    """Makes ``parameter.data`` an alias that counts versions, as ``detach()`` does, and ``parameter.grad`` the whole gradient.
+
+    Torch's own ``data`` hides writes: ``parameter.data.clamp_()`` leaves the version as it was, so nobody could tell that the
+    shards have to follow. Costs nothing but torch's look at the class of each operand.
+    """
+
+    _cls: type[nn.Parameter]  # the user's
+
+    @property
+    def grad(self) -> Tensor | None:
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        set_gradient_of(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        set_gradient_of(self, None)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        handle = Tensor.register_post_accumulate_grad_hook(self, hook)
+        keep_engine_last(self)
+        return handle
+
+    @property
+    def data(self) -> Tensor:
+        note_alias(self)
+        return Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise ResidencyError(
+                f"`.data` of parameter {describe(self)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype} "
+                f"on {value.device}. While the parameter is sharded its shape, dtype and device stay as they are."
+            )
+        if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
+            with torch.no_grad():
+                self.copy_(value)
+
+    def is_complex(self) -> bool:
+        # All that is seen of a collective that writes here; it counts no version itself.
+        if who_takes_memory("is_complex") in ("all_reduce", "broadcast"):
+            increment_version(self)
+        return Tensor.is_complex(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+            copied.__class__ = self._cls
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+@cache
+def class_while_used(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The subclass of ``cls`` that a parameter has while it is in use."""
+    return type(cls.__name__, (_InUse, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls})
