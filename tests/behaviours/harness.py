@@ -58,8 +58,12 @@ class Block(nn.Module):
 class Chain(nn.Module):
     """Embedding-like input, repeated blocks, head: every block is a unit, and all of them share memory."""
 
+    has_gain = False  # a parameter of its own, which is in use during the whole step
+
     def __init__(self, *blocks: nn.Module, depth: int = 4) -> None:
         super().__init__()
+        if self.has_gain:
+            self.gain = nn.Parameter(torch.linspace(0.9, 1.1, DIM))
         self.stem = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(blocks or (Block() for _ in range(depth)))
         self.head = nn.Linear(DIM, DIM)
@@ -68,7 +72,8 @@ class Chain(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        x = self.head(x)
+        return x * self.gain if self.has_gain else x
 
 
 # ---- a case ----------------------------------------------------------------------------------
@@ -392,11 +397,14 @@ def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str,
     return trained.result()
 
 
-def compare_on_rank(rank: int, world_size: int, engine: str, names: list[str], device: str) -> dict[str, list[str]]:
-    """Run cases twice on this rank; what differs, in words."""
+def compare_on_rank(
+    rank: int, world_size: int, engine: str, names: list[str], device: str, gain: bool = False
+) -> dict[str, list[str]]:
+    """Run cases twice on this rank; what differs, in words. With ``gain`` a chain has a parameter of its own."""
     from . import load_cases
 
     load_cases()
+    Chain.has_gain = gain
     if device != "cpu":
         torch.set_default_device(device)  # from here on every function of torch is looked at: not without need
     warnings.simplefilter("ignore")
@@ -453,29 +461,29 @@ def _tolerance(expected: Tensor, rtol: float | None) -> dict[str, float]:
     return {"rtol": rtol, "atol": rtol * float(sizes.max()) if sizes.numel() else 0}
 
 
-def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu") -> Outcome:
+def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu", gain: bool = False) -> Outcome:
     """Run a case under an engine on `world_size` ranks."""
     case = CASES[name]
     try:
-        ranks = run_ranks(compare_on_rank, world_size, engine, [name], device, timeout=case.timeout)
+        ranks = run_ranks(compare_on_rank, world_size, engine, [name], device, gain, timeout=case.timeout)
     except AssertionError as failure:
         return _failed(engine, case, world_size, str(failure))
     return _compared([found[name] for found in ranks])
 
 
 def run_cases(
-    engine: str, names: list[str], world_size: int, together: Collection[str], device: str = "cpu"
+    engine: str, names: list[str], world_size: int, together: Collection[str], device: str = "cpu", gain: bool = False
 ) -> dict[str, Outcome]:
     """Run many cases, those that should be right ``together`` in one process."""
     expected_right = [n for n in names if n in together]
-    outcomes = {n: run_case(engine, n, world_size, device) for n in names if n not in together}
+    outcomes = {n: run_case(engine, n, world_size, device, gain) for n in names if n not in together}
     for start in range(0, len(expected_right), BATCH):
         batch = expected_right[start : start + BATCH]
         try:
-            ranks = run_ranks(compare_on_rank, world_size, engine, batch, device, timeout=60 + 5 * len(batch))
+            ranks = run_ranks(compare_on_rank, world_size, engine, batch, device, gain, timeout=60 + 5 * len(batch))
             outcomes |= {n: _compared([found[n] for found in ranks]) for n in batch}
         except AssertionError as failure:
-            singly = {n: run_case(engine, n, world_size, device) for n in batch}
+            singly = {n: run_case(engine, n, world_size, device, gain) for n in batch}
             alone = engine != "zero3" or any(o.kind != "right" for o in singly.values())
             assert alone, f"{batch} are right one by one, but not together: {failure}"
             outcomes |= singly

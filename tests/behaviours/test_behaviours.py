@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from behaviours import load_cases
-from behaviours.harness import CASES, STEPS, Run, execute, run_case, run_cases
+from behaviours.harness import CASES, STEPS, Chain, Run, execute, run_case, run_cases
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
@@ -58,6 +58,32 @@ def test_right_or_refused(cell, outcomes):
     outcome = outcomes[cell]
     expected = "refused" if CASES[name].refusal(world_size) else "right"
     assert outcome.kind == expected, outcome.detail
+
+
+# Several backwards and forwards, clipping, what is frozen, `training_step`, stale slots, loads, copies, hooks.
+OF_THE_STEP = {14, 16, 18, 23, 26, 31, 33, 34, 43}
+# In use during the step the model's own parameters are one unit, which the first optimizer's step changes: a row of its own.
+NOT_WITH_GAIN = {"two-optimizers-one-graph"}
+
+
+def _takes_gain(name):
+    case = CASES[name]
+    concerned = OF_THE_STEP & set(case.pitfalls) or type(case).__module__.endswith("_gradients")
+    return concerned and not case.refused and any(isinstance(module, Chain) for module in case.model().modules())
+
+
+@pytest.fixture(scope="session")
+def outcomes_with_gain(request):
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = [p["chained"] for p in params if "chained" in p]
+    return run_cases("zero3", names, 2, names, gain=True)
+
+
+@pytest.mark.parametrize("chained", sorted(filter(_takes_gain, CASES.keys() - NOT_WITH_GAIN), key=list(CASES).index))
+def test_right_with_a_parameter_of_the_model_itself(chained, outcomes_with_gain):
+    """It is in use during the whole step, and nobody gathers it in between."""
+    outcome = outcomes_with_gain[chained]
+    assert outcome.kind == "right", outcome.detail
 
 
 @pytest.mark.gpu
