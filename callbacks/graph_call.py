@@ -102,7 +102,8 @@ class CapturedCall:
         self._structure = apply_to_collection(output, Tensor, Tensor.detach)
         self._outputs = [t.detach() for t in self._outputs]
         self.read = saved.found
-        self._places = [p.data for p in saved.found]  # where the graphs read them
+        # Torch's own `data`: what is put there for a replay is no change of the parameter.
+        self._places = [Tensor.data.__get__(p) for p in saved.found]  # where the graphs read them
 
     @property
     def is_busy(self) -> bool:

@@ -43,6 +43,7 @@ class GraphRanks:
         strategy, engine = trainer.strategy, getattr(trainer.strategy, "engine", None)
         everyone = dist.group.WORLD if trainer.world_size > 1 else None
         self._door = make_collectives(everyone, strategy.root_device) if engine is None else engine.collectives
+        self._own_door = engine is None
         self._size, self._strict = self._door.world_size * self._door.replicas, strict
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -58,7 +59,10 @@ class GraphRanks:
             return [list(numbers)]
         rows = torch.full((self._size, len(numbers)), _LEAST, dtype=torch.int64, device="cpu")
         rows[self._door.global_rank] = torch.tensor(numbers, device="cpu")
-        return self._door.agree(rows.view(-1), Meeting.GRAPHS).view(rows.shape).tolist()
+        everyone = self._door.agree(rows.view(-1), Meeting.GRAPHS).view(rows.shape).tolist()
+        if self._own_door:
+            self._door.diary.forget()  # where there is no engine nobody compares what was exchanged, or forgets it
+        return everyone
 
     def have_none(self, problems: Sequence[object]) -> bool:
         """Whether no rank has ``problems``."""

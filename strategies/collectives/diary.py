@@ -65,8 +65,8 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
     Raises:
         DivergenceError: naming the first parameter that one rank gave other values than another.
     """
-    noted = {item for written in everyone for item in written}
-    name, _, inside = min((item for item in noted if any(item not in written for written in everyone)), default=("", 0, False))
+    sets = [set(written) for written in everyone]
+    name, _, inside = min(set.union(*sets) - set.intersection(*sets), default=("", 0, False))
     if not name:
         return
     if inside:

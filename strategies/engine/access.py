@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, checksum
-from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, set_data, settle
+from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, is_aliased, note_alias, set_data, settle
 from .chunk import Entry
 from .gradients import Gradients
 from .unit import Unit
@@ -99,7 +99,7 @@ class Access:
                 grad.since, self._held[entry.name] = self._gradients.since(entry), grad
 
     def keep_gradient(self, gradient: ShardedCopy) -> None:
-        """See :meth:`~.resting.Home.keep_gradient`."""
+        """See :meth:`~.residency.resting.Home.keep_gradient`."""
         _, entry = self._owner[id(gradient.parameter)]
         since = self._gradients.since(entry)
         if since[:2] != gradient.since[:2] or not self._gradients.has_gradient(entry):
@@ -130,6 +130,7 @@ class Access:
             full = unit.values()
             values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
         _require_unused(wanted)
+        aliased = [is_aliased(entry.parameter) for _, entry in wanted]
         slots = [_lend(unit, entry, values[entry.name]) for unit, entry in wanted]
         before = [entry.parameter._version for _, entry in wanted]
         try:
@@ -137,9 +138,10 @@ class Access:
             if not modify:
                 _require_unwritten(wanted, before)
         finally:
-            for (_, entry), slot in zip(wanted, slots, strict=True):
+            for (_, entry), slot, was in zip(wanted, slots, aliased, strict=True):
                 values[entry.name] = entry.parameter.detach()
                 set_data(entry.parameter, slot)
+                note_alias(entry.parameter, was)  # what was read meanwhile is no slot
             for unit, _ in wanted:
                 unit.lent = False
                 unit.rest()

@@ -55,10 +55,11 @@ class Backward:
         claimed, written, used, get_self = self._reducer.claimed, self._reducer.written, self.used, weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
+            if (now := get_self()) is None:
+                return  # the engine is gone, and the parameter is the user's alone
             with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
-            now = get_self()
             if not now.active:
                 if grad is view:
                     set_grad(parameter, view)  # autograd added to what is shown; the user has not cleared it

@@ -186,10 +186,10 @@ class Zero3Engine:
         finally:
             self.access.in_step = self.gradients.over = False
             self._saved.forget()
-            if evaluates:
-                self.collectives.diary.written = {}
         if self._root is not None and self._root.pins:
             self._root.unuse()
+        if evaluates:  # after the root's end, which notes what was written to it
+            self.collectives.diary.written = {}
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""

@@ -52,7 +52,7 @@ def install(
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
     # torch refuses hooks on what needs no gradient now, but the user may unfreeze it later.
-    hook.takes_gradient = True  # see RestingParameter: hooks that come later run before it
+    hook.takes_gradient = True  # see keep_engine_last: the user's hooks run before it
     needs_grad = parameter.requires_grad
     handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(needs_grad)

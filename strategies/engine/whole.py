@@ -26,8 +26,9 @@ class WholeUnit(Unit):
         """See :meth:`Unit.connect`."""
         arena.holders.append(self)
         self._collectives, self._lane = collectives, lane
-        self._views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
-        for entry, view in self._views:
+        views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
+        self._views = [(entry, view, view.data_ptr()) for entry, view in views]
+        for entry, view in views:
             entry.parameter.data = view
         for chunk in self.chunks:
             chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.memory.device)
@@ -47,8 +48,8 @@ class WholeUnit(Unit):
 
     def adopt(self) -> None:
         """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""
-        for entry, view in self._views:
-            if entry.parameter.data_ptr() != view.data_ptr():
+        for entry, view, address in self._views:
+            if entry.parameter.data_ptr() != address:
                 if entry.parameter.dtype != view.dtype:
                     raise ResidencyError(
                         f"Parameter {entry.name!r} was made {entry.parameter.dtype} after it was sharded as {view.dtype}. "

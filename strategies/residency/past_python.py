@@ -1,4 +1,4 @@
-"""Doors that lead past Python: functions of torch that take a tensor's memory without a look at its class.
+"""Ways past Python: functions of torch that take a tensor's memory without a look at its class.
 
 They are wrapped once for a process, when a model is sharded over several ranks: what they are given is then treated as by any
 other function of torch. A read of a resting parameter gathers it or raises, a write raises, and one in use is stored.
@@ -33,7 +33,7 @@ _ARENAS: set[int] = set()  # addresses of the memory that slots lie in
 
 
 def guard(memory: Tensor) -> None:
-    """Watch the doors for an engine whose slots lie in ``memory`` [bytes]."""
+    """Watch these ways for an engine whose slots lie in ``memory`` [bytes]."""
     _ARENAS.add(memory.data_ptr())
     weakref.finalize(memory, _ARENAS.discard, memory.data_ptr())
     _wrap_all()
@@ -46,7 +46,7 @@ def _wrap_all() -> None:
             method = getattr(dist.ProcessGroup, name)
             setattr(dist.ProcessGroup, name, _seen(method, slice(0) if name == "send" else slice(1, 2)))
     torch._C.ScriptFunction.__call__ = _seen(torch._C.ScriptFunction.__call__, slice(0))
-    torch._C.ScriptMethod.__call__ = _in_use(_seen(torch._C.ScriptMethod.__call__, slice(0)))
+    torch._C.ScriptMethod.__call__ = _unless_resting(_seen(torch._C.ScriptMethod.__call__, slice(0)))
     eager_transforms._wrap_for_grad = _of_values(eager_transforms._wrap_for_grad)  # for grad, vjp, jacrev, hessian, jvp
     nn.RNNBase.flatten_parameters = _unless_sharded(nn.RNNBase.flatten_parameters)
 
@@ -56,6 +56,8 @@ def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not _ARENAS:
+            return function(*args, **kwargs)  # nothing is sharded any more
         given = (*args, *kwargs.values())
         if torch._C._is_torch_function_enabled():
             for tensor in instances(given, RestingParameter) or instances(given, ShardedCopy):
@@ -71,7 +73,7 @@ def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
 
 def _is_gathered(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
-    if is_sharded(tensor):
+    if is_sharded(tensor) or (tensor._base is not None and is_sharded(tensor._base)):
         return True
     try:
         return tensor.untyped_storage().data_ptr() in _ARENAS
@@ -79,7 +81,7 @@ def _is_gathered(tensor: Tensor) -> bool:
         return False
 
 
-def _in_use(call: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_resting(call: Callable[..., Any]) -> Callable[..., Any]:
     """The ``call`` of scripted methods, which read the parameters of their module."""
 
     @wraps(call)

@@ -11,7 +11,6 @@ the same. A parameter in use pays nothing but torch's look at its class.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -120,16 +120,16 @@ def is_aliased(parameter: Tensor) -> bool:
     return _SHARDED[parameter].aliased
 
 
-def note_alias(parameter: Tensor) -> None:
+def note_alias(parameter: Tensor, aliased: bool = True) -> None:
     """See :func:`is_aliased`."""
-    _SHARDED[parameter].aliased = True
+    _SHARDED[parameter].aliased = aliased
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it, else the whole one."""
     with torch._C.DisableTorchFunctionSubclass():
         held = get_grad(parameter)
-    if held is not None or sys._getframe(2).f_code.co_name == "safe_grad":  # torch.compile looks at what it compiles for
+    if held is not None or TracingContext.try_get() is not None:  # torch.compile looks at what it compiles for
         return held
     return _home(parameter).gradient(parameter)
 

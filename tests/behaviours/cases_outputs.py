@@ -870,6 +870,16 @@ class SavedWeightChangedByAlias(WeightChangedAfterUse):
 
 
 @case
+class SavedWeightChangedAfterGathered(SavedWeightChanged):
+    """The same after `gathered`, in which `weight.data` was read"""
+
+    def train(self, run):
+        with run.gathered(run.model):
+            assert all(p.data.isfinite().all() for p in run.model.parameters())
+        super().train(run)
+
+
+@case
 class ForwardInAnotherThread(OpaqueOutput):
     """Objects of a class of the user's own, from a forward in another thread"""
 
