@@ -40,6 +40,8 @@ class Backward:
         self.active = False  # the pass has begun and not ended
         self.muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
         self.used = gradients.used
+        self.in_step = False  # graphs may be differentiated later that have saved buffers as they are
+        self._owed = b""  # then: what other ranks lack of rank 0's buffers, as all ranks agreed
         self._current: Unit | None = None  # the unit whose backward runs
         self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
         self._explicit = False  # run() will close the pass; else a callback of autograd does
@@ -185,7 +187,9 @@ class Backward:
             for unit in reversed(self._units):
                 if unit.trained and late[unit.index]:
                     self._reducer.reduce(unit)
-            if any(changed):
+            if self.in_step and not self._joint.running:
+                self._owed = changed  # since the last time, so it holds what an earlier pass found
+            elif any(changed):
                 self._buffers.synchronize(changed)
         self._reducer.finish()
         self._reducer.held = self._reducer.holding
@@ -194,6 +198,12 @@ class Backward:
         self._gradients.show(used)
         self._saved.forget()
         self.active = False
+
+    def end_step(self) -> None:
+        """No graph of the step is differentiated any more: buffers become rank 0's; collective if any changed."""
+        self.in_step, owed, self._owed = False, self._owed, b""
+        if any(owed):
+            self._buffers.synchronize(owed)
 
     def assist(self, unit: Unit | None) -> None:
         """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
@@ -228,6 +238,7 @@ class Backward:
             self._reducer.abandon()
         self.schedule.clear()
         self._current, self._recomputed, self.active = None, [], False
+        self.in_step, self._owed = False, b""
 
     def require_whole(self) -> None:
         """Raise a RuntimeError if an exception left the gradients incomplete that the optimizers see."""

@@ -173,7 +173,7 @@ class Zero3Engine:
             self.collectives.diary.resume()
         self._thread = get_ident()
         try:
-            self.access.in_step = True
+            self.access.in_step = self.passes.in_step = True
             if gradients_over:
                 self.gradients.take_away()
             if self._root is not None and self._root.gather():
@@ -188,6 +188,7 @@ class Zero3Engine:
             self._saved.forget()
         if self._root is not None and self._root.pins:
             self._root.unuse()
+        self.passes.end_step()
         if evaluates:  # after the root's end, which notes what was written to it
             self.collectives.diary.written = {}
 

@@ -106,8 +106,9 @@ class SavedTensors:
         unit = saved[2] if len(saved) == 4 else None
         if unit is not None and saved[3] != unit.version:
             raise ResidencyError(
-                f"Backward needs the weights of unit {unit.name} as they were in forward, but an optimizer step or a load "
-                "changed them in between. Run backward before the step."
+                f"Backward needs the weights of unit {unit.name} as they were in forward, but an optimizer step, a load or "
+                "a `copy_` to one of them came in between. Do that after backward (`on_train_batch_end`), or let `unit_policy` "
+                "part what is changed from what is differentiated."
             )
         if held._version != version and not (unit is not None and self._is_aliased(held, unit)):
             raise RuntimeError(
