@@ -72,12 +72,15 @@ def test_a_backend_that_comes_too_late_says_how_to_be_in_time(monkeypatch):
 
 LAUNCHED = """
     import os, torch
+    from multiprocessing.util import Finalize
     from lightning.pytorch import Trainer, Callback
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning_zero3.callbacks import AllocatorConfig
 
     class Show(Callback):
         def setup(self, trainer, pl_module, stage):
+            # A process that exits with gloo's threads alive may abort, and `ddp` leaves its group to that.
+            Finalize(None, torch.distributed.destroy_process_group, exitpriority=10)
             # As the allocator would read it: from this process's environment, by torch's own reader (which 2.11 does not show).
             read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ["PYTORCH_ALLOC_CONF"])
             text = read()

