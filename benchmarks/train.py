@@ -327,7 +327,9 @@ def main():
     load = os.getloadavg()[0]
     about = {
         "date": date.today().isoformat(),
-        "commit": subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
+        ).stdout.strip(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores"
         + (f", {torch.cuda.get_device_name()}" if options.kind == "gpu" else ""),
         "load_before": load,
