@@ -167,6 +167,10 @@ def strategy_of(name):
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
+    if name == "ddp":
+        from lightning.pytorch.strategies import DDPStrategy
+
+        return DDPStrategy(gradient_as_bucket_view=True)  # as Lightning's guide advises: less memory, no copies
     if name.startswith("zero3"):
         from lightning_zero3 import Zero3Strategy
 
@@ -196,7 +200,7 @@ def bare(job, meter, rank):
         dist.init_process_group("nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=300))
     model = net = build(job).to(job.device)
     if job.entry == "B:ddp":
-        net = nn.parallel.DistributedDataParallel(model)
+        net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if job.entry == "B:fsdp2":
         shard_by_fsdp2(model, dist.init_device_mesh(job.device, (dist.get_world_size(),)))
     optimizer, every = optimizer_of(model), accumulation(job)
