@@ -1,7 +1,7 @@
 """What the benchmark runs on every rank: one entry (a strategy, or a bare loop) on one case, measured from inside.
 
-An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switches an option on) or `B:<wrapper>` (a loop of six
-lines). All train the same GPT on the same batches with the same fused AdamW.
+An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switches an option on, `L:zero3+unit_policy=Block`
+gives it a list) or `B:<wrapper>` (a loop of six lines). All train the same GPT on the same batches with the same fused AdamW.
 """
 
 import ctypes
@@ -174,7 +174,8 @@ def strategy_of(name):
     if name.startswith("zero3"):
         from lightning_zero3 import Zero3Strategy
 
-        return Zero3Strategy(**dict.fromkeys(name.split("+")[1:], True))
+        options = (option.partition("=") for option in name.split("+")[1:])
+        return Zero3Strategy(**{key: value.split(",") if value else True for key, _, value in options})
     return {"single": "auto", "deepspeed3": "deepspeed_stage_3"}.get(name, name)
 
 

@@ -49,6 +49,7 @@ def step_of(kind, job):
             [optimizer],
             device=device,
             collectives=make_collectives(dist.group.WORLD, device),
+            unit_policy=["Block"] if kind == "zero3, a unit each" else None,
         )
 
         def forward_and_backward():
