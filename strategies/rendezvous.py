@@ -180,21 +180,41 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
         try:
             with explained(f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"):
+                serves = world.rank == 0 and not served
+                left = timeout if serves else _await_server(place, timeout)
                 # Does not wait for the others, who could then only be counted; the roll call names them.
                 store: dist.Store = dist.TCPStore(
                     *place,
-                    is_master=world.rank == 0 and not served,
-                    timeout=timeout,
+                    is_master=serves,
+                    timeout=left,
                     wait_for_workers=False,
                     multi_tenant=True,
                     master_listen_fd=listener.detach() if listener is not None else None,
                 )
+                store.set_timeout(timeout)
                 if served:
                     store = join_session(store, world.rank, world.world_size, timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
         _stores[place] = store
     return _stores[place]
+
+
+def _await_server(place: tuple[str, int], timeout: timedelta) -> timedelta:
+    """Wait until somebody listens at ``place``, and return what is left of ``timeout``.
+
+    torch asks once, and again after about half a second if rank 0 was a moment late.
+    """
+    began = time.monotonic()
+    while (gone := time.monotonic() - began) < timeout.total_seconds() - 1:
+        try:
+            socket.create_connection(place, timeout=1).close()
+            break
+        except ConnectionRefusedError:
+            time.sleep(min(max(0.01, gone / 50), 0.25))
+        except OSError:  # torch says what is wrong
+            break
+    return max(timeout - timedelta(seconds=gone), timedelta(seconds=1))
 
 
 def _require_resolvable(world: World) -> None:

@@ -108,6 +108,28 @@ def test_a_port_in_use_is_named():
     assert message.startswith(f"Port {port} (MASTER_PORT={port}) is in use on {HOST}: ") and "Set MASTER_PORT" in message
 
 
+def test_a_rank_that_comes_before_rank_0_asks_when_it_is_there(monkeypatch):
+    """torch would ask in vain, and again after half a second."""
+    port, asked = free_port(), []
+    make = dist.TCPStore
+
+    def watched(*place, is_master, **options):
+        if not is_master:
+            socket.create_connection(place, timeout=1).close()  # refused where nobody serves yet
+            asked.append(place)
+        return make(*place, is_master=is_master, **options)
+
+    monkeypatch.setattr(dist, "TCPStore", watched)
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(rendezvous.open_store, world(1, 2, port), timedelta(seconds=SOON_S))
+        time.sleep(0.1)
+        server = make("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store = early.result()
+    server.set("key", "value")
+    assert (asked, store.get("key"), store.timeout) == ([("127.0.0.1", port)], b"value", timedelta(seconds=SOON_S))
+
+
 def test_a_host_that_does_not_resolve_is_named(monkeypatch):
     monkeypatch.setattr("lightning_zero3.strategies.rendezvous._RESOLVE_S", 0.1)
     message = refusal(world(1, 2, address="no-such-host.invalid"))
