@@ -24,7 +24,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, who_takes_memory, written
 
 
 class Home(Protocol):
@@ -188,7 +188,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
         if copy.parameter is None:
-            raise ResidencyError(f"`{name}` would change {copy.told}")
+            raise ResidencyError(f"{in_words(name)} would change {copy.told}")
     with torch._C.DisableTorchFunctionSubclass():
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
@@ -313,21 +313,26 @@ class RestingParameter(nn.Parameter):
         return self.__deepcopy__({})
 
 
+_WRITE = (
+    "write `parameter.copy_(...)`; between steps (`on_train_batch_end`) read and change it in `with "
+    "strategy.gathered(module, modify=True):`. Both are for all ranks."
+)
+
+
 def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of full values, or an error if it (or ``taker``, for whom it asks) writes to what rests."""
     target = args[0] if args else None
     touched = instances(target if name in RAW or taker else written(func, args, kwargs), RestingParameter)
     if touched:
         raise ResidencyError(
-            f"`{taker or name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
-            "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
-            "its full value."
+            f"{in_words(taker or name)} would touch the memory of parameter {describe(touched[0])}, which is sharded over the "
+            f"ranks. Inside a step read `parameter.detach()` and {_WRITE}"
         )
     read: list[tuple[Tensor, str]] = []
     result = func(*_materialize(args, read), **_materialize(kwargs, read))
     for copy, told in read:
         if not copy.is_inference() and copy._version:  # written, though the function's name does not say so
-            raise ResidencyError(f"`{name}` would change {told}")
+            raise ResidencyError(f"{in_words(name)} would change {told}")
     return _shield(result, read)
 
 
@@ -359,10 +364,7 @@ def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> An
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
         if read is not None:
-            told = (
-                f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
-                "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-            )
+            told = f"a copy of the value of parameter {describe(value)}, not the parameter. Inside a step {_WRITE}"
             read.append((full, told))
         return full
     if isinstance(value, tuple | list):

@@ -59,7 +59,7 @@ class OutBetweenSteps(Between):
 class VectorToParameters(Between):
     """`vector_to_parameters` between steps"""
 
-    refused = r"`data.__set__` would touch the memory of parameter 'stem\.weight'.*modify=True"
+    refused = r"`parameter\.data = \.\.\.` would touch the memory of parameter 'stem\.weight'.*modify=True"
 
     def touch(self, run, weight):
         parameters = list(run.model.parameters())
@@ -155,11 +155,87 @@ class Outside(Case):
             run.train_step(lambda model, step=step: loss(model, step))
 
 
+# What works there, and what works after the step.
+REMEDY = (
+    r" would touch the memory of parameter 'head\.weight'.*Inside a step read `parameter\.detach\(\)` and write "
+    r"`parameter\.copy_\(\.\.\.\)`; between steps \(`on_train_batch_end`\).*gathered\(module, modify=True\)"
+)
+
+
+@case
+class MultipliedOutsideItsUnit(Outside):
+    """`weight.mul_()` in a step, outside the weight's unit's forward"""
+
+    refused = "`mul_`" + REMEDY
+
+    def touch(self, run, weight):
+        weight.mul_(0.5)
+
+
+@case
+class AugmentedOutsideItsUnit(Outside):
+    """`weight *= 0.5` in a step, outside the weight's unit's forward"""
+
+    refused = r"`parameter \*= \.\.\.`" + REMEDY
+
+    def touch(self, run, weight):
+        weight *= 0.5
+
+
+@case
+class RowSetOutsideItsUnit(Outside):
+    """`weight[0] = 0` in a step, outside the weight's unit's forward"""
+
+    refused = r"`parameter\[\.\.\.\] = \.\.\.`" + REMEDY
+
+    def touch(self, run, weight):
+        weight[0] = 0
+
+
+@case
+class DataReadOutsideItsUnit(Outside):
+    """`weight.data` in a step, outside the weight's unit's forward"""
+
+    refused = r"`parameter\.data`" + REMEDY
+
+    def touch(self, run, weight):
+        run.log(weight.data.sum())
+
+
+@case
+class CopiedIntoOutsideItsUnit(Outside):
+    """The same by `weight.copy_(...)` of `weight.detach()`"""
+
+    def touch(self, run, weight):
+        value = weight.detach() * 0.5
+        value[0] = 0
+        weight.copy_(value)
+        run.log(weight.detach().sum(), torch.func.vmap(lambda row: row.sum())(weight.detach()))
+        assert weight.detach().data_ptr() % 4 == 0
+
+
+@case
+class ChangedAfterTheStep(Outside):
+    """The same inside `gathered(modify=True)` between steps"""
+
+    def touch(self, run, weight):
+        weight.mul_(0.5)
+        weight *= 0.5
+        weight[0] = 0
+        run.log(weight.data.sum(), torch.func.vmap(lambda row: row.sum())(weight))
+
+    def train(self, run):
+        for _ in range(2):
+            Case.train(self, run)
+            with run.gathered(run.model, modify=True), torch.no_grad():
+                self.touch(run, run.model.head.weight)
+
+
 @case
 class AliasWrittenOutsideItsUnit(Outside):
     """A write to `weight.detach()` outside its unit's forward"""
 
-    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*modify=True"
+    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*Inside a step write .*modify=True"
 
     def touch(self, run, weight):
         weight.detach().clamp_(-0.1, 0.1)
@@ -204,6 +280,16 @@ class MaxNormOutsideItsUnit(Outside):
 
     def touch(self, run, weight):
         F.embedding(torch.arange(DIM), weight, max_norm=0.1)
+
+
+@case
+class StatisticOutsideItsUnit(Outside):
+    """`F.batch_norm(..., running_mean=p, training=True)` outside the unit's forward"""
+
+    refused = r"`batch_norm` would touch the memory of parameter 'head\.bias'"
+
+    def touch(self, run, weight):
+        F.batch_norm(torch.ones(4, DIM), run.model.head.bias, torch.ones(DIM), training=True)
 
 
 @case
@@ -270,7 +356,7 @@ class InitializedOutsideItsUnit(Outside):
 class RealPartSetOutsideItsUnit(Outside):
     """`weight.real = ...` in a step, outside the weight's unit's forward"""
 
-    refused = r"`real\.__set__` would touch the memory of parameter 'head\.weight'"
+    refused = r"`parameter\.real = \.\.\.` would touch the memory of parameter 'head\.weight'"
 
     def touch(self, run, weight):
         weight.real = torch.eye(DIM)
@@ -307,10 +393,39 @@ class ScriptedFunctionThatWrites(Outside):
 
     pitfalls = (41,)
     timeout = 60.0
-    refused = r"`__call__` would change a copy of the value of parameter 'head\.weight'"
+    refused = r"A scripted function would change a copy of the value of parameter 'head\.weight'"
 
     def touch(self, run, weight):
         torch.jit.script(_double)(weight)
+
+
+@case
+class TensorsOfWeightBetweenSteps(Between):
+    """`torch.tensor(p)` between steps"""
+
+    refused = r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+
+    def touch(self, run, weight):
+        run.log(torch.tensor(weight))
+
+
+@case
+class TensorsOfWeightCastBetweenSteps(TensorsOfWeightBetweenSteps):
+    """`torch.as_tensor(p, dtype=...)` between steps"""
+
+    def touch(self, run, weight):
+        run.log(torch.as_tensor(weight, dtype=torch.float64))
+
+
+@case
+class TensorsOfWeight(Case):
+    """`torch.tensor(weight)`, `torch.as_tensor(weight, dtype=...)` and `torch.asarray(weight)` outside its unit's forward"""
+
+    def loss(self, model, batch):
+        weight = model.head.weight
+        cast = torch.as_tensor(weight, dtype=torch.float64).square().mean() + torch.as_tensor(data=weight).norm()
+        fixed = torch.tensor(weight, dtype=torch.float64).sum() * torch.asarray(weight.detach()).norm()
+        return super().loss(model, batch) + (cast * fixed).float() * torch.tensor(0.5)
 
 
 @case
