@@ -943,7 +943,7 @@ class TargetNetworkInOneUnit(TargetNetwork):
         out = wanted = model(batch)
         with torch.no_grad():
             for slow, fast in zip(model.target.parameters(), model.blocks.parameters(), strict=True):
-                slow.copy_(slow.lerp(fast, 0.1))
+                slow.mul_(0.9).add_(fast, alpha=0.1)
             for block in model.target:
                 wanted = block(wanted)
         return (out - wanted).square().mean()
