@@ -92,8 +92,9 @@ def _asking(constructor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(constructor)
     def make(*args: Any, **kwargs: Any) -> Tensor:
-        if RestingParameter in map(type, (*args[:1], *kwargs.values())) and torch._C._is_torch_function_enabled():
-            return RestingParameter.__torch_function__(make, (), args, kwargs)
+        for value in (*args[:1], *kwargs.values()):
+            if isinstance(value, RestingParameter) and torch._C._is_torch_function_enabled():
+                return value.__torch_function__(make, (), args, kwargs)
         return constructor(*args, **kwargs)
 
     return make

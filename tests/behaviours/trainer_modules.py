@@ -417,12 +417,13 @@ class ManualAccumulation(Module):
 
 
 class ChangedByHand(Module):
-    """In a step and between steps, as the refusal of a change in place says."""
+    """In a step and between steps, where the refusal of a change says that it can be made."""
 
     def training_step(self, batch, batch_idx):
         weight = self.net.head.weight
         with torch.no_grad():
             weight.copy_(weight.detach() * 0.9)
+            self.net.head.bias.mul_(0.9).add_(self.net.stem.bias, alpha=0.1)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
