@@ -30,6 +30,7 @@ class Meeting(enum.IntEnum):
     EVALUATED = -7, "end an evaluation, having no batch left"
     END = -8, "end its training (it has no more batches, or was stopped)"
     GRAPHS = -9, "agree on what is captured and replayed as a CUDA graph"
+    GATHERED = -10, "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""

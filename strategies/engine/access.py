@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..collectives import LocalCollectives, checksum
+from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, is_aliased, note_alias, set_data, settle
 from .chunk import Entry
 from .gradients import Gradients
@@ -27,7 +27,7 @@ class Access:
         self,
         units: list[Unit],
         collectives: LocalCollectives,
-        weights_changed: Callable[[list[Unit]], None],
+        weights_changed: Callable[[dict[Unit, list[Entry]]], None],
         gradients: Gradients,
         settle_gradients: Callable[[], None],
         retire: Callable[[], None],
@@ -71,7 +71,7 @@ class Access:
             noted = self._collectives.diary.written if self.in_step else self._collectives.diary.stored
             noted[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
         entry.store(value, entry.group.data)
-        self._weights_changed([unit])
+        self._weights_changed({unit: [entry]})
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.resting.Home.gradient`."""
@@ -126,6 +126,8 @@ class Access:
         found = {id(p): self._owner[id(p)] for p in parameters if id(p) in self._owner}  # once, however often it is named
         wanted = [(unit, entry) for unit, entry in found.values() if not unit.whole]
         values: dict[str, Tensor] = {}
+        if wanted and wanted[0][0].announce is None:  # else ranks that have nothing to run take part
+            self._collectives.meet(Meeting.GATHERED)
         for unit in dict.fromkeys(unit for unit, _ in wanted):
             full = unit.values()
             values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
@@ -154,8 +156,10 @@ class Access:
 def _require_unused(wanted: list[tuple[Unit, Entry]]) -> None:
     for unit, entry in wanted:
         if unit.pins or unit.lent:
-            where = "its unit's forward" if unit.pins else "another `gathered`"
-            raise ResidencyError(f"Parameter {entry.name!r} is in use: `gathered` does not work inside {where}.")
+            raise ResidencyError(
+                f"Parameter {entry.name!r} has its full value here, in a step or forward that uses it or another `gathered`, "
+                "and is not gathered once more: read it, or change it in place, as it is."
+            )
 
 
 def _require_unwritten(wanted: list[tuple[Unit, Entry]], before: list[int]) -> None:

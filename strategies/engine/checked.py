@@ -28,8 +28,8 @@ class CheckedUnit(Unit):
         if self.phase is not Phase.IN_USE and not all(bool(slot.isnan().all()) for slot in self._poisonable()):
             raise ResidencyError(
                 f"The memory of unit {self.name} was written while its parameters rested, through a view of one that was kept "
-                "from an earlier forward, or a pointer; the change would be lost. Change the parameters themselves, in `with "
-                "strategy.gathered(module, modify=True):`."
+                "from an earlier forward, or a pointer; the change would be lost. Change the parameters themselves, between "
+                "steps in `with strategy.gathered(module, modify=True):`."
             )
         super()._start()
 
@@ -45,8 +45,8 @@ class CheckedUnit(Unit):
         if lost:
             raise ResidencyError(
                 f"Parameters of unit {self.name} ({', '.join(lost)}) were changed through a raw alias of their memory while "
-                "they were gathered; the change would be lost. Change them under `torch.no_grad()`, or in "
-                "`with strategy.gathered(module, modify=True):`."
+                "they were gathered; the change would be lost. Change them under `torch.no_grad()`, or "
+                "between steps in `with strategy.gathered(module, modify=True):`."
             )
         self.release()  # at once, not when another unit wants the memory: a stale view finds NaN, not old numbers
 

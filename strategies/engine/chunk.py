@@ -39,6 +39,7 @@ class Entry:
     part: Part | None = None  # None: this rank owns nothing of it
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
+    changed: int = 0  # its unit's version since its shards were written last
     assigned: int = 0  # how often the user has replaced its gradient
 
     def __post_init__(self) -> None:

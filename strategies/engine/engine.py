@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -18,6 +18,7 @@ from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
+from .chunk import Entry
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
@@ -79,7 +80,7 @@ class Zero3Engine:
     ) -> None:
         self.device, self.collectives = device, collectives
         home, self.optimizer_names = optimizer_groups(model, optimizers)
-        parts = find_units(model, unit_policy, {p: optimizer for p, (optimizer, _) in home.items()})
+        parts = find_units(model, unit_policy)
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_memory(model)
         check_same_structure(self.units, model, collectives)
@@ -96,10 +97,12 @@ class Zero3Engine:
         self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        keys = [(unit, {entry.group.key.optimizer for entry in unit.entries}) for unit in self.units]
         self._flats = [group.public for group in self.groups]
         self._versions = list(map(_VERSION, self._flats))
-        self._stepped_by = {id(o): [unit for unit, found in keys if i in found] for i, o in enumerate(optimizers)}
+        self._stepped_by = {
+            id(o): self._of_groups([group for group in self.groups if group.key.optimizer == i])
+            for i, o in enumerate(optimizers)
+        }
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
@@ -255,9 +258,13 @@ class Zero3Engine:
         self._versions = list(map(_VERSION, self._flats))
         self.weights_changed(self.stepped_by(optimizer))
 
-    def stepped_by(self, optimizer: Optimizer) -> list[Unit]:
-        """Units of which ``optimizer`` has parameters."""
+    def stepped_by(self, optimizer: Optimizer) -> dict[Unit, list[Entry]]:
+        """The parameters that ``optimizer`` has, unit by unit."""
         return self._stepped_by[id(optimizer)]
+
+    def _of_groups(self, groups: Collection[FlatGroup]) -> dict[Unit, list[Entry]]:
+        found = {unit: [entry for entry in unit.entries if entry.group in groups] for unit in self.units}
+        return {unit: entries for unit, entries in found.items() if entries}
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
         """Whether norms of the gradients that ``optimizer`` sees are errors: not while it steps, which may be compiled."""
@@ -278,7 +285,7 @@ class Zero3Engine:
         before, self._versions = self._versions, list(map(_VERSION, self._flats))
         written = [group for group, old, new in zip(self.groups, before, self._versions, strict=True) if old != new]
         if written:
-            self.weights_changed([unit for unit in self.units if any(entry.group in written for entry in unit.entries)])
+            self.weights_changed(self._of_groups(written))
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -288,16 +295,19 @@ class Zero3Engine:
         self.collectives.diary.forget()
         self._saved.forget()
 
-    def weights_changed(self, units: Collection[Unit] | None = None) -> None:
-        """The shards of ``units``, by default of all, were written: nothing gathered of them before is true any more."""
+    def weights_changed(self, changed: Mapping[Unit, Sequence[Entry]] | None = None) -> None:
+        """Shards were written, of all parameters unless ``changed`` says which: nothing gathered of them before is true."""
         self._saved.forget()
         self.gradients.forget()
-        changed = set(self.units if units is None else units)
-        for unit in changed:
+        if changed is None:
+            changed = {unit: unit.entries for unit in self.units}
+        for unit, entries in changed.items():
             unit.version += 1
+            for entry in entries:
+                entry.changed = unit.version
         for unit in tuple(self.arena.holders):
             if unit in changed:
-                unit.refresh()
+                unit.refresh(changed[unit])
 
     # ------------------------------------------------------------------------------------------------ forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,18 +29,15 @@ class UnitModules:
         return "+".join(self.names) or "(root)"
 
 
-def find_units(
-    model: nn.Module, policy: UnitPolicy | None = None, optimizers: Mapping[int, int] | None = None
-) -> list[UnitModules]:
+def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitModules]:
     """Split ``model`` into units that together own every parameter exactly once, in definition order.
 
     Args:
         model: the whole model.
         policy: None takes the children of the outermost ``ModuleList``/``Sequential``/``ModuleDict`` that repeat one
             class (the blocks), and every other module that has parameters and no children; neighbours below 1 MiB share
-            a unit, unless two optimizers step them. A list of module classes (or their names) takes modules of those classes
-            as the blocks instead. A function gets the model and returns the units, each a module or a list of modules.
-        optimizers: number of the optimizer of each parameter that has one, by its ``id``.
+            a unit. A list of module classes (or their names) takes modules of those classes as the blocks instead. A
+            function gets the model and returns the units, each a module or a list of modules.
 
     Raises:
         ValueError: the model has no parameters; a class matches no module; a function leaves a parameter without a
@@ -64,7 +61,7 @@ def find_units(
         units = [_unit(module, names) for module in _candidates(model, blocks)]
     units = _join_tied(units)
     if policy is None:
-        units = _join_small(units, optimizers or {})
+        units = _join_small(units)
     _assign_parameters(model, units, explicit=callable(policy))
     return [unit for unit in units if unit.parameters]
 
@@ -143,22 +140,19 @@ def _is_inside(inner: UnitModules, outer: UnitModules) -> bool:
     return any(module in around.modules() for around in outer.members for module in inner.members)
 
 
-def _join_small(units: list[UnitModules], optimizers: Mapping[int, int]) -> list[UnitModules]:
-    """A unit that two optimizers step would be out of date for backward after the step of one."""
+def _join_small(units: list[UnitModules]) -> list[UnitModules]:
     result: list[UnitModules] = []
     for unit in units:
         joined = _merge(result[-1], unit) if result else unit
-        found = _parameters(joined)
-        steppers = {optimizers[key] for key in found.keys() & optimizers.keys()}
-        if result and sum(p.numel() for p in found.values()) <= SMALL_NUMEL and len(steppers) < 2:
+        if result and _numel(joined) <= SMALL_NUMEL:
             result[-1] = joined
         else:
             result.append(unit)
     return result
 
 
-def _parameters(unit: UnitModules) -> dict[int, nn.Parameter]:
-    return {id(p): p for m in unit.members for p in m.parameters()}
+def _numel(unit: UnitModules) -> int:
+    return sum({id(p): p.numel() for m in unit.members for p in m.parameters()}.values())
 
 
 def _merge(a: UnitModules, b: UnitModules) -> UnitModules:

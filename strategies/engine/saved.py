@@ -105,11 +105,7 @@ class SavedTensors:
         held, version = saved[0], saved[1]
         unit = saved[2] if len(saved) == 4 else None
         if unit is not None and saved[3] != unit.version:
-            raise ResidencyError(
-                f"Backward needs the weights of unit {unit.name} as they were in forward, but an optimizer step, a load or "
-                "a `copy_` to one of them came in between. Do that after backward (`on_train_batch_end`), or let `unit_policy` "
-                "part what is changed from what is differentiated."
-            )
+            _require_unchanged(held, unit, saved[3])
         if held._version != version and not (unit is not None and self._is_aliased(held, unit)):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -135,3 +131,16 @@ class SavedTensors:
         with torch._C.DisableTorchFunctionSubclass():
             parameters = [p for p in (entry.parameter for entry in unit.entries) if is_aliased(p)]
             return any(0 <= held.data_ptr() - p.data_ptr() < p.nbytes for p in parameters)
+
+
+def _require_unchanged(held: Tensor, unit: Unit, since: int) -> None:
+    """Raise if the parameter that ``held`` is a view of was written after ``unit`` had version ``since``."""
+    address = held.data_ptr()
+    for chunk in unit.chunks:
+        for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
+            start = chunk.slot.data_ptr() + offset * chunk.dtype.itemsize
+            if entry.changed > since and start <= address < start + entry.size.numel() * chunk.dtype.itemsize:
+                raise ResidencyError(
+                    f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in forward, but an optimizer step, "
+                    "a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
+                )

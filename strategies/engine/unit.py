@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +51,7 @@ class Unit:
     region: range  # bytes of the arena that its slot may take; other units share them
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
-    version: int  # counts the times that its shards were written, by an optimizer's step or a load
+    version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
@@ -222,7 +222,8 @@ class Unit:
                 if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
                         f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.wire_dtype}. That would "
-                        f"round its {chunk.master_dtype} value. Change it in `with strategy.gathered(module, modify=True):`."
+                        f"round its {chunk.master_dtype} value. Change it between steps, in `with "
+                        "strategy.gathered(module, modify=True):`."
                     )
                 if self.announce is None:  # else other ranks may have nothing to run
                     values = chunk.slot[offset : offset + entry.size.numel()]
@@ -254,8 +255,8 @@ class Unit:
             self.phase = Phase.RESTING
             self._arena.holders.remove(self)
 
-    def refresh(self) -> None:
-        """The shards changed: what is in the slot is no longer true."""
+    def refresh(self, changed: Sequence[Entry]) -> None:
+        """The shards of ``changed`` did: what is in the slot is no longer true."""
         if self.phase is Phase.IN_USE:
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +42,9 @@ class WholeUnit(Unit):
 
     unuse = rest = release = arrive = replayed = use
 
-    def refresh(self) -> None:
+    def refresh(self, changed: Sequence[Entry]) -> None:
         """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
-        increment_version([entry.parameter for entry in self.entries])
+        increment_version([entry.parameter for entry in changed])
 
     def adopt(self) -> None:
         """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""

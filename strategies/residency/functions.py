@@ -33,6 +33,11 @@ RAW = frozenset(
 )
 # They end like functions that write, but of other tensors in the same memory none sees it.
 ABOUT_ITSELF = frozenset("requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_".split())
+# How users write them.
+_ATTRIBUTES = {"__get__": "parameter.{}", "__set__": "parameter.{} = ...", "__delete__": "del parameter.{}"}
+_SIGNS = {"__iadd__": "+=", "__isub__": "-=", "__imul__": "*=", "__itruediv__": "/=", "__ipow__": "**="}
+_SPOKEN = {name: f"`parameter {sign} ...`" for name, sign in _SIGNS.items()}
+_SPOKEN |= {"__setitem__": "`parameter[...] = ...`", "__call__": "A scripted function"}
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _SENDING = frozenset({"send", "isend", "gather"})  # the other collectives write to their first argument
 
@@ -45,6 +50,14 @@ def name_of(func: Any) -> str:
     return name.partition(".")[0]  # `torch.ops.aten.mul_.Tensor`
 
 
+def in_words(name: str) -> str:
+    """What :func:`name_of` returns, as users write it."""
+    attribute, _, kind = name.rpartition(".")
+    if kind in _ATTRIBUTES:
+        return f"`{_ATTRIBUTES[kind].format(attribute)}`"
+    return _SPOKEN.get(name, f"`{name}`")
+
+
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Arguments that ``func`` writes to."""
     name, given = name_of(func), (*args, *kwargs.values())
@@ -53,6 +66,8 @@ def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     first = given[0] if given else None  # `torch.nn.init` hands all of them on by name
     if getattr(func, "__module__", None) == _COLLECTIVES:
         return () if name in _SENDING else (first,)
+    if name == "batch_norm" and kwargs.get("training"):
+        return args[1:3]  # running statistics
     if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
         return (args[1],)
     return first if _writes(name) or kwargs.get("inplace") is True else None, kwargs.get("out")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import increment_version
+from torch.jit._builtins import _register_builtin
+from torch.utils._device import _device_constructors
 
 from .functions import instances
 from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
@@ -49,6 +51,10 @@ def _wrap_all() -> None:
     torch._C.ScriptMethod.__call__ = _unless_resting(_seen(torch._C.ScriptMethod.__call__, slice(0)))
     eager_transforms._wrap_for_grad = _of_values(eager_transforms._wrap_for_grad)  # for grad, vjp, jacrev, hessian, jvp
     nn.RNNBase.flatten_parameters = _unless_sharded(nn.RNNBase.flatten_parameters)
+    _device_constructors()  # remembers by identity what `torch.device` contexts act on
+    for name, wrap in (("tensor", _asking), ("as_tensor", _asking), ("asarray", _asking), ("batch_norm", _counting)):
+        setattr(torch, name, wrap(getattr(torch, name)))
+        _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
 
 
 def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
@@ -79,6 +85,33 @@ def _is_gathered(tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in _ARENAS
     except (RuntimeError, NotImplementedError):  # has no storage, so it is in none of these
         return False
+
+
+def _asking(constructor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``constructor``, which makes a tensor of anything, as one that asks the class of a parameter."""
+
+    @wraps(constructor)
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        for value in (*args[:1], *kwargs.values()):
+            if isinstance(value, RestingParameter) and torch._C._is_torch_function_enabled():
+                return value.__torch_function__(make, (), args, kwargs)
+        return constructor(*args, **kwargs)
+
+    return make
+
+
+def _counting(batch_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``batch_norm``, which updates running statistics without a word, as one that counts their versions."""
+
+    @wraps(batch_norm)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if _ARENAS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
+            for statistic in args[3:5]:
+                if isinstance(statistic, Tensor) and _is_gathered(statistic):
+                    increment_version(statistic)
+        return batch_norm(*args, **kwargs)
+
+    return call
 
 
 def _unless_resting(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 A sharded parameter keeps its identity, name, shape, dtype and device for ever. While its unit is in use it is an ordinary
 ``nn.Parameter`` that views the gathered slot. Otherwise its class is :class:`RestingParameter`, and every operation on it
-comes here first: questions about it (shape, dtype, hooks, ...) are answered, a read of its value gathers it (inside a
-step, where all ranks run the same code) or raises; no operation sees memory that now belongs to another unit.
+comes here first: questions about it (shape, dtype, hooks, ...) are answered, a read of its value gathers it and a change is
+stored (inside a step, where all ranks run the same code), or they raise; no operation sees memory that now belongs to
+another unit.
 
 The class of a tensor can be switched like that because both classes have the same layout; torch's own lazy parameters do
 the same. A parameter in use pays nothing but torch's look at its class.
@@ -24,11 +25,13 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, who_takes_memory, written
 
 
 class Home(Protocol):
     """The owner of parameters, as seen from here; see :class:`~.engine.access.Access`."""
+
+    in_step: bool  # all ranks run the same code: a read may gather, and a change may be stored
 
     def retire(self) -> None:
         """Another engine has taken the parameters over: stop watching them."""
@@ -188,7 +191,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
         if copy.parameter is None:
-            raise ResidencyError(f"`{name}` would change {copy.told}")
+            raise ResidencyError(f"{in_words(name)} would change {copy.told}")
     with torch._C.DisableTorchFunctionSubclass():
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
@@ -244,7 +247,7 @@ def _address(tensor: Tensor) -> int:
 
 
 # What a parameter says of itself where its slot has another dtype, and a place among others.
-_TOLD: dict[str, Callable[[nn.Parameter], Any]] = {
+_SAID: dict[str, Callable[[nn.Parameter], Any]] = {
     "dtype.__get__": lambda p: _SHARDED[p].dtype,
     "itemsize.__get__": lambda p: _SHARDED[p].dtype.itemsize,
     "element_size": lambda p: _SHARDED[p].dtype.itemsize,
@@ -272,8 +275,8 @@ class RestingParameter(nn.Parameter):
         if name in METADATA and not taker:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _TOLD:
-            return _TOLD[name](args[0])
+        if name in _SAID:
+            return _SAID[name](args[0])
         if name == "grad.__get__":
             return gradient_of(args[0])
         if name in ("grad.__set__", "grad.__delete__"):
@@ -314,21 +317,47 @@ class RestingParameter(nn.Parameter):
 
 
 def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``func`` of full values, or an error if it (or ``taker``, for whom it asks) writes to what rests."""
+    """``func`` of full values. What it (or ``taker``, for whom it asks) writes to them is stored, or an error."""
     target = args[0] if args else None
-    touched = instances(target if name in RAW or taker else written(func, args, kwargs), RestingParameter)
-    if touched:
-        raise ResidencyError(
-            f"`{taker or name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
-            "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
-            "its full value."
-        )
-    read: list[tuple[Tensor, str]] = []
+    raw = name in RAW or bool(taker)
+    touched = instances(target if raw else written(func, args, kwargs), RestingParameter)
+    never = raw or name in ABOUT_ITSELF or hasattr(func, "writes")
+    if touched and (never or not all(map(_may_change, touched))):
+        raise _refusal(taker or name, touched[0])
+    read: list[tuple[Tensor, nn.Parameter]] = []
     result = func(*_materialize(args, read), **_materialize(kwargs, read))
-    for copy, told in read:
-        if not copy.is_inference() and copy._version:  # written, though the function's name does not say so
-            raise ResidencyError(f"`{name}` would change {told}")
-    return _shield(result, read)
+    changed = {id(p): (copy, p) for copy, p in read if not copy.is_inference() and copy._version}
+    if touched and len(changed) < len(touched):
+        raise _refusal(name, touched[0])  # it writes past the counters of torch, or to one twice
+    for copy, parameter in changed.values():
+        if not _may_change(parameter) or copy.requires_grad or copy.shape != parameter.shape:
+            raise ResidencyError(f"{in_words(name)} would change {_told(parameter)}")
+        _home(parameter).write(parameter, copy)
+        result = parameter if result is copy else result
+    return _shield(result, [(copy, _told(parameter)) for copy, parameter in read])
+
+
+def _may_change(parameter: nn.Parameter) -> bool:
+    """Whether a change in place can be stored: where all ranks run the same code, and torch allows it and counts it."""
+    differentiated = graph_task() != NO_GRAPH_TASK or (torch.is_grad_enabled() and parameter.requires_grad)
+    return _home(parameter).in_step and not differentiated and not torch.is_inference_mode_enabled()
+
+
+_CHANGE = (
+    "change the parameter itself, under `torch.no_grad()` (`parameter.copy_(...)`); between steps (`on_train_batch_end`) read "
+    "and change it in `with strategy.gathered(module, modify=True):`. Both are for all ranks."
+)
+
+
+def _refusal(name: str, parameter: nn.Parameter) -> ResidencyError:
+    return ResidencyError(
+        f"{in_words(name)} would touch the memory of parameter {describe(parameter)}, which is sharded over the ranks. Inside "
+        f"a step read `parameter.detach()` and {_CHANGE}"
+    )
+
+
+def _told(parameter: nn.Parameter) -> str:
+    return f"a copy of the value of parameter {describe(parameter)}, not the parameter. Inside a step {_CHANGE}"
 
 
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -354,16 +383,12 @@ def keep_engine_last(parameter: Tensor) -> None:
             hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
 
 
-def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> Any:
-    """``value`` with full values in the place of resting parameters; ``read`` notes these, and what to say of them."""
+def _materialize(value: Any, read: list[tuple[Tensor, nn.Parameter]] | None = None) -> Any:
+    """``value`` with full values in the place of resting parameters; ``read`` notes these, and of which they are."""
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
         if read is not None:
-            told = (
-                f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
-                "ranks, or change it in `with strategy.gathered(module, modify=True):`."
-            )
-            read.append((full, told))
+            read.append((full, value))
         return full
     if isinstance(value, tuple | list):
         return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value

@@ -930,3 +930,20 @@ class TargetNetwork(Case):
             for block in model.target:
                 wanted = block(wanted)
         return (model(batch) - wanted).square().mean()
+
+
+@case
+class TargetNetworkInOneUnit(TargetNetwork):
+    """A small frozen copy, in one unit with what it follows, that is changed by `copy_` after the other's forward"""
+
+    pitfalls = (34,)
+    small_numel = 1 << 18
+
+    def loss(self, model, batch):
+        out = wanted = model(batch)
+        with torch.no_grad():
+            for slow, fast in zip(model.target.parameters(), model.blocks.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+            for block in model.target:
+                wanted = block(wanted)
+        return (out - wanted).square().mean()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .cases_outputs import Blocks
+from .cases_outputs import Blocks, PlainBackward
 from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
 
 # ---- other derivatives -----------------------------------------------------------------------
@@ -527,6 +527,29 @@ class CheckpointReentrant(Checkpointed):
 
     pitfalls = (5, 10)
     reentrant = True
+
+
+@case
+class CheckpointReentrantPlainBackward(CheckpointReentrant, PlainBackward):
+    """Activation checkpointing, re-entrant, and `loss.backward()` without the strategy"""
+
+    pitfalls = (5, 10, 16, 26)
+
+
+@case
+class CheckpointReentrantAccumulated(CheckpointReentrantPlainBackward):
+    """The same with gradients kept over micro-batches, checkpointed or not"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            self.clear(run)
+            for micro in range(3):
+                part = Case if micro == 1 else self
+                batch = self.batch(10 * step + micro, run.rank)
+                loss = run.step(lambda model, part=part, batch=batch: part.loss(self, model, batch))
+                self.backward(run, loss)
+                run.log(loss)
+            run.optimizer.step()
 
 
 @case

@@ -518,13 +518,44 @@ class TwoOptimizersOneGraph(TwoOptimizers):
 class RootsOfTwoOptimizers(TwoOptimizersOneGraph):
     """torch's DCGAN tutorial with networks that both have parameters of their own: these are one unit"""
 
-    refused = r"Backward needs the weights of unit \(root\) as they were in forward"
-    refused_on_one = "modified by an inplace operation"
-
     def model(self):
         model = nn.Module()
         model.make, model.judge = Scaled(depth=2), Scaled(depth=2)
         return model
+
+
+@case
+class OneUnitOfTwoOptimizers(TwoOptimizersOneGraph):
+    """torch's DCGAN tutorial with networks so small that they are one unit"""
+
+    small_numel = 1 << 18
+
+
+@case
+class OneUnitOfTwoOptimizersToggled(TwoOptimizersToggled):
+    """Two optimizers of one unit, the other's parameters switched off"""
+
+    small_numel = 1 << 18
+
+
+@case
+class SteppedBeforeItsBackward(TwoOptimizersOneGraph):
+    """A loss through a network whose optimizer has stepped since its forward"""
+
+    small_numel = 1 << 18
+    refused = r"Backward needs parameter 'judge\..*' \(unit .*\) as it was in forward.*Do that after backward"
+    refused_on_one = "modified by an inplace operation"
+
+    def both(self, run, model, batch):
+        make, judge = run.optimizers
+        loss = model.judge(model.make(batch)).mean()
+        with run.backward():
+            model.judge(batch).square().mean().backward()
+        if run.is_reference:
+            return  # torch refuses, too
+        judge.step()
+        with run.backward():
+            loss.backward()
 
 
 @case
@@ -545,6 +576,13 @@ class OneOptimizerSteps(TwoOptimizers):
                 judge.step()
                 judge.zero_grad()
             run.log(loss)
+
+
+@case
+class OneUnitSteppedAtIntervals(OneOptimizerSteps):
+    """Two optimizers of one unit stepped at different intervals, gradients of the other kept"""
+
+    small_numel = 1 << 18
 
 
 @case

@@ -351,7 +351,7 @@ class GraphKeptOverAStep(Case):
         old = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
         run.train_step(lambda model: self.loss(model, self.batch(1, run.rank)))
         # Torch's reason is the same: the weights changed in place.
-        text = "modified by an inplace operation|as they were in forward, but an optimizer step, a load or a `copy_`"
+        text = "modified by an inplace operation|as it was in forward, but an optimizer step, a load or a `copy_`"
         with pytest.raises(RuntimeError, match=text), run.backward():
             old.backward()
         super().train(run)

@@ -59,7 +59,7 @@ class OutBetweenSteps(Between):
 class VectorToParameters(Between):
     """`vector_to_parameters` between steps"""
 
-    refused = r"`data.__set__` would touch the memory of parameter 'stem\.weight'.*modify=True"
+    refused = r"`parameter\.data = \.\.\.` would touch the memory of parameter 'stem\.weight'.*modify=True"
 
     def touch(self, run, weight):
         parameters = list(run.model.parameters())
@@ -155,11 +155,100 @@ class Outside(Case):
             run.train_step(lambda model, step=step: loss(model, step))
 
 
+# What works there, and what works after the step.
+REMEDY = (
+    r" would touch the memory of parameter 'head\.weight'.*Inside a step read `parameter\.detach\(\)` and change the parameter "
+    r"itself, under `torch\.no_grad\(\)` \(`parameter\.copy_\(\.\.\.\)`\); between steps \(`on_train_batch_end`\).*"
+    r"gathered\(module, modify=True\)"
+)
+
+
+@case
+class DataReadOutsideItsUnit(Outside):
+    """`weight.data` in a step, outside the weight's unit's forward"""
+
+    refused = r"`parameter\.data`" + REMEDY
+
+    def touch(self, run, weight):
+        run.log(weight.data.sum())
+
+
+@case
+class TransposedInPlaceOutsideItsUnit(Outside):
+    """`weight.t_()` in a step, outside the weight's unit's forward"""
+
+    refused = "`t_`" + REMEDY
+
+    def touch(self, run, weight):
+        weight.t_()
+        weight.t_()
+
+
+@case
+class ChangedOutsideItsUnit(Outside):
+    """`weight.mul_()`, `weight *= 0.5`, `weight[0] = 0` and the like in a step, outside the weight's unit's forward"""
+
+    def touch(self, run, weight):
+        assert weight.mul_(1.5).add_(run.model.head.bias, alpha=0.1) is weight
+        same = weight
+        same *= 0.5
+        same.add_(same)
+        assert same is weight
+        run.model.head.weight -= 0.01
+        weight[0] = 0
+        run.model.head.bias.lerp_(run.model.stem.bias, 0.3)
+        torch.mul(weight, 0.9, out=weight)
+        torch._foreach_mul_([weight, run.model.stem.weight, run.model.head.bias], 0.9)
+        run.log(weight, *run.parameters().values())
+
+
+@case
+class ChangedWithGradients(Outside):
+    """`weight.mul_()` in a step where gradients are enabled, which torch refuses too"""
+
+    refused = "`mul_`" + REMEDY
+    refused_on_one = "a leaf Variable that requires grad is being used in an in-place operation"
+
+    def touch(self, run, weight):
+        if not run.is_reference:
+            with torch.enable_grad():
+                weight.mul_(0.5)
+
+
+@case
+class ReadAndCopiedIntoOutsideItsUnit(Outside):
+    """What `weight.data` is used for, by `weight.detach()` and `weight.copy_(...)`, outside its unit's forward"""
+
+    def touch(self, run, weight):
+        value = weight.detach() * 0.5
+        value[0] = 0
+        weight.copy_(value)
+        run.log(weight.detach().sum(), torch.func.vmap(lambda row: row.sum())(weight.detach()))
+        assert weight.detach().data_ptr() % 4 == 0
+
+
+@case
+class ChangedAfterTheStep(Outside):
+    """`weight.data`, `vmap` and changes in place inside `gathered(modify=True)`, between steps"""
+
+    def touch(self, run, weight):
+        weight.mul_(0.5)
+        weight[0] = 0
+        weight.data.add_(0.1)
+        run.log(weight.data.sum(), torch.func.vmap(lambda row: row.sum())(weight))
+
+    def train(self, run):
+        for _ in range(2):
+            Case.train(self, run)
+            with run.gathered(run.model, modify=True), torch.no_grad():
+                self.touch(run, run.model.head.weight)
+
+
 @case
 class AliasWrittenOutsideItsUnit(Outside):
     """A write to `weight.detach()` outside its unit's forward"""
 
-    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*modify=True"
+    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*change the parameter itself.*modify=True"
 
     def touch(self, run, weight):
         weight.detach().clamp_(-0.1, 0.1)
@@ -180,8 +269,6 @@ class RowsWrittenOutsideTheirUnit(Outside):
 class InplaceFunctionOutsideItsUnit(Outside):
     """`F.relu(weight, inplace=True)` outside the weight's unit's forward"""
 
-    refused = r"`relu` would touch the memory of parameter 'head\.weight'"
-
     def touch(self, run, weight):
         F.relu(weight, inplace=True)
 
@@ -189,8 +276,6 @@ class InplaceFunctionOutsideItsUnit(Outside):
 @case
 class OperatorOutsideItsUnit(Outside):
     """`torch.ops.aten.mul_.Tensor(weight, ...)` outside the weight's unit's forward"""
-
-    refused = r"`mul_` would touch the memory of parameter 'head\.weight'"
 
     def touch(self, run, weight):
         torch.ops.aten.mul_.Tensor(weight, torch.tensor(0.5))
@@ -200,10 +285,18 @@ class OperatorOutsideItsUnit(Outside):
 class MaxNormOutsideItsUnit(Outside):
     """`F.embedding(..., weight, max_norm=...)` outside the weight's unit's forward"""
 
-    refused = r"`embedding` would touch the memory of parameter 'head\.weight'"
-
     def touch(self, run, weight):
         F.embedding(torch.arange(DIM), weight, max_norm=0.1)
+
+
+@case
+class StatisticOutsideItsUnit(Outside):
+    """`F.batch_norm(..., running_mean=p, training=True)` outside the unit's forward"""
+
+    refused = r"`batch_norm` would touch the memory of parameter 'head\.bias'"
+
+    def touch(self, run, weight):
+        F.batch_norm(torch.ones(4, DIM), run.model.head.bias, torch.ones(DIM), training=True)
 
 
 @case
@@ -260,8 +353,6 @@ class SentByGroupOutsideItsUnit(Outside):
 class InitializedOutsideItsUnit(Outside):
     """`nn.init.constant_(weight, ...)` in a step, outside the weight's unit's forward"""
 
-    refused = r"`constant_` would touch the memory of parameter 'head\.weight'"
-
     def touch(self, run, weight):
         nn.init.constant_(weight, 0.3)
 
@@ -269,8 +360,6 @@ class InitializedOutsideItsUnit(Outside):
 @case
 class RealPartSetOutsideItsUnit(Outside):
     """`weight.real = ...` in a step, outside the weight's unit's forward"""
-
-    refused = r"`real\.__set__` would touch the memory of parameter 'head\.weight'"
 
     def touch(self, run, weight):
         weight.real = torch.eye(DIM)
@@ -307,10 +396,38 @@ class ScriptedFunctionThatWrites(Outside):
 
     pitfalls = (41,)
     timeout = 60.0
-    refused = r"`__call__` would change a copy of the value of parameter 'head\.weight'"
 
     def touch(self, run, weight):
         torch.jit.script(_double)(weight)
+
+
+@case
+class TensorsOfWeightBetweenSteps(Between):
+    """`torch.tensor(p)` between steps"""
+
+    refused = r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+
+    def touch(self, run, weight):
+        run.log(torch.tensor(weight))
+
+
+@case
+class TensorsOfWeightCastBetweenSteps(TensorsOfWeightBetweenSteps):
+    """`torch.as_tensor(p, dtype=...)` between steps"""
+
+    def touch(self, run, weight):
+        run.log(torch.as_tensor(weight, dtype=torch.float64))
+
+
+@case
+class TensorsOfWeight(Case):
+    """`torch.tensor(weight)`, `torch.as_tensor(weight, dtype=...)` and `torch.asarray(weight)` outside its unit's forward"""
+
+    def loss(self, model, batch):
+        weight = model.head.weight
+        cast = torch.as_tensor(weight, dtype=torch.float64).square().mean() + torch.as_tensor(data=weight).norm()
+        fixed = torch.tensor(weight, dtype=torch.float64).sum() * torch.asarray(weight.detach()).norm()
+        return super().loss(model, batch) + (cast * fixed).float() * torch.tensor(0.5)
 
 
 @case

@@ -177,6 +177,19 @@ class RootTargetNetwork(Case):
 
 
 @case
+class RootTargetNetworkLate(RootTargetNetwork):
+    """The same after the forward that it follows"""
+
+    def loss(self, model, batch):
+        out = model.student(batch)
+        with torch.no_grad():
+            for slow, fast in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                slow.copy_(0.9 * slow + 0.1 * fast)
+            wanted = model.teacher(batch)
+        return (out - wanted).square().mean()
+
+
+@case
 class RootUsedInBlocks(Case):
     """A parameter of the model itself in a function that one rank compiles again, gradients kept over micro-batches"""
 

@@ -213,6 +213,28 @@ class SurgeryOnRankOneUnannounced(Case):
 
 
 @case
+class GatheredOnRankZero(Case):
+    """`gathered` entered on rank 0 alone"""
+
+    refused = "about to enter `strategy.gathered`, which is for all ranks"
+    modify = False
+
+    def train(self, run):
+        super().train(run)
+        if run.rank == 0:
+            with run.gathered(run.model, self.modify):
+                run.log(run.model.head.weight)
+        super().train(run)
+
+
+@case
+class GatheredOnRankZeroToChange(GatheredOnRankZero):
+    """`gathered(modify=True)` entered on rank 0 alone"""
+
+    modify = True
+
+
+@case
 class SavedOnRankZero(Case):
     """`torch.save(model.state_dict())` on rank 0 alone inside `gathered`"""
 

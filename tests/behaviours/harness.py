@@ -90,6 +90,7 @@ class Case:
     timeout = 15.0
     steps = STEPS
     compare_gradients = True
+    small_numel = 0  # neighbours with fewer elements than this share a unit; by default none do
     rtol: float | None = None  # in the place of RTOL; the case says why
 
     def refusal(self, world_size: int) -> str | None:
@@ -250,7 +251,7 @@ class Zero3Run(Run):
         from lightning_zero3.strategies.engine import Zero3Engine, partition
         from lightning_zero3.strategies.param_groups import ParamGroups
 
-        partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own
+        partition.SMALL_NUMEL = self.case.small_numel
         self.optimizers = self.case.optimizers(self.model)
         device = torch.get_default_device()
         collectives = make_collectives(dist.group.WORLD, device)

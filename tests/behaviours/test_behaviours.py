@@ -72,8 +72,6 @@ def test_right_or_refused(cell, outcomes):
 
 # Several backwards and forwards, clipping, what is frozen, `training_step`, stale slots, loads, copies, hooks.
 OF_THE_STEP = {14, 16, 18, 23, 26, 31, 33, 34, 43}
-# In use during the step the model's own parameters are one unit, which the first optimizer's step changes: a row of its own.
-NOT_WITH_GAIN = {"two-optimizers-one-graph"}
 
 
 def _takes_gain(name):
@@ -89,7 +87,7 @@ def outcomes_with_gain(request):
     return run_cases("zero3", names, 2, names, gain=True)
 
 
-@pytest.mark.parametrize("chained", sorted(filter(_takes_gain, CASES.keys() - NOT_WITH_GAIN), key=list(CASES).index))
+@pytest.mark.parametrize("chained", sorted(filter(_takes_gain, CASES), key=list(CASES).index))
 def test_right_with_a_parameter_of_the_model_itself(chained, outcomes_with_gain):
     """It is in use during the whole step, and nobody gathers it in between."""
     outcome = outcomes_with_gain[chained]

@@ -416,6 +416,23 @@ class ManualAccumulation(Module):
             self.optimizers().zero_grad()
 
 
+class ChangedByHand(Module):
+    """In a step and between steps, where the refusal of a change says that it can be made."""
+
+    def training_step(self, batch, batch_idx):
+        weight = self.net.head.weight
+        with torch.no_grad():
+            weight.copy_(weight.detach() * 0.9)
+            self.net.head.bias.mul_(0.9).add_(self.net.stem.bias, alpha=0.1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        gathered = getattr(self.trainer.strategy, "gathered", lambda module, modify: nullcontext())
+        with gathered(self, modify=True), torch.no_grad():
+            self.net.head.weight.mul_(0.9)
+            self.net.head.bias[0] = 0.1
+
+
 class ExceptionOnce(Module):
     """A step that fails inside, is caught, and is taken again."""
 

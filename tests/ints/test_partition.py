@@ -81,12 +81,6 @@ def test_small_neighbours_share_a_unit_and_big_ones_do_not():
     assert names(nn.Sequential(*half)) == ["0+1", "2+3"]
 
 
-def test_small_neighbours_of_two_optimizers_have_units_of_their_own():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
-    optimizers = {id(p): int(name[0] > "1") for name, p in model.named_parameters() if name[0] != "3"}  # 3: frozen
-    assert [unit.names for unit in find_units(model, None, optimizers)] == [["0", "1"], ["2", "3", "4"]]
-
-
 def test_blocks_are_found_and_cut_by_class():
     lm = TinyLm(depth=2)
     assert names(lm) == ["(root)", "embed+blocks.0+blocks.1+norm+head"]

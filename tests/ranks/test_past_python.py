@@ -108,6 +108,48 @@ def test_sizes_are_those_of_the_users_dtype():
     assert run_ranks(sizes, 2) == [(torch.float32, 4, 4, 64, 0)] * 2
 
 
+def scripted_norm(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    x = nn.functional.batch_norm(x, mean, variance, training=True)
+    return x + torch.tensor(0.5) + torch.as_tensor(2)
+
+
+def constructed(x):
+    values = torch.tensor([1.0, 2.0]).sum() + torch.as_tensor(3.0) + torch.asarray([4.0]).sum()
+    return nn.functional.batch_norm(x, None, None, training=True) * values + torch.tensor(x.shape[0], dtype=x.dtype)
+
+
+def wrapped(rank, world_size, compiled_before):
+    """What goes by the identity of a function of torch does so, whether it was asked before functions are wrapped or after."""
+    x = torch.linspace(-1, 1, 8).view(4, 2)
+    statistics = lambda: (torch.zeros(2), torch.ones(2))  # noqa: E731
+    expected = constructed(x), scripted_norm(x, *statistics())
+    if compiled_before:
+        torch.compile(lambda x: x + torch.tensor(1.0), backend="eager", fullgraph=True)(x)
+        torch.jit.script(scripted_norm)
+        torch._dynamo.reset()
+    before = torch.tensor
+    build(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert torch.tensor is not before
+    found = (
+        torch.compile(constructed, backend="aot_eager", fullgraph=True)(x),
+        torch.jit.script(scripted_norm)(x, *statistics()),
+    )
+    torch.testing.assert_close(found, expected)
+    mode = torch.device("meta")
+    with mode:
+        made = torch.tensor(1.0), torch.as_tensor([1.0]), torch.asarray([1.0])
+    assert all(tensor.device == mode for tensor in made)
+    assert torch.tensor([1, 2]).tolist() == [1, 2] and repr(before).split()[1] == "built-in"
+    mean, variance = statistics()
+    nn.functional.batch_norm(x, mean, variance, training=True)
+    assert mean.abs().sum() and torch.equal(torch.tensor(data=1.0), torch.ones(()))
+
+
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_compilers_and_contexts_know_the_functions_that_are_wrapped(compiled_before):
+    run_ranks(wrapped, 2, compiled_before, timeout=120)
+
+
 def own_exchanges(rank, world_size):
     """Who watches the group's methods is asked in no exchange of the engine's."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -134,7 +134,7 @@ def _fit_all(rank, world_size, folder):
         module = Asymmetric(read, other)
         with pytest.raises(KeyError, match="seen"):
             trainer(zero3(unit_policy=["Linear"]), world_size).fit(module)
-        told.append((other, module.message))
+        told.append((read, other, module.message))
     for name, write in WRITES.items():
         saver = OnExceptionCheckpoint(folder, name)  # of values that no rank has had
         options = {"callbacks": [saver], "enable_checkpointing": None}
@@ -155,9 +155,9 @@ def ranks(tmp_path_factory):
 
 def test_both_ranks_are_told(ranks):
     for rank, (told, _) in enumerate(ranks):
-        for other, message in told:
-            assert f"rank {rank} is about to" in message
-            assert "gather unit net" in message and other in message
+        for read, other, message in told:
+            assert f"rank {rank} is about to" in message and other in message
+            assert ("enter `strategy.gathered`, which is for all ranks" if read == "gathered" else "gather unit net") in message
 
 
 def test_writes_of_other_values_are_told(ranks):
