@@ -33,9 +33,11 @@ class Backward:
         buffers: Buffers,
         joint: JointSteps,
         saved: SavedTensors,
+        adopt_values: Callable[[], None],
     ) -> None:
         self._units, self._reducer, self._gradients = units, reducer, gradients
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
+        self._adopt_values = adopt_values
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
         self.muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
@@ -108,6 +110,7 @@ class Backward:
             Variable._execution_engine.queue_callback(self.end)
 
     def _adopt(self) -> None:
+        self._adopt_values()
         self._gradients.adopt()
         self._reducer.hide()
 

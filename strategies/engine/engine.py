@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
@@ -31,8 +31,6 @@ from .streams import Lane
 from .structure import Structure
 from .unit import Arena, Unit
 from .whole import WholeReducer
-
-_VERSION = Tensor._version.__get__  # not a lambda: each forward of a unit asks
 
 
 class Zero3Engine:
@@ -96,10 +94,9 @@ class Zero3Engine:
         self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        keys = [(unit, {entry.group.key.optimizer for entry in unit.entries}) for unit in self.units]
-        self._flats = [group.public for group in self.groups]
-        self._versions = list(map(_VERSION, self._flats))
-        self._stepped_by = {id(o): [unit for unit, found in keys if i in found] for i, o in enumerate(optimizers)}
+        self._stepped_by = {
+            id(o): [u for u in self.units if any(g.key.optimizer == i for g in u.groups)] for i, o in enumerate(optimizers)
+        }
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
@@ -128,7 +125,9 @@ class Zero3Engine:
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
-        self.passes = Backward(self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved)
+        self.passes = Backward(
+            self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved, self._adopt_flat_values
+        )
         self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.passes.settle, self.close)
 
     def close(self) -> None:
@@ -252,8 +251,7 @@ class Zero3Engine:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.guard(optimizer, True)
-        self._versions = list(map(_VERSION, self._flats))
-        self.weights_changed(self.stepped_by(optimizer))
+        self._adopt_flat_values(self.stepped_by(optimizer))
 
     def stepped_by(self, optimizer: Optimizer) -> list[Unit]:
         """Units of which ``optimizer`` has parameters."""
@@ -274,11 +272,13 @@ class Zero3Engine:
                 unit.adopt()
         self._adopt_flat_values()
 
-    def _adopt_flat_values(self) -> None:
-        before, self._versions = self._versions, list(map(_VERSION, self._flats))
-        written = [group for group, old, new in zip(self.groups, before, self._versions, strict=True) if old != new]
-        if written:
-            self.weights_changed([unit for unit in self.units if any(entry.group in written for entry in unit.entries)])
+    def _adopt_flat_values(self, changed: Collection[Unit] = ()) -> None:
+        """Units whose flat tensors somebody wrote to are ``changed``, besides those that are known to be."""
+        written = {group for group in self.groups if group.version != group.public._version}
+        for group in written:
+            group.version = group.public._version
+        if written or changed:
+            self.weights_changed({*changed, *[unit for unit in self.units if not written.isdisjoint(unit.groups)]})
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -305,8 +305,9 @@ class Zero3Engine:
         if graph_task() != NO_GRAPH_TASK:
             self.passes.recompute(unit)
             return
-        if list(map(_VERSION, self._flats)) != self._versions:
-            self._adopt_flat_values()
+        for group in unit.groups:
+            if group.version != group.public._version:
+                self._adopt_flat_values()
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()

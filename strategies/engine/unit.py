@@ -61,6 +61,7 @@ class Unit:
         self.root, self.nested = modules.root, modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
+        self.groups = tuple(dict.fromkeys(e.group for e in self.entries))
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
