@@ -32,7 +32,8 @@ class Exchange(enum.IntEnum):
     SLOT = 0  # into its slot
     COPY = 1  # slot contents, into memory of their own
     VALUES = 2  # the master values (or gradients, or optimizer state), into memory of their own
-    REDUCE = 3  # not gathered: its gradients are reduced
+    GRADIENTS = 3  # as which gradients are announced to ranks that assist; see joint.py
+    REDUCE = 4  # not gathered: its gradients are reduced
 
 
 @dataclass(eq=False)
@@ -298,6 +299,12 @@ class Unit:
         if self.announce is not None:
             self.announce(self, Exchange.VALUES)
         return self.full(lambda group: group.data)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Name -> full reduced gradient, or zeros, in memory of its own; collective."""
+        if self.announce is not None:
+            self.announce(self, Exchange.GRADIENTS)
+        return self.full(lambda group: group.grad)
 
     def copy_of_slot(self) -> Tensor:
         """What the slot would hold [bytes], in memory of its own; collective."""
