@@ -24,7 +24,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, who_takes_memory, written
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, instances, name_of, written
 
 
 class Home(Protocol):
@@ -268,8 +268,7 @@ class RestingParameter(nn.Parameter):
         """Answer, gather or raise."""
         kwargs = kwargs or {}
         name = name_of(func)
-        taker = who_takes_memory(name) if name in ("is_complex", "dim") else None
-        if name in METADATA and not taker:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _TOLD:
@@ -301,7 +300,7 @@ class RestingParameter(nn.Parameter):
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
-        return _compute(func, name, taker, args, kwargs)
+        return _compute(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
@@ -313,13 +312,13 @@ class RestingParameter(nn.Parameter):
         return self.__deepcopy__({})
 
 
-def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``func`` of full values, or an error if it (or ``taker``, for whom it asks) writes to what rests."""
+def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func`` of full values, or an error if it writes to what rests."""
     target = args[0] if args else None
-    touched = instances(target if name in RAW or taker else written(func, args, kwargs), RestingParameter)
+    touched = instances(target if name in RAW else written(func, args, kwargs), RestingParameter)
     if touched:
         raise ResidencyError(
-            f"`{taker or name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
+            f"`{name}` would touch the memory of parameter {describe(touched[0])} while it is sharded "
             "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
             "its full value."
         )
