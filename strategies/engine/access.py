@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, checksum
-from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, is_aliased, note_alias, set_data, settle
+from ..residency.resting import (
+    NO_GRAPH_TASK,
+    ResidencyError,
+    ShardedCopy,
+    graph_task,
+    is_aliased,
+    note_alias,
+    set_data,
+    settle,
+)
 from .chunk import Entry
 from .gradients import Gradients
 from .unit import Unit

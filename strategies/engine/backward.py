@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..residency import ResidencyError, get_grad, set_grad
+from ..residency.resting import ResidencyError, get_grad, set_grad
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from ..residency import NO_GRAPH_TASK, graph_task, guard, is_sharded, unsettle
+from ..residency.past_python import guard
+from ..residency.resting import NO_GRAPH_TASK, graph_task, is_sharded, unsettle
 from .access import Access
 from .agreement import Agreement
 from .backward import Backward

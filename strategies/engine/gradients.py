@@ -6,7 +6,7 @@ import sys
 
 from torch import Tensor, nn
 
-from ..residency import ResidencyError
+from ..residency.resting import ResidencyError
 from .chunk import Entry
 from .reduce import Reducer
 from .shards import FlatGroup

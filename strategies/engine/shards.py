@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency import FlatGradient
+from ..residency.flat_gradient import FlatGradient
 
 
 @dataclass(frozen=True)

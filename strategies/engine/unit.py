@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
-from ..residency import ResidencyError, RestingParameter, set_data
+from ..residency.resting import ResidencyError, RestingParameter, set_data
 from .chunk import Chunk, Entry
 from .partition import UnitModules
 from .shards import FlatGroup
