@@ -140,7 +140,7 @@ class Zero3Engine:
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close; collective."""
         for unit in self.units:
-            full = unit.full(lambda group: group.data)
+            full = unit.values()
             for entry in unit.entries:
                 unsettle(entry.parameter)
                 entry.parameter.__class__ = entry.cls

@@ -249,12 +249,11 @@ class Unit:
 
     def replayed(self, filled: bool) -> None:
         """A captured graph has filled the slot, or given it up."""
-        if filled and self.phase is Phase.RESTING:
+        if not filled:
+            self.release()
+        elif self.phase is Phase.RESTING:
             self.phase = Phase.READY
             self._arena.holders.append(self)
-        elif not filled and self.phase is Phase.READY:
-            self.phase = Phase.RESTING
-            self._arena.holders.remove(self)
 
     def refresh(self) -> None:
         """The shards changed: what is in the slot is no longer true."""
