@@ -152,8 +152,7 @@ class Backward:
         unit, self._current = self._current, None
         if unit is None:
             return
-        if unit.pins:
-            unit.unuse()
+        unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
         if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
             self._reducer.reduce(unit)

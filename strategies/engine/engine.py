@@ -307,7 +307,7 @@ class Zero3Engine:
             self.passes.recompute(unit)
             return
         for group in unit.groups:
-            if group.version != group.public._version:
+            if group.version != group.public._version:  # an optimizer's step is known; this is what the user wrote
                 self._adopt_flat_values()
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
