@@ -178,22 +178,22 @@ class Unit:
     def unuse(self) -> None:
         """End of one use. The values stay in the slot until another unit takes it."""
         self.pins -= 1
-        if not self.pins:
-            if self.phase in (Phase.RESTING, Phase.READY):
-                self._illegal(Phase.READY)
-            self.phase = Phase.READY
-            self._arena.in_use.remove(self)
-            if self.lifted:
-                for entry, place in self.lifted:
-                    set_data(entry.parameter, place)
-                self.lifted, self._master = [], {}
-            written = None
-            for entry in self.entries:
-                if entry.parameter._version != entry.seen:
-                    written = [*(written or []), entry]
-                entry.parameter.__class__ = RestingParameter
-            if written:
-                self._store(written)
+        if self.pins > 0:
+            return
+        if self.phase in (Phase.RESTING, Phase.READY):
+            self._illegal(Phase.READY)
+        self.phase = Phase.READY
+        self._arena.in_use.remove(self)
+        for entry, place in self.lifted:
+            set_data(entry.parameter, place)
+        self.lifted, self._master = [], {}
+        written = None
+        for entry in self.entries:
+            if entry.parameter._version != entry.seen:
+                written = [*(written or []), entry]
+            entry.parameter.__class__ = RestingParameter
+        if written:
+            self._store(written)
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
