@@ -23,7 +23,7 @@ from .engine import Zero3Engine
 from .engine.hooks import transform
 from .engine.shards import FlatGroup
 from .engine.unit import Unit
-from .residency import instances
+from .residency.functions import instances
 
 _FINE, _GRADIENTS, _LOSS = range(3)  # what is not finite; the largest of all ranks' counts
 _NOT_AGAIN = (

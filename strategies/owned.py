@@ -67,7 +67,7 @@ class OwnedTensors(Substitution):
     def load(self) -> list[list[nn.Parameter]]:
         """See :meth:`Substitution.load`."""
         for unit in self._units():
-            values, grads = unit.full(lambda group: group.data), unit.full(lambda group: group.grad)
+            values, grads = unit.values(), unit.gradients()
             for entry in unit.entries:
                 if entry.name in self.mine:
                     p = self.mine[entry.name]

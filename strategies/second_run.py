@@ -30,9 +30,9 @@ class SecondRun:
     def __init__(self, trainer: pl.Trainer, engine: Zero3Engine, step: Callable[..., Any]) -> None:
         self._trainer, self._engine, self._step = trainer, engine, step
 
-    def begin(self, batch: Any, batch_idx: int) -> None:
-        """A micro-batch begins."""
-        self._batch, self._restore = (batch, batch_idx), rng.mark(device=True)
+    def begin(self) -> None:
+        """A micro-batch begins; Lightning keeps it until it has ended."""
+        self._restore = rng.mark(device=True)
 
     def __call__(self, backward: bool) -> Tensor:
         """Run it again; collective. Random states are afterwards what they were before.
@@ -45,7 +45,8 @@ class SecondRun:
         """
         trainer = self._trainer
         module, plugin = trainer.lightning_module, trainer.precision_plugin
-        arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), *self._batch)
+        loop = trainer.fit_loop.epoch_loop
+        arguments = loop._build_kwargs(OrderedDict(), loop._results.batch, loop.batch_idx)
         put_back = rng.mark(device=True)
         self._restore()
         try:

@@ -287,7 +287,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
             self._check_values(self.engine)
         if self._second_run is not None:
-            self._second_run.begin(batch, batch_idx)
+            self._second_run.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, Meeting, checksum
-from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, is_aliased, note_alias, set_data, settle
+from ..residency.resting import (
+    NO_GRAPH_TASK,
+    ResidencyError,
+    ShardedCopy,
+    graph_task,
+    is_aliased,
+    note_alias,
+    set_data,
+    settle,
+)
 from .chunk import Entry
 from .gradients import Gradients
 from .unit import Unit
@@ -134,11 +143,10 @@ class Access:
         _require_unused(wanted)
         aliased = [is_aliased(entry.parameter) for _, entry in wanted]
         slots = [_lend(unit, entry, values[entry.name]) for unit, entry in wanted]
-        before = [entry.parameter._version for _, entry in wanted]
         try:
             yield
             if not modify:
-                _require_unwritten(wanted, before)
+                _require_unwritten(wanted)
         finally:
             for (_, entry), slot, was in zip(wanted, slots, aliased, strict=True):
                 values[entry.name] = entry.parameter.detach()
@@ -162,9 +170,9 @@ def _require_unused(wanted: list[tuple[Unit, Entry]]) -> None:
             )
 
 
-def _require_unwritten(wanted: list[tuple[Unit, Entry]], before: list[int]) -> None:
-    for (_, entry), version in zip(wanted, before, strict=True):
-        if entry.parameter._version != version:
+def _require_unwritten(wanted: list[tuple[Unit, Entry]]) -> None:
+    for _, entry in wanted:
+        if entry.parameter._version != entry.seen:
             raise ResidencyError(
                 f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost. To store rank 0's values use "
                 "`with strategy.gathered(..., modify=True):`."
@@ -177,6 +185,7 @@ def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:
     entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
     slot = Tensor.data.__get__(entry.parameter)  # past the class, for which the user would have read it
     set_data(entry.parameter, value)
+    entry.seen = entry.parameter._version
     return slot
 
 

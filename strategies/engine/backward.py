@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..residency import ResidencyError, get_grad, set_grad
+from ..residency.resting import ResidencyError, get_grad, set_grad
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
@@ -33,9 +33,11 @@ class Backward:
         buffers: Buffers,
         joint: JointSteps,
         saved: SavedTensors,
+        adopt_values: Callable[[], None],
     ) -> None:
         self._units, self._reducer, self._gradients = units, reducer, gradients
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
+        self._adopt_values = adopt_values
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
         self.muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
@@ -108,6 +110,7 @@ class Backward:
             Variable._execution_engine.queue_callback(self.end)
 
     def _adopt(self) -> None:
+        self._adopt_values()
         self._gradients.adopt()
         self._reducer.hide()
 
@@ -149,8 +152,7 @@ class Backward:
         unit, self._current = self._current, None
         if unit is None:
             return
-        if unit.pins:
-            unit.unuse()
+        unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
         if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
             self._reducer.reduce(unit)

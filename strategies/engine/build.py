@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from ..residency import class_of, home_of, is_sharded, unsettle
+from ..residency.resting import class_of, home_of, is_sharded, unsettle
 from .checked import CheckedUnit
 from .chunk import Chunk, Entry
 from .layout import ChunkLayout

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives
-from ..residency import ResidencyError
+from ..residency.resting import ResidencyError
 from .chunk import Chunk, Entry
 from .streams import Lane
 from .unit import Arena, Phase, Unit

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..residency import class_while_used
+from ..residency.in_use import class_while_used
 from .layout import ChunkLayout, Span
 from .shards import FlatGroup
 

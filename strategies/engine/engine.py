@@ -8,11 +8,12 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from ..residency import NO_GRAPH_TASK, graph_task, guard, is_sharded, unsettle
+from ..residency.past_python import guard
+from ..residency.resting import NO_GRAPH_TASK, graph_task, is_sharded, unsettle
 from .access import Access
 from .agreement import Agreement
 from .backward import Backward
@@ -32,8 +33,6 @@ from .streams import Lane
 from .structure import Structure
 from .unit import Arena, Unit
 from .whole import WholeReducer
-
-_VERSION = Tensor._version.__get__  # not a lambda: each forward of a unit asks
 
 
 class Zero3Engine:
@@ -97,8 +96,6 @@ class Zero3Engine:
         self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        self._flats = [group.public for group in self.groups]
-        self._versions = list(map(_VERSION, self._flats))
         self._stepped_by = {
             id(o): self._of_groups([group for group in self.groups if group.key.optimizer == i])
             for i, o in enumerate(optimizers)
@@ -131,7 +128,9 @@ class Zero3Engine:
         self.gradients = Gradients(self.units, self.groups, used, self.reducer)
         agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
-        self.passes = Backward(self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved)
+        self.passes = Backward(
+            self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved, self._adopt_flat_values
+        )
         self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.passes.settle, self.close)
 
     def close(self) -> None:
@@ -143,7 +142,7 @@ class Zero3Engine:
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close; collective."""
         for unit in self.units:
-            full = unit.full(lambda group: group.data)
+            full = unit.values()
             for entry in unit.entries:
                 unsettle(entry.parameter)
                 entry.parameter.__class__ = entry.cls
@@ -255,8 +254,7 @@ class Zero3Engine:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.guard(optimizer, True)
-        self._versions = list(map(_VERSION, self._flats))
-        self.weights_changed(self.stepped_by(optimizer))
+        self._adopt_flat_values(self.stepped_by(optimizer))
 
     def stepped_by(self, optimizer: Optimizer) -> dict[Unit, list[Entry]]:
         """The parameters that ``optimizer`` has, unit by unit."""
@@ -281,11 +279,16 @@ class Zero3Engine:
                 unit.adopt()
         self._adopt_flat_values()
 
-    def _adopt_flat_values(self) -> None:
-        before, self._versions = self._versions, list(map(_VERSION, self._flats))
-        written = [group for group, old, new in zip(self.groups, before, self._versions, strict=True) if old != new]
-        if written:
-            self.weights_changed(self._of_groups(written))
+    def _adopt_flat_values(self, changed: Mapping[Unit, Sequence[Entry]] | None = None) -> None:
+        """Parameters whose flat tensors somebody wrote to are ``changed``, besides those that are known to be."""
+        written = [group for group in self.groups if group.version != group.public._version]
+        for group in written:
+            group.version = group.public._version
+        if written or changed:
+            every = self._of_groups(written)
+            for unit, entries in (changed or {}).items():
+                every[unit] = list(dict.fromkeys([*every.get(unit, ()), *entries]))
+            self.weights_changed(every)
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -315,8 +318,9 @@ class Zero3Engine:
         if graph_task() != NO_GRAPH_TASK:
             self.passes.recompute(unit)
             return
-        if list(map(_VERSION, self._flats)) != self._versions:
-            self._adopt_flat_values()
+        for group in unit.groups:
+            if group.version != group.public._version:  # an optimizer's step is known; this is what the user wrote
+                self._adopt_flat_values()
         if not unit.gather():
             return  # a unit in use has the memory: the parameters rest, and each read gathers
         unit.use()

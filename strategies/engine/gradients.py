@@ -6,7 +6,7 @@ import sys
 
 from torch import Tensor, nn
 
-from ..residency import ResidencyError
+from ..residency.resting import ResidencyError
 from .chunk import Entry
 from .reduce import Reducer
 from .shards import FlatGroup
@@ -68,8 +68,10 @@ class Gradients:
             self.over = False  # they are gone as the user wants it
         if not entry.trained or not self.has_gradient(entry):
             return None
+        if unit.announce is not None:
+            return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         if entry.name not in self._full:
-            self._full = unit.full(lambda group: group.grad)
+            self._full = unit.gradients()
         return self._full[entry.name].clone()
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:

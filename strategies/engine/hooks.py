@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..residency import instances, set_grad
+from ..residency.functions import instances
+from ..residency.resting import set_grad
 from .chunk import Entry
 from .unit import Unit
 

@@ -64,6 +64,8 @@ class JointSteps:
                     self._units[index].release()
                     self._units[index].gather()
                     self._units[index].arrive()  # the rank that runs waits until this one has read
+                elif exchange == Exchange.GRADIENTS:
+                    self._units[index].gradients()
                 elif exchange == Exchange.COPY:
                     self._units[index].copy_of_slot()
                 elif exchange == Exchange.REDUCE:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..residency import ResidencyError, RestingParameter, is_aliased
+from ..residency.resting import ResidencyError, RestingParameter, is_aliased
 from .unit import Arena, Phase, Unit
 
 # Bare tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency import FlatGradient
+from ..residency.flat_gradient import FlatGradient
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class FlatGroup:
     index: int  # among all groups
     trained: bool  # an optimizer has it
     data: Tensor  # [numel], the master values
-    public: Tensor  # the same memory as the optimizer sees it: its version counts what is written there
+    public: Tensor  # the same memory as the optimizer sees it
+    version: int  # of `public`, when it was last known what is written there
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
     idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh
@@ -63,6 +64,7 @@ class FlatGroup:
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         self.idle = [(self.numel - tail, self.numel)]
         self.public = self.data.data
+        self.version = self.public._version
         self.segments = [Segment(0, self.numel, nn.Parameter(self.public, requires_grad=self.trained))]
 
     @property

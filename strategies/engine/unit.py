@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
-from ..residency import ResidencyError, RestingParameter, set_data
+from ..residency.resting import ResidencyError, RestingParameter, set_data
 from .chunk import Chunk, Entry
 from .partition import UnitModules
 from .shards import FlatGroup
@@ -32,7 +32,8 @@ class Exchange(enum.IntEnum):
     SLOT = 0  # into its slot
     COPY = 1  # slot contents, into memory of their own
     VALUES = 2  # the master values (or gradients, or optimizer state), into memory of their own
-    REDUCE = 3  # not gathered: its gradients are reduced
+    GRADIENTS = 3  # as which gradients are announced to ranks that assist; see joint.py
+    REDUCE = 4  # not gathered: its gradients are reduced
 
 
 @dataclass(eq=False)
@@ -61,6 +62,7 @@ class Unit:
         self.root, self.nested = modules.root, modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
+        self.groups = tuple(dict.fromkeys(e.group for e in self.entries))
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
@@ -176,22 +178,22 @@ class Unit:
     def unuse(self) -> None:
         """End of one use. The values stay in the slot until another unit takes it."""
         self.pins -= 1
-        if not self.pins:
-            if self.phase in (Phase.RESTING, Phase.READY):
-                self._illegal(Phase.READY)
-            self.phase = Phase.READY
-            self._arena.in_use.remove(self)
-            if self.lifted:
-                for entry, place in self.lifted:
-                    set_data(entry.parameter, place)
-                self.lifted, self._master = [], {}
-            written = None
-            for entry in self.entries:
-                if entry.parameter._version != entry.seen:
-                    written = [*(written or []), entry]
-                entry.parameter.__class__ = RestingParameter
-            if written:
-                self._store(written)
+        if self.pins > 0:
+            return
+        if self.phase in (Phase.RESTING, Phase.READY):
+            self._illegal(Phase.READY)
+        self.phase = Phase.READY
+        self._arena.in_use.remove(self)
+        for entry, place in self.lifted:
+            set_data(entry.parameter, place)
+        self.lifted, self._master = [], {}
+        written = None
+        for entry in self.entries:
+            if entry.parameter._version != entry.seen:
+                written = [*(written or []), entry]
+            entry.parameter.__class__ = RestingParameter
+        if written:
+            self._store(written)
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
@@ -248,12 +250,11 @@ class Unit:
 
     def replayed(self, filled: bool) -> None:
         """A captured graph has filled the slot, or given it up."""
-        if filled and self.phase is Phase.RESTING:
+        if not filled:
+            self.release()
+        elif self.phase is Phase.RESTING:
             self.phase = Phase.READY
             self._arena.holders.append(self)
-        elif not filled and self.phase is Phase.READY:
-            self.phase = Phase.RESTING
-            self._arena.holders.remove(self)
 
     def refresh(self, changed: Sequence[Entry]) -> None:
         """The shards of ``changed`` did: what is in the slot is no longer true."""
@@ -298,6 +299,12 @@ class Unit:
         if self.announce is not None:
             self.announce(self, Exchange.VALUES)
         return self.full(lambda group: group.data)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Name -> full reduced gradient, or zeros, in memory of its own; collective."""
+        if self.announce is not None:
+            self.announce(self, Exchange.GRADIENTS)
+        return self.full(lambda group: group.grad)
 
     def copy_of_slot(self) -> Tensor:
         """What the slot would hold [bytes], in memory of its own; collective."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
-from ..residency import ResidencyError, keep_engine_last
+from ..residency.resting import ResidencyError, keep_engine_last
 from .chunk import Entry
 from .reduce import Reducer
 from .shards import FlatGroup

@@ -9,48 +9,6 @@ flat gradient         this rank's shard of many gradients, as an optimizer sees 
 ====================  ==================================================================================================
 """
 
-from .flat_gradient import FlatGradient
-from .functions import instances
-from .in_use import class_while_used
-from .past_python import guard
-from .resting import (
-    NO_GRAPH_TASK,
-    ResidencyError,
-    RestingParameter,
-    ShardedCopy,
-    class_of,
-    get_grad,
-    graph_task,
-    home_of,
-    is_aliased,
-    is_sharded,
-    keep_engine_last,
-    note_alias,
-    set_data,
-    set_grad,
-    settle,
-    unsettle,
-)
+from .resting import ResidencyError, is_sharded
 
-__all__ = [
-    "NO_GRAPH_TASK",
-    "FlatGradient",
-    "ResidencyError",
-    "RestingParameter",
-    "ShardedCopy",
-    "class_of",
-    "class_while_used",
-    "get_grad",
-    "graph_task",
-    "guard",
-    "home_of",
-    "instances",
-    "is_aliased",
-    "is_sharded",
-    "keep_engine_last",
-    "note_alias",
-    "set_data",
-    "set_grad",
-    "settle",
-    "unsettle",
-]
+__all__ = ["ResidencyError", "is_sharded"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -91,18 +90,3 @@ def instances(value: Any, cls: type[T]) -> list[T]:
     elif is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, f.name, None) for f in fields(value)]
     return [found for item in inside for found in instances(item, cls)]
-
-
-def who_takes_memory(question: str) -> str | None:
-    """Who called the function that asks this, if it is one that goes on to use a tensor's memory past any class of it.
-
-    Args:
-        question: what that function is about, which is how these are noticed at all.
-    """
-    frame = sys._getframe(2)
-    module = frame.f_globals.get("__name__")
-    if question == "is_complex" and module == _COLLECTIVES:
-        while frame.f_code.co_name.startswith("<"):  # a comprehension
-            frame = frame.f_back
-        return frame.f_code.co_name
-    return "vmap" if question == "dim" and module == "torch._functorch.vmap" else None

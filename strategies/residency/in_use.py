@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
-from .functions import who_takes_memory
 from .resting import ResidencyError, describe, gradient_of, keep_engine_last, note_alias, set_gradient_of
 
 
@@ -54,12 +52,6 @@ class _InUse:
         if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
             with torch.no_grad():
                 self.copy_(value)
-
-    def is_complex(self) -> bool:
-        # All that is seen of a collective that writes here; it counts no version itself.
-        if who_takes_memory("is_complex") in ("all_reduce", "broadcast"):
-            increment_version(self)
-        return Tensor.is_complex(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._functorch import eager_transforms
+from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
@@ -50,6 +50,7 @@ def _wrap_all() -> None:
     torch._C.ScriptFunction.__call__ = _seen(torch._C.ScriptFunction.__call__, slice(0))
     torch._C.ScriptMethod.__call__ = _unless_resting(_seen(torch._C.ScriptMethod.__call__, slice(0)))
     eager_transforms._wrap_for_grad = _of_values(eager_transforms._wrap_for_grad)  # for grad, vjp, jacrev, hessian, jvp
+    vmap._add_batch_dim = _of_values(vmap._add_batch_dim)
     nn.RNNBase.flatten_parameters = _unless_sharded(nn.RNNBase.flatten_parameters)
     _device_constructors()  # remembers by identity what `torch.device` contexts act on
     for name, wrap in (("tensor", _asking), ("as_tensor", _asking), ("asarray", _asking), ("batch_norm", _counting)):
@@ -138,14 +139,14 @@ def _parameters(module: torch._C.ScriptModule) -> Iterator[Tensor]:
         yield from _parameters(child)
 
 
-def _of_values(wrap: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """``wrap`` of what torch.func transforms differentiate by, with values in the place of resting parameters."""
+def _of_values(wrap: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``wrap`` of what torch.func differentiates by, or maps over, with values in the place of resting parameters."""
 
-    def wrap_value(tensor: Tensor, level: int) -> Tensor:
+    def wrap_value(tensor: Tensor, *places: int) -> Tensor:
         if isinstance(tensor, RestingParameter):
             with temporarily_clear_interpreter_stack():  # the copy is made before, not by, what is transformed
                 tensor = tensor.clone()
-        return wrap(tensor, level)
+        return wrap(tensor, *places)
 
     return wrap_value
 

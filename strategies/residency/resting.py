@@ -25,7 +25,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, who_takes_memory, written
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, written
 
 
 class Home(Protocol):
@@ -271,8 +271,7 @@ class RestingParameter(nn.Parameter):
         """Answer, gather or raise."""
         kwargs = kwargs or {}
         name = name_of(func)
-        taker = who_takes_memory(name) if name in ("is_complex", "dim") else None
-        if name in METADATA and not taker:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _SAID:
@@ -304,7 +303,7 @@ class RestingParameter(nn.Parameter):
         if name == "copy_" and isinstance(target, RestingParameter):
             _home(target).write(target, _materialize(args[1]))
             return target
-        return _compute(func, name, taker, args, kwargs)
+        return _compute(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         raise ResidencyError(
@@ -316,14 +315,14 @@ class RestingParameter(nn.Parameter):
         return self.__deepcopy__({})
 
 
-def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``func`` of full values. What it (or ``taker``, for whom it asks) writes to them is stored, or an error."""
+def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func`` of full values. What it writes to them is stored, or an error."""
     target = args[0] if args else None
-    raw = name in RAW or bool(taker)
+    raw = name in RAW
     touched = instances(target if raw else written(func, args, kwargs), RestingParameter)
     never = raw or name in ABOUT_ITSELF or hasattr(func, "writes")
     if touched and (never or not all(map(_may_change, touched))):
-        raise _refusal(taker or name, touched[0])
+        raise _refusal(name, touched[0])
     read: list[tuple[Tensor, nn.Parameter]] = []
     result = func(*_materialize(args, read), **_materialize(kwargs, read))
     changed = {id(p): (copy, p) for copy, p in read if not copy.is_inference() and copy._version}

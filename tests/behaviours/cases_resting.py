@@ -120,7 +120,7 @@ class GatheredIntoBetweenSteps(Between):
     """`torch.distributed.all_gather` into a list with a parameter in it, between steps"""
 
     worlds = (2,)
-    refused = r"`all_gather` " + Between.refused
+    refused = r"`allgather` " + Between.refused
 
     def touch(self, run, weight):
         dist.all_gather([torch.empty(DIM, DIM), weight], torch.eye(DIM))
@@ -480,14 +480,13 @@ class DoubleBackwardOfViews(Case):
 
 
 @case
-class VmapOverWeight(Outside):
+class VmapOverWeight(Case):
     """`torch.func.vmap` over the rows of a weight outside its unit's forward"""
 
     pitfalls = (46,)
-    refused = r"`vmap` would touch the memory of parameter 'head\.weight'"
 
-    def touch(self, run, weight):
-        run.log(torch.func.vmap(lambda row: row.sum())(weight))
+    def loss(self, model, batch):
+        return super().loss(model, batch) + torch.func.vmap(lambda row: row.square().sum())(model.head.weight).mean()
 
 
 @case

@@ -98,3 +98,43 @@ def test_every_rank_evaluates_its_own_steps(world_size, of_group):
             for step, result in enumerate(results):
                 torch.testing.assert_close(result, evaluation(_model(), _input(rank, step)), rtol=RTOL, atol=1e-6)
             torch.testing.assert_close(gradient, expected, rtol=RTOL, atol=1e-6)
+
+
+def _read_gradients(rank, world_size, of_group, once):
+    """Gradients of a training step, held back or not, read in evaluation steps that not all ranks run, and then by all."""
+    group, device = torch.distributed.group.WORLD, torch.device("cpu")
+    model, steps, found = _model(), STEPS[:world_size], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    collectives = GroupCollectives(group) if of_group else make_collectives(group, device)
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block], reduce_once=once)
+    with engine.accumulate():
+        with engine.step():
+            loss = model(_input(rank, 9)).square().mean()
+        with engine.backward():
+            loss.backward()
+
+    def read():
+        found.append([model[k].up.weight.grad.clone() for k in (1, 3)])
+
+    for step in range(steps[rank]):
+        context = engine.step()
+        with engine.joint.run(context) if step >= min(steps) else context, torch.no_grad():
+            if step:  # some ranks have read them before, and some have not
+                read()
+            model(_input(rank, step))
+    engine.joint.assist(max(steps) - steps[rank])
+    read()
+    return found
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_read_in_steps_that_not_all_ranks_run(world_size, once, of_group):
+    model = _model()
+    (sum(model(_input(rank, 9)).square().mean() for rank in range(world_size)) / world_size).backward()
+    expected = [model[k].up.weight.grad for k in (1, 3)]
+    for rank, found in enumerate(run_ranks(_read_gradients, world_size, of_group, once, timeout=60)):
+        assert len(found) == STEPS[rank]
+        for gradients in found:
+            torch.testing.assert_close(gradients, expected, rtol=RTOL, atol=1e-6)

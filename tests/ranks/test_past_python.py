@@ -86,6 +86,10 @@ def moved_weights(rank, world_size):
             optimizer.zero_grad()
             losses.append(loss.item())
         assert bool(moved) != sharded
+        if sharded:  # what the engine no longer has moves again
+            engine.unshard()
+            model[1].flatten_parameters()
+            assert moved == [model[1]]
         return losses
 
     expected = train(False)

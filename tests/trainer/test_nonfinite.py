@@ -3,6 +3,7 @@
 import os
 import random
 import time
+import weakref
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -331,6 +332,35 @@ def test_the_second_run_leaves_nothing_behind(world_size):
                 for a, b in zip(before, after, strict=True):
                     assert a is b is None or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
             assert any(g is not None and not g.isfinite().all() for _, g in groups_after)
+
+
+def copied(batch):
+    return [tensor.clone() for tensor in batch]
+
+
+class Kept(Model):
+    """Looks whether the batch of the step before is still in memory when the next one begins."""
+
+    before, kept = staticmethod(lambda: None), ()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.kept = (*self.kept, self.before() is not None)
+        self.before = weakref.ref(batch[0])
+
+    def train_dataloader(self):
+        return DataLoader(super().train_dataloader().dataset, batch_size=None, collate_fn=copied)
+
+
+def keep_batches(rank, world_size):
+    modules = []
+    for options in ({}, {"accumulate_grad_batches": 2}):
+        trainer(zero3(stop_on_nonfinite=True), world_size, **options).fit(module := Kept("nothing", rank, world_size))
+        modules.append(module)
+    return [module.kept for module in modules]
+
+
+def test_a_batch_is_not_kept_longer_than_its_step():
+    assert run_ranks(keep_batches, 2) == [[(False,) * STEPS] * 2] * 2
 
 
 class RaisesAlone(Model):
