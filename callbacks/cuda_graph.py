@@ -63,6 +63,7 @@ class CUDAGraphStep(Callback):
     """
 
     _runner: StepRunner | ModulesRunner | None = None
+    _input_nbytes = 0  # when training ended, for callbacks that are told so after this one
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class CUDAGraphStep(Callback):
 
     @property
     def graph_input_nbytes(self) -> int:
-        """Bytes at the fixed addresses that graphs read their inputs from."""
-        return 0 if self._runner is None else self._runner.input_nbytes
+        """Bytes at the fixed addresses that graphs read their inputs from, for all callbacks until `on_train_end` is over."""
+        return self._input_nbytes if self._runner is None else self._runner.input_nbytes
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that graphs hold while training runs: "pool" (reserved), "inputs" and "gradients" (the parameters' own)."""
@@ -120,7 +121,7 @@ class CUDAGraphStep(Callback):
     def _remove(self) -> None:
         if self._runner is not None:
             self._runner.remove()
-        self._runner = None
+        self._runner, self._input_nbytes = None, 0
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,7 +129,9 @@ class CUDAGraphStep(Callback):
             self._runner.agree()
         if self._runner is not None:
             rank_zero_info(self._runner.summary())
-        self._remove()
+            held = self._runner.input_nbytes
+            self._remove()
+            self._input_nbytes = held
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -140,4 +143,4 @@ class CUDAGraphStep(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A launcher may pickle the callback; graphs stay in their process."""
-        return {**self.__dict__, "_runner": None}
+        return {**self.__dict__, "_runner": None, "_input_nbytes": 0}

@@ -29,6 +29,8 @@ KEYS: Mapping[str, str] = {
 }
 # Over several ranks every key is the highest rank's; these also have /min, /mean and /max_rank.
 SPREAD_KEYS = ("memory/peak_gib", "memory/reserved_gib", "memory/fragmentation")
+# What only torch's CUDA allocator counts: zero in every other run.
+OF_THE_CUDA_ALLOCATOR = ("memory/retries", "memory/ooms", "memory/pinned_gib", "memory/graph_pool_gib")
 
 
 def collect(

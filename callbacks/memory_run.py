@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .allocator_advice import RunFigures
 from .memory_allocations import find_allocations
-from .memory_figures import GIB, KEYS, History, StepRecord, activations, collect, render_table
+from .memory_figures import GIB, KEYS, OF_THE_CUDA_ALLOCATOR, History, StepRecord, activations, collect, render_table
 from .memory_leak import LeakWatch
 from .memory_ledger import CATEGORIES, measure
 from .memory_oom import OutOfMemory, add_snapshot
@@ -119,8 +119,9 @@ class Recording:
         return f"{kind}, {self.meter.steps} steps"
 
     def table(self, figures: dict[str, Spread]) -> str:
-        """For the terminal."""
-        shown = {name: figure for name, figure in figures.items() if name.startswith("memory/")}
+        """For the terminal; without the rows that such a source never fills."""
+        never = ("memory/process_gib",) if self.source.name == "cuda" else OF_THE_CUDA_ALLOCATOR
+        shown = {name: figure for name, figure in figures.items() if name in KEYS and name not in never}
         title = f"{self.title}; peaks by phase from {self.meter.close} of them"
         return render_table(title, shown, self.gatherer.world_size)
 

@@ -33,7 +33,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, Timer
+from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -296,6 +297,13 @@ class Budget(Timer):
         """Forget how long earlier runs took."""
 
 
+class Bar(RichProgressBar):
+    """The budget ends the run, so the number of epochs that there could be is not shown."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"Epoch {current_epoch}"
+
+
 class Report(Callback):
     """Measures the run, into `result`. It changes nothing."""
 
@@ -448,6 +456,7 @@ def main() -> None:
     last = args.output / "checkpoints" / "last.ckpt"
     if args.resume and not last.exists():
         raise SystemExit(f"--resume: there is no {last}")
+    rank_zero_info("Reading the standard library's sources ...")
     if args.smoke:
         shape, corpus = {"width": 64, "depth": 2, "pairs": 512}, Corpus(512, 64, 4, limit=2**20)
     else:
@@ -470,6 +479,7 @@ def main() -> None:
         callbacks=[
             Budget(args.minutes, args.steps),
             ModelCheckpoint(last.parent, filename="newest", save_last="link", enable_version_counter=False),
+            Bar(),
             report,
         ],
     )

@@ -1,4 +1,4 @@
-"""What this machine offers a process: devices, NUMA nodes, CPUs and threads."""
+"""What this machine offers a process: devices, NUMA nodes, CPUs, threads and layers that need a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .world import Devices
 
@@ -115,3 +117,23 @@ def limit_threads(local_world_size: int) -> int | None:
     if threads is not None:
         torch.set_num_threads(threads)
     return threads
+
+
+def require_sync_batch_norm(module: nn.Module, device: torch.device) -> None:
+    """Try torch's SyncBatchNorm before the layers of ``module`` become such; collective where torch has it for ``device``.
+
+    Raises:
+        ValueError: it does not run there, and a layer would need it.
+    """
+    needs = (name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training)
+    name = next(needs, None)
+    if device.type != "cpu" or name is None:
+        return
+    try:
+        nn.SyncBatchNorm(1, device=device)(torch.zeros(2, 1, device=device))
+    except ValueError as error:
+        raise ValueError(
+            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm, which {name!r} would become, needs GPUs ({error}), and this "
+            "run is on the CPU. Leave `sync_batchnorm` out: each rank normalises with the statistics of its own batch, and "
+            "rank 0's running statistics count. For those of the joined batch, train on GPUs."
+        ) from error

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -56,6 +56,11 @@ def _finds_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
             "nodes (and NODE_RANK to each one's number), or start with torchrun."
         )
     return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    rank_zero_info(line)
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
@@ -240,7 +245,7 @@ class ProcessStrategy(ParallelStrategy):
         start_process_group(self.world, self.world.backend, self._timeout, self._start_timeout, device)
         if self.world.world_size > 1:  # for users' own tools; torchrun has set them already
             os.environ.update(MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port))
-        rank_zero_info(
+        _say_once(
             f"zero3: {self.world.world_size} rank(s) on {self.world.num_nodes} node(s), {self.world.backend}, started by "
             f"{self.world.launcher}"
         )

@@ -32,6 +32,7 @@ from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine
 from .evaluation import EvaluationStrategy
 from .finite import FiniteCheck
+from .host import require_sync_batch_norm
 from .ledger import by_category, by_unit
 from .param_groups import ParamGroups
 from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
@@ -177,6 +178,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.require_local_folders(trainer)
         if fitting and self._layer_sync:
+            require_sync_batch_norm(self.model, self.root_device)
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,13 +97,28 @@ LAUNCHED = """
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
-def test_every_launcher_gets_the_options_into_every_process(tmp_path, strategy):
-    result = run_script(tmp_path, LAUNCHED, STRATEGY=strategy, GLOO_SOCKET_IFNAME="lo")
+LAUNCHERS = ("ddp", "ddp_spawn", "ddp_fork")
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What came of each launcher, and in which folder: beside each other, as most of their time is starting."""
+    folders = [tmp_path_factory.mktemp(strategy) for strategy in LAUNCHERS]
+
+    def launch(folder, strategy):
+        return run_script(folder, LAUNCHED, STRATEGY=strategy, GLOO_SOCKET_IFNAME="lo"), folder
+
+    with ThreadPoolExecutor(len(LAUNCHERS)) as pool:
+        return dict(zip(LAUNCHERS, pool.map(launch, folders, LAUNCHERS), strict=True))
+
+
+@pytest.mark.parametrize("strategy", LAUNCHERS)
+def test_every_launcher_gets_the_options_into_every_process(launched, strategy):
+    result, folder = launched[strategy]
     assert result.returncode == 0, result.stderr[-3000:]
     expected = "max_split_size_mb:64,release_lock_on_cudamalloc:True"
     for rank in range(2):
-        assert (tmp_path / f"script.py.{rank}").read_text() == f"{expected} {expected}"
+        assert (folder / f"script.py.{rank}").read_text() == f"{expected} {expected}"
 
 
 def test_the_callback_survives_pickling():

@@ -81,6 +81,14 @@ class WithSource(CUDAMemoryTracker):
         return self.scripted
 
 
+CUDA_ROWS = {"retries", "ooms", "pinned", "graph pool"}
+
+
+def rows(printed):
+    """First words of the lines of the table at the end."""
+    return {line.split("  ")[0] for line in printed.splitlines()}
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_every_phase_gets_its_own_peak(accumulate, tmp_path, capsys):
     # Every step is read closely, however long reading takes on this machine.
@@ -108,6 +116,7 @@ def test_every_phase_gets_its_own_peak(accumulate, tmp_path, capsys):
     assert metrics["memory/fragmentation"] == 6 / 8 and metrics["memory/retries"] == 2 and metrics["memory/ooms"] == 1
     printed = capsys.readouterr().out
     assert "peak validation" in printed and "6.00 GiB" in printed and "fragmentation" in printed
+    assert CUDA_ROWS <= rows(printed) and "process" not in rows(printed)
     page = (tmp_path / "memory.html").read_text()
     assert "6.00 GiB" in page and "checkpoint" in page
     assert tracker.run_figures().worst_waste == 6 * GIB
@@ -160,10 +169,13 @@ def test_what_was_wrapped_is_put_back(tmp_path):
     assert "get_metrics" not in bar.__dict__ and "save_checkpoint" not in trainer.__dict__
 
 
-def test_the_source_is_named_without_cuda(tmp_path, caplog):
+def test_without_cuda_the_source_is_named_and_the_allocators_figures_are_not_shown(tmp_path, caplog, capsys):
     with caplog.at_level(logging.INFO):
-        fit(CUDAMemoryTracker(table=False), tmp_path=tmp_path)
+        fit(tracker := CUDAMemoryTracker(), tmp_path=tmp_path)
     assert "tracking this process's resident memory" in caplog.text
+    shown = rows(capsys.readouterr().out)
+    assert {"process", "peak", "parameters", "outside"} <= shown and not CUDA_ROWS & shown
+    assert all(tracker.run_spreads[f"memory/{name}"].high == 0 for name in ("retries", "ooms", "pinned_gib", "graph_pool_gib"))
 
 
 def test_validate_and_predict_alone(tmp_path):

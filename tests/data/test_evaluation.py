@@ -7,11 +7,9 @@ import pytest
 import torch
 from data.datasets import Indices, SizedStream, Stream, make_loader, row_major
 from data.trainers import Recorder, make_trainer
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
-from torchmetrics import CatMetric, MeanMetric
 
+from helpers.models import ForceField
 from helpers.parity import RTOL, trainer
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import GroupCollectives
@@ -106,50 +104,6 @@ def test_every_sample_counts_once(tmp_path, world):
 # ---- metrics of a sharded model --------------------------------------------------------------
 
 
-class Field(LightningModule):
-    """A force field: its forces are derivatives, in evaluation too."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
-        self.mean, self.all = MeanMetric(), CatMetric()
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.clone().requires_grad_()
-            energy = self.net(x).square().sum(1)
-            (force,) = torch.autograd.grad(energy.sum(), x)
-        return energy.detach(), force.norm(dim=1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        if isinstance(batch, list):  # of a combined loader
-            batch = batch[0]
-        energy, force = self(batch)
-        self.mean.update(force)
-        self.all.update(energy)
-        log = {"sync_dist": True, "batch_size": len(batch), "add_dataloader_idx": True}
-        self.log("force", force.mean(), **log)
-        self.log("double", energy.double().mean(), **log)
-        self.log("sum", energy.sum(), reduce_fx="sum", **log)
-        self.log("max", energy.max(), reduce_fx="max", **log)
-        if dataloader_idx == 0:
-            self.log("metric", self.mean)
-        return energy
-
-    def predict_step(self, batch, batch_idx):
-        return self(batch)[1]
-
-    def on_validation_epoch_end(self):
-        self.log("epoch", self.all.compute().sum(), sync_dist=True)
-        self.all.reset()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def vectors(n):
     return list(torch.randn(max(n, 1), 6, generator=torch.Generator().manual_seed(n)))[:n]
 
@@ -178,20 +132,16 @@ def validate(rank, world, folder, alone):
         "streams and others": lambda: [make_loader(d, batch_size=1) for d in (VectorStream(2), vectors(4), VectorStream(4))],
     }
     for name, make in loaders.items():
-        torch.manual_seed(0)
-        module, runner = Field(), runner_for()
+        module, runner = ForceField(), runner_for()
         runner.validate(module, make(), verbose=False)
         found[name] = {key: value.item() for key, value in runner.callback_metrics.items()}
-    torch.manual_seed(0)
-    module, runner = Field(), runner_for(num_sanity_val_steps=2, max_epochs=2)
+    module, runner = ForceField(), runner_for(num_sanity_val_steps=2, max_epochs=2)
     runner.fit(module, make_loader(vectors(12), batch_size=12 // world), make_loader(vectors(1), batch_size=1))
-    torch.manual_seed(0)
     limited = runner_for(limit_val_batches=10)  # more than there are: the stream ends before the limit
-    limited.validate(Field(), make_loader(VectorStream(5), batch_size=1), verbose=False)
+    limited.validate(ForceField(), make_loader(VectorStream(5), batch_size=1), verbose=False)
     found["limited stream"] = {key: value.item() for key, value in limited.callback_metrics.items()}
     found["fit"] = {key: value.item() for key, value in runner.callback_metrics.items()}
-    torch.manual_seed(0)
-    return found, runner_for().predict(Field(), make_loader(vectors(5), batch_size=1))
+    return found, runner_for().predict(ForceField(), make_loader(vectors(5), batch_size=1))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -209,7 +159,7 @@ def test_metrics_are_those_of_one_process(tmp_path, world):
 # ---- what cannot be right --------------------------------------------------------------------
 
 
-class LogsEachStep(Field):
+class LogsEachStep(ForceField):
     def validation_step(self, batch, batch_idx):
         self.log("step", self(batch)[0].mean(), on_step=True, sync_dist=True, batch_size=1)
 

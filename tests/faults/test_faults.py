@@ -45,12 +45,13 @@ ON_DEVICES = {
 }
 PAUSES = [Fault("pause", "forward", rank, 2) for rank in (0, 1)]  # rank 0 serves what the other asks
 APART = Fault("wait apart", "callback", 1, 3)
+SLOW = Fault("doze", "loading", 1, 2)
 
 
 @cache
 def told_by_time():
     """Outcomes of the faults that only time can tell, tried beside each other to wait together."""
-    faults = [*ON_DEVICES, *PAUSES, APART, *(fault for fault in FAULTS if fault.kind == "freeze")]
+    faults = [*ON_DEVICES, *PAUSES, APART, SLOW, *(fault for fault in FAULTS if fault.kind == "freeze")]
     for world_size in (2, 3):
         reference(world_size)
     with ThreadPoolExecutor(len(faults)) as pool:
@@ -131,11 +132,10 @@ def test_ranks_that_diverge_and_wait_for_their_devices_end(fault):
 
 
 def test_a_slow_rank_is_named_and_trains_on():
-    fault = Fault("doze", "loading", 1, 2)
-    outcome = run(fault)
+    outcome = told_by_time()[SLOW]
     assert outcome.codes == {0: 0, 1: 0}
     assert "Rank 1 holds the others up" in outcome.said[0] and "in doze)" in outcome.said[0], outcome.said
-    assert goes_on(outcome, fault, program.STEPS) == 0.0
+    assert goes_on(outcome, SLOW, program.STEPS) == 0.0
 
 
 def test_ranks_that_wait_in_different_collectives_of_their_own_are_told_where():

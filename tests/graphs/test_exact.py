@@ -150,11 +150,13 @@ def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
     assert callback.replays > 20
 
 
-def test_the_memory_tracker_counts_static_inputs():
-    tracker = CUDAMemoryTracker(table=False)
-    fit(Net(), tracker, CUDAGraphStep(software=True), max_epochs=1)
+@pytest.mark.parametrize("tracker_first", [True, False])
+def test_the_memory_tracker_counts_static_inputs(tracker_first):
+    tracker, graphs = CUDAMemoryTracker(table=False), CUDAGraphStep(software=True)
+    fit(Net(), *((tracker, graphs) if tracker_first else (graphs, tracker)), max_epochs=1)
     found = tracker.run_spreads["memory/graph_inputs_gib"].high * GIB
     assert found == 4 * 12 * 4 + 4 * 8  # a batch of 4 rows of 12 floats, and their labels
+    assert graphs.graph_input_nbytes == 0  # a later run of this trainer has none
 
 
 def test_after_a_fit_everything_is_as_before():

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric
 
 VOCAB, WIDTH, LENGTH = 13, 10, 5  # sizes that no number of ranks divides
 JOINED = 12  # samples of a step over all processes: divisible by 1, 2, 3 and 4
@@ -190,3 +191,51 @@ class Lit(pl.LightningModule):
         return DataLoader([part(b, rank, world_size) for b in batches], batch_size=None)
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+
+class ForceField(pl.LightningModule):
+    """Its forces are derivatives, in evaluation too; batches are of shape [samples, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.mean, self.all = MeanMetric(), CatMetric()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = self.net(x).square().sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), x)
+        return energy.detach(), force.norm(dim=1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Log in every way: four values of each loader, one of the first, and one of the epoch."""
+        if isinstance(batch, list):  # of a combined loader
+            batch = batch[0]
+        energy, force = self(batch)
+        self.mean.update(force)
+        self.all.update(energy)
+        log = {"sync_dist": True, "batch_size": len(batch), "add_dataloader_idx": True}
+        self.log("force", force.mean(), **log)
+        self.log("double", energy.double().mean(), **log)
+        self.log("sum", energy.sum(), reduce_fx="sum", **log)
+        self.log("max", energy.max(), reduce_fx="max", **log)
+        if dataloader_idx == 0:
+            self.log("metric", self.mean)
+        return energy
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("epoch", self.all.compute().sum(), sync_dist=True)
+        self.all.reset()
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self(batch)[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -146,6 +146,11 @@ class ByNothing(Model):
         return Useless(self.parameters(), lr=0.1)
 
 
+class BatchNorms(Model):
+    def build(self):
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
 class OwnPrecision(Precision):
     precision = "own-precision"
 
@@ -183,6 +188,7 @@ CASES = {
     "lazy layer": (LazyLayer, {}, {}, ["Parameter 'net.lazy.weight' has no shape yet"]),
     "global norm": (ByGlobalNorm, {}, {}, ["GlobalNormSgd combines several parameters", "or another strategy"]),
     "SparseAdam": (BySparseAdam, {}, {}, ["SparseAdam could not be tried", "does not support dense gradients"]),
+    "SyncBatchNorm": (BatchNorms, {}, {"sync_batchnorm": True}, ["SyncBatchNorm, which 'net.1' would become, needs GPUs"]),
     "untried optimizer": (ByNothing, {}, {}, ["Useless could not be tried on small tensors", "'needed'"]),
 }
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -257,17 +258,27 @@ def launched_alone():
 
 
 def launch(folder, strategy):
-    script = Path(folder) / "script.py"
+    script = folder / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parents[1]), strategy=strategy, folder=str(folder)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=280, cwd=folder)
-    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
-    return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("?.json"))]
+    return run, [json.loads(path.read_text()) for path in sorted(folder.glob("?.json"))]
 
 
-def test_processes_that_run_the_script(tmp_path):
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What the processes of each strategy wrote: beside each other, as most of their time is starting."""
+    strategies = ("zero3", "zero3_spawn")
+    folders = map(tmp_path_factory.mktemp, strategies)
+    with ThreadPoolExecutor(len(strategies)) as pool:
+        done = dict(zip(strategies, pool.map(launch, folders, strategies), strict=True))
+    assert not any(run.returncode for run, _ in done.values()), [(run.stdout, run.stderr) for run, _ in done.values()]
+    return {strategy: wrote for strategy, (_, wrote) in done.items()}
+
+
+def test_processes_that_run_the_script(launched):
     """Started by the first one; those that torchrun starts train in `faults/test_elastic.py`."""
-    ranks = launch(tmp_path, "zero3")
+    ranks = launched["zero3"]
     assert [(r["rank"], r["world_size"]) for r in ranks] == [(0, 2), (1, 2)]
     assert ranks[0]["pid"] != ranks[1]["pid"]
     alone = launched_alone()
@@ -278,9 +289,9 @@ def test_processes_that_run_the_script(tmp_path):
     assert ranks[1]["state"] == {}
 
 
-def test_spawned_processes_give_the_weights_back(tmp_path):
+def test_spawned_processes_give_the_weights_back(launched):
     """The process that called `fit` did not train, but has the trained weights afterwards."""
-    (parent,) = launch(tmp_path, "zero3_spawn")
+    (parent,) = launched["zero3_spawn"]
     assert parent["losses"] == [] and not parent["port"]  # another fit gets a port of its own
     state = {name.removeprefix("net."): torch.tensor(value) for name, value in parent["state"].items()}
     assert_tensors_close(state, launched_alone().state)

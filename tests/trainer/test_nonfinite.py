@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from helpers.models import TinyLm, make, part, tokens
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import WatchOptions
 from lightning_zero3.strategies.rng import seed_all
 
 STEPS, BAD_STEP = 4, 2
@@ -376,7 +377,8 @@ def raise_alone(rank, world_size, folder):
     for stream in (1, 2):  # the watch speaks there when it ends a process
         os.dup2(said, stream)
     try:
-        trainer(zero3(stop_on_nonfinite=True), world_size).fit(RaisesAlone("gradient", rank, world_size))
+        strategy = zero3(stop_on_nonfinite=True, watch=WatchOptions(grace=1))
+        trainer(strategy, world_size).fit(RaisesAlone("gradient", rank, world_size))
     except FloatingPointError as error:
         print(error, flush=True)
         time.sleep(60)  # until the other has ended by itself, and `run_ranks` ends this one
