@@ -74,6 +74,7 @@ LAYERS = [
             "strategies/engine/build",
             "strategies/engine/hooks",
             "strategies/engine/joint",
+            "strategies/engine/optimizer_dicts",
             "strategies/engine/saved",
             "strategies/engine/structure",
         ],

@@ -6,10 +6,11 @@ resting               the state of a parameter outside its unit's use: every ope
 in use                an ordinary parameter that views the gathered slot, and counts what is written to it
 sharded copy          a whole gradient, whose changes its home stores, or a gathered value, which can only be read
 flat gradient         this rank's shard of many gradients, as an optimizer sees them; norms of it are refused
+flat parameter        the same of values
 ====================  ==================================================================================================
 """
 
-from .flat_gradient import FlatGradient
+from .flat_gradient import FlatGradient, FlatParameter
 from .functions import instances
 from .in_use import class_while_used
 from .past_python import guard
@@ -35,6 +36,7 @@ from .resting import (
 __all__ = [
     "NO_GRAPH_TASK",
     "FlatGradient",
+    "FlatParameter",
     "ResidencyError",
     "RestingParameter",
     "ShardedCopy",

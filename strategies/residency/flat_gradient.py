@@ -1,11 +1,11 @@
-"""The gradient that an optimizer sees: of this rank's elements, so that what is computed over all of them is refused."""
+"""What an optimizer sees: this rank's elements of values and gradients. What is computed over all of them is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .resting import ResidencyError
 
@@ -23,16 +23,32 @@ class FlatGradient(Tensor):
     So would one of what is computed from it element by element, or of several, which therefore has the same class.
     """
 
+    what = "gradients"
+    instead = "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
         name = getattr(func, "__name__", "")
         if name in _NORMS:
             raise ResidencyError(
-                f"`{name}` would be of the gradients that this rank holds a shard of: an optimizer's param groups hold flat "
-                "shards. Use the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`."
+                f"`{name}` would be of the {cls.what} that this rank holds a shard of: an optimizer's param groups hold flat "
+                f"shards. Use {cls.instead}."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
             return result.as_subclass(cls) if kept and type(result) is Tensor else result
+
+
+class FlatValues(FlatGradient):
+    """The same of values."""
+
+    what = "values"
+    instead = "the module's parameters, between steps in `with strategy.gathered(module):`"
+
+
+class FlatParameter(nn.Parameter):
+    """A flat tensor in an optimizer's group while nobody steps."""
+
+    __torch_function__ = FlatValues.__torch_function__
