@@ -267,6 +267,7 @@ class Zero3Engine:
         """Whether norms of the gradients that ``optimizer`` sees are errors: not while it steps, which may be compiled."""
         for group in self.groups:
             if group.owner is not None and group.owner[0] is optimizer:
+                group.adopt()
                 group.guard(guarded)
 
     def _adopt_values(self) -> None:

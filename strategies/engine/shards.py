@@ -93,6 +93,7 @@ class FlatGroup:
     def begin_window(self) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
         if self.shows_gradients:
+            self.adopt()
             return False
         self.window += 1
         if self._grad is not None:
@@ -123,6 +124,25 @@ class FlatGroup:
                 segment.parameter.grad = None
             elif segment.parameter.grad is None:
                 segment.show(self.grad)
+
+    @torch.no_grad()
+    def adopt(self) -> bool:
+        """What was put in the place of the optimizer's tensors (`p.data = ...`), or of their gradients, goes to the shards.
+
+        Returns whether there was a gradient.
+        """
+        found = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                p, grad = segment.parameter, segment.parameter.grad
+                if not segment.lies_in(self.public, p):
+                    segment.view(self.public).copy_(p)
+                    p.data = segment.view(self.public)
+                if grad is not None and not segment.lies_in(self.grad, grad):
+                    segment.view(self.grad).copy_(grad)
+                    segment.show(self.grad)
+                    found = True
+        return found
 
     def guard(self, guarded: bool) -> None:
         """Whether a norm of values or gradients is an error: not while the optimizer steps, which may be compiled."""
@@ -185,6 +205,10 @@ class Segment:
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
+
+    def lies_in(self, flat: Tensor, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the segment's range of ``flat``."""
+        return tensor.data_ptr() == flat.data_ptr() + self.start * flat.element_size()
 
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .functions import name_of
 from .resting import ResidencyError
 
 _NORMS = frozenset(
@@ -51,4 +52,15 @@ class FlatValues(FlatGradient):
 class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
-    __torch_function__ = FlatValues.__torch_function__
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Compute, or raise."""
+        name = name_of(func)
+        if name == "data.__set__":
+            raise ResidencyError(
+                "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "
+                "`p.copy_(...)` under `torch.no_grad()`, and keep a copy of what is to come back."
+            )
+        if name == "data.__get__":
+            func = Tensor.detach  # which counts what is written to it
+        return FlatValues.__torch_function__(func, types, args, kwargs)

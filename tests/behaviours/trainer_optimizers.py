@@ -68,6 +68,66 @@ class GroupsDecayedByHand(Module):
                 p.mul_(0.99).add_(torch.sign(p), alpha=-1e-4)
 
 
+class DataOfGroupsSet(Module):
+    refused = "flat shards, whose `.data` cannot be set.*Write `p.copy_"
+
+    def on_train_batch_end(self, *args):
+        for p in self.optimizers().param_groups[0]["params"]:
+            p.data = p.data * 0.99
+
+
+class DataOfGroupsChanged(Module):
+    """Between two forwards, the second of which must see it."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.seen.append(self.net(batch).mean().item())
+        for p in self.optimizers().param_groups[0]["params"]:
+            p.data.mul_(0.95)
+        return super().training_step(batch, batch_idx)
+
+
+class GradientsOfGroupsReplaced(Module):
+    """In the middle of a window, where the next backward adds to them."""
+
+    options = {"accumulate_grad_batches": 2}
+
+    def on_after_backward(self):
+        for p in self.optimizers().param_groups[0]["params"]:
+            p.grad = p.grad * 0.5
+        self.seen.append(self.net.head.weight.grad.sum().item())
+
+
+class ReplacesData(torch.optim.SGD):
+    """Puts another tensor where weights and gradients were, as old optimizers do."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+                p.grad = 0.5 * p.grad
+                p.data = p.data - self.param_groups[0]["lr"] * p.grad
+        return loss
+
+
+class ByReplacingData(Module):
+    """Gradients are cleared in every other step, and some parameters have none in some."""
+
+    def configure_optimizers(self):
+        return ReplacesData(self.parameters(), lr=0.1)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2:
+            optimizer.zero_grad()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx != 1:
+            return super().training_step(batch, batch_idx)
+        loss = self.net.head(self.net.stem(batch)).square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+
 class StateOfAParameter(Module):
     refused = "An optimizer's state is of the flat tensors.*none of a single parameter.*param_groups"
 
