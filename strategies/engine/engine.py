@@ -23,7 +23,7 @@ from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
-from .optimizer_dicts import protect, settings
+from .optimizer_uses import protect, settings
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer

@@ -198,6 +198,32 @@ class StateOfWholeParameters(Module):
         self.optimizers().load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
 
 
+class OptimizerOfItsOwn(Module):
+    """Nobody else knows of it, so nobody keeps gradients for it."""
+
+    refused = "This SGD steps on parameters that are sharded.*Return it there"
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.hidden = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    def configure_optimizers(self):
+        return None
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.hidden[0].step()
+
+
+class OptimizerReplaced(Module):
+    refused = "This Adam steps on parameters that are sharded.*was not there when they were"
+
+    def on_train_epoch_start(self):
+        if self.current_epoch:
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters())]
+
+
 class RatesOfEachRank(LikeDdp):
     refused = "'lr' of param group 0 of SGD is .* on rank 0 and .* on rank 1.*sync_dist=True"
 

@@ -1,19 +1,22 @@
-"""An optimizer's dicts while it steps on shards: its state, which has no parameter of the module, and its `state_dict()`."""
+"""What users do with optimizers that has no meaning on shards: look for a parameter's state, share a `state_dict()`, ..."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 from zlib import crc32
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives import Setting
-from ..residency import ResidencyError, is_sharded
+from ..residency import ResidencyError, RestingParameter, is_sharded
 from .unit import Unit
 
+_KNOWN: WeakSet[Optimizer] = WeakSet()  # to engines
 _MARK = "zero3_shards"  # in a state dict: whose they are
 
 
@@ -76,6 +79,7 @@ def protect(optimizers: Iterable[Optimizer], units: Sequence[Unit], rank: int) -
             )
 
     for optimizer in optimizers:
+        _KNOWN.add(optimizer)
         _protect_state(optimizer)
         handles.append(optimizer.register_state_dict_post_hook(lambda _, state: {**state, _MARK: dict(mark)}))
         handles.append(optimizer.register_load_state_dict_pre_hook(check))
@@ -87,6 +91,20 @@ def _protect_state(optimizer: Optimizer) -> None:
     # Only torch's own: another may share its dict with an optimizer that it wraps.
     if type(optimizer).__module__.startswith("torch.optim.") and type(optimizer.state) is defaultdict:
         optimizer.state = ShardedState(dict, optimizer.state)
+
+
+def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _KNOWN:
+        return
+    if any(isinstance(p, RestingParameter) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"This {type(optimizer).__name__} steps on parameters that are sharded over the ranks, and was not there when they "
+            "were: only the optimizers of `configure_optimizers` step on shards. Return it there (`self.optimizers()` has it "
+            "with manual optimization), or step inside `with strategy.gathered(module, modify=True):`."
+        )
+
+
+register_optimizer_step_pre_hook(_require_known)
 
 
 def settings(optimizers: Iterable[Optimizer]) -> list[Setting]:
