@@ -128,6 +128,31 @@ class ByReplacingData(Module):
         return loss
 
 
+class StateOfNoParameter(Module):
+    """Made with the optimizer, and kept when a group is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.head.requires_grad_(False)
+
+    def configure_optimizers(self):
+        class Counting(torch.optim.SGD):
+            def step(self, closure=None):
+                loss = super().step(closure)
+                self.state["all"]["steps"] += 1
+                for group in self.param_groups:
+                    group["lr"] = 1 / self.state["all"]["steps"]
+                return loss
+
+        optimizer = Counting([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        optimizer.state["all"]["steps"] = 5
+        return optimizer
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": list(self.net.head.requires_grad_(True).parameters())})
+
+
 class StateOfAParameter(Module):
     refused = "An optimizer's state is of the flat tensors.*none of a single parameter.*param_groups"
 
