@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .functions import name_of
@@ -36,10 +38,21 @@ class FlatGradient(Tensor):
                 f"`{name}` would be of the {cls.what} that this rank holds a shard of: an optimizer's param groups hold flat "
                 f"shards. Use {cls.instead}."
             )
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _require_scaler_of_shards(sys._getframe(1).f_globals["__name__"])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
             return result.as_subclass(cls) if kept and type(result) is Tensor else result
+
+
+def _require_scaler_of_shards(module: str) -> None:
+    """Unless ``module``, which unscales gradients, asks all ranks for infinities in theirs."""
+    if module == "torch.amp.grad_scaler" and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ResidencyError(
+            "A GradScaler would look for infinities in the gradients that this rank holds a shard of, and ranks would skip "
+            "steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's ShardedGradScaler."
+        )
 
 
 class FlatValues(FlatGradient):

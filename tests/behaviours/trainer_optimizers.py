@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from behaviours.trainer_modules import LikeDdp, Module
@@ -221,6 +222,35 @@ class StateOfWholeParameters(Module):
 
     def on_train_start(self):
         self.optimizers().load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
+
+
+class ScalerOfItsOwn(Module):
+    """The one that the error names; a step overflows on one rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_train_start(self):
+        cls = ShardedGradScaler if self.trainer.world_size > 1 else torch.amp.GradScaler
+        self.scaler = cls("cpu", init_scale=2.0**10, growth_interval=3)
+
+    def training_step(self, batch, batch_idx):
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
+            loss = loss * 1e38
+        optimizer.zero_grad()
+        self.manual_backward(self.scaler.scale(loss))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.seen.append(self.scaler.get_scale())
+
+
+class PlainScaler(ScalerOfItsOwn):
+    refused = "A GradScaler would look for infinities.*16-mixed.*ShardedGradScaler"
+
+    def on_train_start(self):
+        self.scaler = torch.amp.GradScaler("cpu")
 
 
 class OptimizerOfItsOwn(Module):
