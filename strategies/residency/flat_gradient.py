@@ -51,7 +51,8 @@ def _require_scaler_of_shards(module: str) -> None:
     if module == "torch.amp.grad_scaler" and dist.is_initialized() and dist.get_world_size() > 1:
         raise ResidencyError(
             "A GradScaler would look for infinities in the gradients that this rank holds a shard of, and ranks would skip "
-            "steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's ShardedGradScaler."
+            "steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's "
+            "ShardedGradScaler."
         )
 
 
