@@ -45,7 +45,7 @@ class NormsByAttribute(Module):
 
 
 class NormsOfGroups(Module):
-    refused = r"`linalg_vector_norm` would be of the values that this rank holds a shard of.*Use the module's parameters"
+    refused = "`norm` would be of the values that this rank holds a shard of.*Use the module's parameters"
 
     def on_train_batch_end(self, *args):
         for p in self.optimizers().param_groups[0]["params"]:
