@@ -6,6 +6,7 @@ import enum
 import inspect
 import sys
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ Options = dict[str, Any]  # of a param group
 _LARGE, _SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
 _SMALL, _CUTS = [(4, 8), (8,)], [(13,), (27,)]  # of which many steps cost little
 _STEPS, _LATEST = 3, 200  # tried; and the latest that is believed to be the start of something, where an option names it
+_RATE = 1e-2  # at least: a warm-up may start where nothing could be seen
 
 
 class Stepping(enum.Enum):
@@ -34,8 +36,9 @@ def stepping(optimizer: Optimizer, device: torch.device) -> Stepping:
 
     One copy trains them together. The optimizer is elementwise if copies that train a slice of their elements each come to the
     same, and needs whole tensors if copies that train one of the two each do (Muon, Adafactor, LAMB). It is tried with the
-    options of each of its groups, past the steps that these name (`start_preconditioning_step=25`), and needs whole tensors in
-    any case if it looks at their dimensions: what it does to a matrix may depend on data that no trial has (AdamP).
+    options of each of its groups and those that it keeps as attributes, past the steps that these name
+    (`start_preconditioning_step=25`), and needs whole tensors in any case if it looks at their dimensions: what it does to a
+    matrix may depend on data that no trial has (AdamP).
 
     Args:
         optimizer: with its param groups.
@@ -82,14 +85,16 @@ def _find_out(optimizer: Optimizer, options: Options) -> Stepping:
         ) from error
     if not apart:
         raise ValueError(
-            f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance), and with "
-            "Zero3Strategy no rank has them all. Use an optimizer that updates each parameter by itself, or another strategy."
+            f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance; or it draws random "
+            "numbers), and with Zero3Strategy no rank has them all. Use an optimizer that updates each parameter by itself, or "
+            "another strategy."
         )
     return Stepping.TENSORS
 
 
 def _is_elementwise(optimizer: Optimizer, options: Options) -> bool:
-    late = [value for value in options.values() if type(value) is int and _STEPS <= value <= _LATEST]
+    named = [*options.values(), *_attributes(optimizer).values()]
+    late = [value for value in named if type(value) is int and _STEPS <= value <= _LATEST]
     return (
         _agree(optimizer, options, _LARGE, _SLICES)
         and (not late or _agree(optimizer, options, _SMALL, _CUTS, max(late) + 2))
@@ -129,14 +134,21 @@ def _train(optimizer: Optimizer, options: Options, parameters: list[nn.Parameter
     # Some optimizers add a default of their own, which their constructor does not take.
     defaults = {k: _own(v) for k, v in optimizer.defaults.items() if takes_any or k in accepted}
     copy = type(optimizer)(parameters, **defaults)
+    vars(copy).update(_attributes(optimizer))
     for group in copy.param_groups:
         group.update({key: _own(value) for key, value in options.items()})
-        if not group.get("lr"):
-            group["lr"] = 1e-2  # a warm-up may start at zero, where nothing could be seen
+        rate = group.get("lr") or 0.0
+        group["lr"] = rate.clamp_min(_RATE) if isinstance(rate, Tensor) else max(rate, _RATE)
     for step in grads:
         for p, grad in zip(parameters, step, strict=True):
             p.grad = grad.detach().clone().as_subclass(_Asked if isinstance(p, _Asked) else Tensor)
         copy.step()
+
+
+def _attributes(optimizer: Optimizer) -> Options:
+    """Numbers, flags and functions that an optimizer keeps on itself; not what stands for one of its methods."""
+    cls, kinds = type(optimizer), int | float | str | None | FunctionType
+    return {k: v for k, v in vars(optimizer).items() if isinstance(v, kinds) and not callable(getattr(cls, k, None))}
 
 
 def _own(option: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .checkpoints.optimizer_state import clear_state
 from .engine import Zero3Engine
 from .engine.chunk import Chunk
 from .engine.unit import Exchange, Unit
@@ -54,7 +55,7 @@ class OwnedTensors(Substitution):
 
     def set_state(self, state: Mapping[str, dict[str, Any]]) -> None:
         """Replace the optimizer's state by this rank's part of a full one, by parameter name."""
-        self.optimizer.state.clear()
+        clear_state(self.optimizer)
         for name in self.mine.keys() & state.keys():
             self.optimizer.state[self.mine[name]] = {key: self._place(key, value) for key, value in state[name].items()}
 

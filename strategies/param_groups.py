@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .checkpoints.optimizer_state import scalar_state, take_over_state
+from .checkpoints.optimizer_state import clear_state, scalar_state, take_over_state
 from .engine import Zero3Engine
 from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
@@ -196,7 +196,7 @@ def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optim
     known = _agree_on_state(old, index, before)
     kinds = sorted({kind for _, present in known.values() for kind in present}, key=str)
     moved = {kind: _move_tensors(old, new, index, before, *kind) for kind in kinds}
-    optimizer.state.clear()
+    clear_state(optimizer)
     for flat in _flats(new, index):
         places = sorted((entry.part.start, entry.name) for entry in new.gradients.owned(flat))
         # Parameters with the same scalars (step counts) share a segment; the others need one of their own.

@@ -74,6 +74,7 @@ LAYERS = [
             "strategies/engine/build",
             "strategies/engine/hooks",
             "strategies/engine/joint",
+            "strategies/engine/optimizer_uses",
             "strategies/engine/saved",
             "strategies/engine/structure",
         ],

@@ -34,8 +34,9 @@ def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer
         {"state": {parameter: {key: SlicedTensor or scalar}}, "param_groups": [{option: value, "params": [names]}]}, the layout
         of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the same on all ranks but for the slices.
     """
+    groups, shared = _packed_groups(engine, index, optimizer), _of_no_parameter(optimizer)
     if owned is not None:
-        return {"state": _owned_state(engine, owned), "param_groups": _packed_groups(engine, index, optimizer)}
+        return {"state": {**_owned_state(engine, owned), **shared}, "param_groups": groups}
     flats = [f for f in engine.groups if f.key.optimizer == index]
     found, kinds = places(engine), _agree_on_state(engine, flats, optimizer)
     sources = {kind: _StateFlats(optimizer, *kind) for kinds_of in kinds.values() for kind in _elementwise_in(kinds_of)}
@@ -45,7 +46,19 @@ def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer
         for name in members
         if name in kinds
     }
-    return {"state": state, "param_groups": _packed_groups(engine, index, optimizer)}
+    return {"state": {**state, **shared}, "param_groups": groups}
+
+
+def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
+    """State that an optimizer keeps for all its parameters together, as a counter of steps."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def clear_state(optimizer: Optimizer) -> None:
+    """Forget the state of tensors; what belongs to none stays."""
+    kept = _of_no_parameter(optimizer)
+    optimizer.state.clear()
+    optimizer.state.update(kept)
 
 
 def _packed_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -135,7 +148,7 @@ def numbered(state: dict[str, Any]) -> dict[str, Any]:
     """A state by parameter name as ``torch.optim.Optimizer.state_dict()`` has it: parameters numbered in the user's order."""
     numbers = {name: k for k, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
     return {
-        "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
+        "state": {numbers.get(name, name): values for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]],
     }
 
@@ -163,11 +176,15 @@ def load_optimizer_state(
         ValueError: groups without names do not fit the optimizer's, or a saved tensor does not fit its parameter.
     """
     saved = _named(saved, engine.optimizer_names[index], index)
+    parameters = {name for group in saved["param_groups"] for name in group["params"]}
+    shared = {key: value for key, value in saved["state"].items() if key not in parameters}
+    saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
     remarks = _load_group_options(engine.optimizer_names[index], optimizer, saved, index)
+    clear_state(optimizer)
+    optimizer.state.update(shared)
     if set_owned is not None:
         set_owned(saved["state"])
         return [], remarks
-    optimizer.state.clear()
     reads: list[tuple[SavedTensor, SlicedTensor]] = []
     keys = _elementwise_keys(saved["state"])
     for flat in engine.groups:
@@ -178,7 +195,7 @@ def load_optimizer_state(
 
 def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state: dict[str, dict[str, Any]]) -> None:
     """Shard state that the optimizer created with its parameters (Adagrad does), by parameter name; local."""
-    optimizer.state.clear()
+    clear_state(optimizer)
     for flat in engine.groups:
         if flat.key.optimizer == index:
             _load_group(engine, flat, optimizer, state, _elementwise_keys(state))
@@ -197,7 +214,7 @@ def _named(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[st
         )
     name_of = {k: name for g, members in zip(groups, names, strict=True) for k, name in zip(g["params"], members, strict=True)}
     return {
-        "state": {name_of[k]: state for k, state in saved["state"].items() if k in name_of},
+        "state": {name_of.get(k, k): state for k, state in saved["state"].items() if k in name_of or not isinstance(k, int)},
         "param_groups": [{**g, "params": members} for g, members in zip(groups, names, strict=True)],
     }
 

@@ -8,7 +8,15 @@ board                 memory of one machine in which each rank posts the exchang
 ====================  ==================================================================================================
 """
 
-from .diary import DivergenceError, Meeting, checksum, first_difference, require_same_values
+from .diary import (
+    DivergenceError,
+    Meeting,
+    Setting,
+    checksum,
+    first_difference,
+    require_same_settings,
+    require_same_values,
+)
 from .door import make_collectives, make_hybrid_collectives
 from .group import GroupCollectives, LocalCollectives, Pending
 from .pairwise import PairwiseCollectives
@@ -26,12 +34,14 @@ __all__ = [
     "Meeting",
     "PairwiseCollectives",
     "Pending",
+    "Setting",
     "SharedMemoryCollectives",
     "checksum",
     "first_difference",
     "make_clock",
     "make_collectives",
     "make_hybrid_collectives",
+    "require_same_settings",
     "require_same_values",
     "widen",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Written = tuple[str, int, bool]  # a parameter's name, the checksum of what was written there, whether in a step
+Setting = tuple[str, int, str, float]  # an optimizer's class, the number of a param group, an option and its value
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 
 
@@ -84,6 +85,25 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
     )
 
 
+def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
+    """Optimizers must have the same options on all ranks, each of which steps its part of the model.
+
+    Raises:
+        DivergenceError: naming the first option that differs, and both values.
+    """
+    first, *others = ({setting[:3]: setting[3] for setting in settings} for settings in everyone)
+    for rank, theirs in enumerate(others, 1):
+        for setting in {**first, **theirs}:
+            mine, other = first.get(setting), theirs.get(setting)
+            if mine != other:
+                optimizer, group, option = setting
+                raise DivergenceError(
+                    f"{option!r} of param group {group} of {optimizer} is {mine} on rank 0 and {other} on rank {rank}: each "
+                    "would step its part of the model with its own. Set it from what all ranks have; a scheduler that looks at "
+                    "a logged value needs `self.log(..., sync_dist=True)`."
+                )
+
+
 def checksum(values: Tensor) -> Tensor:
     """An int64 [] that the bits of ``values`` [any shape] and their places decide; in pieces, on the device."""
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -106,6 +126,7 @@ class Diary:
         written: names of the parameters that forwards have changed since the last agreement -> checksum of each.
         stored: the same of changes between steps. Nothing but an agreement makes them forgotten.
         describe: what a label stands for, for errors.
+        settings: finds what must be alike on all ranks beside.
         progress: index of the unit that was asked for last, and exchanges begun.
     """
 
@@ -115,6 +136,7 @@ class Diary:
         self.written: dict[str, Tensor] = {}
         self.stored: dict[str, Tensor] = {}
         self.describe: Callable[[int], str] = str
+        self.settings: Callable[[], list[Setting]] = list
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
     def checksums(self) -> list[Written]:
@@ -126,9 +148,10 @@ class Diary:
         return [(name, total, inside) for (name, inside), total in zip(noted, totals, strict=True)]
 
     def digest(self, written: Sequence[Written]) -> int:
-        """A number that the trace and what was ``written`` decide, 62 bits."""
+        """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
         numbers = [number for name, total, _ in written for number in (crc32(name.encode()), total)]
-        return hash((*self.trace[1:], *numbers)) >> 2  # of integers: the same in every process
+        numbers += [value for *_, value in self.settings()]
+        return hash((*self.trace[1:], *numbers)) >> 2  # of numbers: the same in every process
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives import DivergenceError, LocalCollectives, Meeting, first_difference, require_same_values
+from ..collectives import (
+    DivergenceError,
+    LocalCollectives,
+    Meeting,
+    first_difference,
+    require_same_settings,
+    require_same_values,
+)
 from .unit import Exchange, Unit
 
 
@@ -24,7 +31,8 @@ class Agreement:
         used, and these two.
 
         Raises:
-            DivergenceError: the ranks did not exchange the same things in the same order since the last time.
+            DivergenceError: the ranks did not exchange the same things in the same order since the last time, wrote other
+                values, or have other options in their optimizers.
         """
         if self._collectives.world_size == 1:
             return bytes(self._used), late, changed
@@ -38,10 +46,11 @@ class Agreement:
         message[modules:].copy_(self._flags)
         agreed = self._collectives.agree(message).tolist()
         if agreed[0] != -agreed[1]:
-            everyone = self._collectives.all_gather_object(([*diary.trace[1:], Meeting.AGREEMENT], written))
-            traces, values = zip(*everyone, strict=True)
+            mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.settings()
+            traces, values, settings = zip(*self._collectives.all_gather_object(mine), strict=True)
             if not (difference := first_difference(traces, self.describe)):
                 require_same_values(values)
+                require_same_settings(settings)
             raise DivergenceError(difference)
         diary.agreed()
         return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
+from ..residency.flat_gradient import FlatParameter
 from ..residency.resting import class_of, home_of, is_sharded, unsettle
 from .checked import CheckedUnit
 from .chunk import Chunk, Entry
@@ -38,10 +39,12 @@ def optimizer_groups(
         for g, group in enumerate(optimizer.param_groups):
             for k, p in enumerate(group["params"]):
                 if id(p) not in names:
+                    instead = "Pass only parameters that `named_parameters()` of the module yields."
+                    if isinstance(p, FlatParameter):
+                        instead = "It has stepped on shards in an earlier run: make another one in `configure_optimizers`."
                     raise ValueError(
                         f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape {tuple(p.shape)} (param group "
-                        f"{g}, position {k}) that is not a parameter of {type(model).__name__}. Pass only parameters "
-                        "that `named_parameters()` of the module yields."
+                        f"{g}, position {k}) that is not a parameter of {type(model).__name__}. {instead}"
                     )
                 if id(p) in home:
                     raise ValueError(

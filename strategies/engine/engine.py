@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -24,6 +25,7 @@ from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
+from .optimizer_uses import protect, settings
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
@@ -105,6 +107,8 @@ class Zero3Engine:
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
+        self._handles += protect(optimizers, self.units, collectives.global_rank)
+        collectives.diary.settings = partial(settings, tuple(optimizers))
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
@@ -268,6 +272,7 @@ class Zero3Engine:
         """Whether norms of the gradients that ``optimizer`` sees are errors: not while it steps, which may be compiled."""
         for group in self.groups:
             if group.owner is not None and group.owner[0] is optimizer:
+                group.adopt()
                 group.guard(guarded)
 
     def _adopt_values(self) -> None:

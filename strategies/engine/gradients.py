@@ -68,6 +68,7 @@ class Gradients:
             self.over = False  # they are gone as the user wants it
         if not entry.trained or not self.has_gradient(entry):
             return None
+        self._adopt_replaced()
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         if entry.name not in self._full:
@@ -76,6 +77,7 @@ class Gradients:
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
+        self._adopt_replaced()
         self.mark_gradient(entry, grad is not None)
         if grad is None:
             self._full = {}
@@ -89,6 +91,7 @@ class Gradients:
 
     def adopt(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
+        self._adopt_replaced()
         for entry, grad in self._reducer.changed():  # on one rank, where parameters are ordinary
             self.assign(entry, grad)
         assigned, self._assigned = self._assigned, []
@@ -96,6 +99,11 @@ class Gradients:
         for group in dict.fromkeys(assigned):
             if group.shows_gradients:
                 group.bind(self._unused_ranges(group, bytes(self._shown)))
+
+    def _adopt_replaced(self) -> None:
+        """Gradients that were put in the place of the flat ones are the flat ones from here on."""
+        if any([group.adopt() for group in self._groups if group.trained]):
+            self._full = {}
 
     def owned(self, group: FlatGroup) -> list[Entry]:
         """Parameters of ``group`` that this rank owns a part of."""

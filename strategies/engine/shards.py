@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency.flat_gradient import FlatGradient
+from ..residency.flat_gradient import FlatGradient, FlatParameter
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FlatGroup:
         self.idle = [(self.numel - tail, self.numel)]
         self.public = self.data.data
         self.version = self.public._version
-        self.segments = [Segment(0, self.numel, nn.Parameter(self.public, requires_grad=self.trained))]
+        self.segments = [Segment(0, self.numel, FlatParameter(self.public, requires_grad=self.trained))]
 
     @property
     def grad(self) -> Tensor:
@@ -95,6 +95,7 @@ class FlatGroup:
     def begin_window(self) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
         if self.shows_gradients:
+            self.adopt()
             return False
         self.window += 1
         if self._grad is not None:
@@ -126,9 +127,29 @@ class FlatGroup:
             elif segment.parameter.grad is None:
                 segment.show(self.grad)
 
+    @torch.no_grad()
+    def adopt(self) -> bool:
+        """What was put in the place of the optimizer's tensors (`p.data = ...`), or of their gradients, goes to the shards.
+
+        Returns whether there was a gradient.
+        """
+        found = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                p, grad = segment.parameter, segment.parameter.grad
+                if not segment.lies_in(self.public, p):
+                    segment.view(self.public).copy_(p)
+                    p.data = segment.view(self.public)
+                if grad is not None and not segment.lies_in(self.grad, grad):
+                    segment.view(self.grad).copy_(grad)
+                    segment.show(self.grad)
+                    found = True
+        return found
+
     def guard(self, guarded: bool) -> None:
-        """Whether a norm of the gradients is an error: not while the optimizer steps, which may be compiled."""
+        """Whether a norm of values or gradients is an error: not while the optimizer steps, which may be compiled."""
         for segment in self.segments:
+            segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
             if grad is not None:
                 segment.parameter.grad = grad.as_subclass(FlatGradient if guarded else Tensor)
@@ -152,7 +173,7 @@ class FlatGroup:
 
     def _split(self, segment: Segment, bounds: list[int], states: dict[Tensor, Any]) -> list[Segment]:
         parts = [
-            Segment(a, b, nn.Parameter(self.public[a:b], requires_grad=segment.parameter.requires_grad))
+            Segment(a, b, type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad))
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
         state = states.pop(segment.parameter, None)
@@ -186,6 +207,10 @@ class Segment:
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
+
+    def lies_in(self, flat: Tensor, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the segment's range of ``flat``."""
+        return tensor.data_ptr() == flat.data_ptr() + self.start * flat.element_size()
 
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""

@@ -6,6 +6,7 @@ resting               the state of a parameter outside its unit's use: every ope
 in use                an ordinary parameter that views the gathered slot, and counts what is written to it
 sharded copy          a whole gradient, whose changes its home stores, or a gathered value, which can only be read
 flat gradient         this rank's shard of many gradients, as an optimizer sees them; norms of it are refused
+flat parameter        the same of values
 ====================  ==================================================================================================
 """
 

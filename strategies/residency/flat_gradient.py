@@ -1,12 +1,15 @@
-"""The gradient that an optimizer sees: of this rank's elements, so that what is computed over all of them is refused."""
+"""What an optimizer sees: this rank's elements of values and gradients. What is computed over all of them is refused."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from .functions import name_of
 from .resting import ResidencyError
 
 _NORMS = frozenset(
@@ -23,16 +26,55 @@ class FlatGradient(Tensor):
     So would one of what is computed from it element by element, or of several, which therefore has the same class.
     """
 
+    what = "gradients"
+    instead = "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
         name = getattr(func, "__name__", "")
         if name in _NORMS:
             raise ResidencyError(
-                f"`{name}` would be of the gradients that this rank holds a shard of: an optimizer's param groups hold flat "
-                "shards. Use the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`."
+                f"`{name}` would be of the {cls.what} that this rank holds a shard of: an optimizer's param groups hold flat "
+                f"shards. Use {cls.instead}."
             )
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _require_scaler_of_shards(sys._getframe(1).f_globals["__name__"])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
             return result.as_subclass(cls) if kept and type(result) is Tensor else result
+
+
+def _require_scaler_of_shards(module: str) -> None:
+    """Unless ``module``, which unscales gradients, asks all ranks for infinities in theirs."""
+    if module == "torch.amp.grad_scaler" and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ResidencyError(
+            "A GradScaler would look for infinities in the gradients that this rank holds a shard of, and ranks would skip "
+            "steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's "
+            "ShardedGradScaler."
+        )
+
+
+class FlatValues(FlatGradient):
+    """The same of values."""
+
+    what = "values"
+    instead = "the module's parameters, between steps in `with strategy.gathered(module):`"
+
+
+class FlatParameter(nn.Parameter):
+    """A flat tensor in an optimizer's group while nobody steps."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Compute, or raise."""
+        name = name_of(func)
+        if name == "data.__set__":
+            raise ResidencyError(
+                "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "
+                "`p.copy_(...)` under `torch.no_grad()`, and keep a copy of what is to come back."
+            )
+        if name == "data.__get__":
+            func = Tensor.detach  # which counts what is written to it
+        return FlatValues.__torch_function__(func, types, args, kwargs)

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from behaviours import trainer_modules
 from behaviours.harness import DIM
-from behaviours.trainer_modules import MODULES, sync_batch_norm
+from behaviours.trainer_modules import sync_batch_norm
+from behaviours.trainer_optimizers import OPTIMIZERS
 from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
+
+MODULES = {**trainer_modules.MODULES, **OPTIMIZERS}
 
 
 def fit(module, strategy, world_size):

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.checkpoints import CheckpointOptions
 
 STOP = 4  # steps, of 6 in an epoch
 
@@ -146,3 +147,49 @@ def test_what_is_trained_from_now_on_starts_without_state(changes):
         assert steps == 12 and not torch.equal(weights[name], loaded[name])
     [remark] = [text for text in told if "starts without state" in text]
     assert remark.startswith("Optimizer 0 starts without state for 'net.0.bias', 'net.0.weight'")
+
+
+# ---- state of no parameter -----------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps for all parameters together, from 3 on, and falls with them."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.state["all"] = {"steps": 3, "halves": torch.ones(2)}
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.state["all"]["steps"] += 1
+        self.state["all"]["halves"] += 0.5
+        for group in self.param_groups:
+            group["lr"] = 1 / (self.state["all"]["steps"] + self.state["all"]["halves"].sum().item())
+        return loss
+
+
+class Counted(Shuffled):
+    def configure_optimizers(self):
+        return Counting(self.parameters(), 0.1)
+
+
+def count(rank, world_size, folder, kind):
+    found = []
+    for read in (None, f"{folder}/epoch=0.ckpt"):
+        module, saver = Counted(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(kind=kind))
+        options = {"enable_checkpointing": True, "use_distributed_sampler": True, "callbacks": [] if read else [saver]}
+        runner = trainer(strategy, world_size, max_epochs=3, **options)
+        runner.fit(module, ckpt_path=read)
+        found.append((runner.optimizers[0].state["all"], module.losses, full_weights(runner)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_state_of_no_parameter_goes_on(kind, tmp_path):
+    for whole, rest in run_ranks(count, 2, str(tmp_path), kind, timeout=60):
+        steps = len(whole[1])
+        assert len(rest[1]) == steps * 2 / 3 and rest[1] == whole[1][steps // 3 :]
+        for counted, _, _ in (whole, rest):
+            assert counted["steps"] == 3 + steps and torch.equal(counted["halves"], torch.ones(2) + steps / 2)
+        assert_same_tensors(rest[2], whole[2])

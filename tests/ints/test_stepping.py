@@ -101,8 +101,45 @@ def test_it_is_tried_with_the_options_of_its_groups_and_past_their_steps(options
     assert stepping(ByOption(groups, lr=0.1), CPU) is expected
 
 
-def test_a_warm_up_from_zero_shows_nothing_at_first():
-    assert stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=0.0), CPU) is Stepping.ELEMENTS
+@pytest.mark.parametrize("lr", [0.0, 1e-9, 1e-6, torch.tensor(1e-6)])
+def test_a_warm_up_from_next_to_nothing_shows_nothing_at_first(lr):
+    assert stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=lr, foreach=False), CPU) is Stepping.ELEMENTS
+    assert stepping(ByOption([{"params": nn.Linear(3, 3).parameters(), "trust": True}], lr=lr), CPU) is Stepping.TENSORS
+
+
+class ByAttribute(torch.optim.SGD):
+    """Divides by what a function says, from a step on; keeps all that on itself."""
+
+    def __init__(self, params, lr=0.1, start=0, rule=None):
+        super().__init__(params, lr=lr)
+        self.start, self.rule, self.steps = start, rule, 0
+
+    def count(self):
+        self.steps += 1
+
+    def step(self, closure=None):
+        self.count()
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if self.rule is not None and self.steps > self.start:
+                p.grad = p.grad / self.rule(p.grad)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Stepping.ELEMENTS),
+        ({"rule": lambda grad: grad.norm()}, Stepping.TENSORS),
+        ({"rule": lambda grad: grad.norm(), "start": 25}, Stepping.TENSORS),
+        ({"rule": lambda grad: 2.0}, Stepping.ELEMENTS),
+    ],
+)
+def test_it_is_tried_with_what_it_keeps_on_itself(options, expected):
+    optimizer = ByAttribute(nn.Linear(3, 3).parameters())
+    for name, value in options.items():
+        setattr(optimizer, name, value)
+    optimizer.count = lambda: pytest.fail("the trial counted the steps of the optimizer itself")
+    assert stepping(optimizer, CPU) is expected
 
 
 @pytest.mark.parametrize("cls", REFUSED)

@@ -290,3 +290,22 @@ def evaluate_without_parameters(rank, world_size):
 
 def test_evaluation_is_refused_alike():
     run_ranks(evaluate_without_parameters, RANKS, timeout=30)
+
+
+class KeepsItsOptimizer(Model):
+    def configure_optimizers(self):
+        if not hasattr(self, "kept"):
+            self.kept = [super().configure_optimizers()]
+        return self.kept[0]
+
+
+def fit_twice(rank, world_size):
+    module = KeepsItsOptimizer(rank)
+    trainer(zero3(), RANKS).fit(module)
+    with pytest.raises(ValueError, match="stepped on shards in an earlier run: make another one in `configure_optimizers`"):
+        trainer(zero3(), RANKS).fit(module)
+    return module.trained
+
+
+def test_an_optimizer_of_an_earlier_run_is_refused():
+    assert run_ranks(fit_twice, RANKS, timeout=30) == [2, 2]
