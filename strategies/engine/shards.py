@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency import FlatGradient
+from ..residency import FlatGradient, FlatParameter
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FlatGroup:
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         self.idle = [(self.numel - tail, self.numel)]
         self.public = self.data.data
-        self.segments = [Segment(0, self.numel, nn.Parameter(self.public, requires_grad=self.trained))]
+        self.segments = [Segment(0, self.numel, FlatParameter(self.public, requires_grad=self.trained))]
 
     @property
     def grad(self) -> Tensor:
@@ -125,8 +125,9 @@ class FlatGroup:
                 segment.show(self.grad)
 
     def guard(self, guarded: bool) -> None:
-        """Whether a norm of the gradients is an error: not while the optimizer steps, which may be compiled."""
+        """Whether a norm of values or gradients is an error: not while the optimizer steps, which may be compiled."""
         for segment in self.segments:
+            segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
             if grad is not None:
                 segment.parameter.grad = grad.as_subclass(FlatGradient if guarded else Tensor)
@@ -150,7 +151,7 @@ class FlatGroup:
 
     def _split(self, segment: Segment, bounds: list[int], states: dict[Tensor, Any]) -> list[Segment]:
         parts = [
-            Segment(a, b, nn.Parameter(self.public[a:b], requires_grad=segment.parameter.requires_grad))
+            Segment(a, b, FlatParameter(self.public[a:b], requires_grad=segment.parameter.requires_grad))
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
         state = states.pop(segment.parameter, None)

@@ -5,11 +5,11 @@ home                  who owns a sharded parameter, and gathers or stores its va
 resting               the state of a parameter outside its unit's use: every operation on it comes here first
 in use                an ordinary parameter that views the gathered slot, and counts what is written to it
 sharded copy          a whole gradient, whose changes its home stores, or a gathered value, which can only be read
-flat gradient         this rank's shard of many gradients, as an optimizer sees them; norms of it are refused
+flat parameter        this rank's shard of many parameters, as a param group holds it, and its gradient; norms are refused
 ====================  ==================================================================================================
 """
 
-from .flat_gradient import FlatGradient
+from .flat_gradient import FlatGradient, FlatParameter
 from .functions import instances
 from .in_use import class_while_used
 from .past_python import guard
@@ -35,6 +35,7 @@ from .resting import (
 __all__ = [
     "NO_GRAPH_TASK",
     "FlatGradient",
+    "FlatParameter",
     "ResidencyError",
     "RestingParameter",
     "ShardedCopy",

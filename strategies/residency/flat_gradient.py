@@ -1,11 +1,11 @@
-"""The gradient that an optimizer sees: of this rank's elements, so that what is computed over all of them is refused."""
+"""What an optimizer's param groups hold: this rank's elements, so that what is computed over all of them is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .resting import ResidencyError
 
@@ -29,10 +29,17 @@ class FlatGradient(Tensor):
         name = getattr(func, "__name__", "")
         if name in _NORMS:
             raise ResidencyError(
-                f"`{name}` would be of the gradients that this rank holds a shard of: an optimizer's param groups hold flat "
-                "shards. Use the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`."
+                f"`{name}` would be of the elements that this rank holds: an optimizer's param groups hold flat shards. Use "
+                "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`, or their values in "
+                "`with strategy.gathered(module):`), or `self.clip_gradients`."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
-            return result.as_subclass(cls) if kept and type(result) is Tensor else result
+            return result.as_subclass(FlatGradient) if kept and type(result) is Tensor else result
+
+
+class FlatParameter(nn.Parameter):
+    """A flat tensor in a param group, except while its optimizer steps. What holds for its gradient holds for its values."""
+
+    __torch_function__ = FlatGradient.__torch_function__
