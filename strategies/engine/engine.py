@@ -269,7 +269,7 @@ class Zero3Engine:
         return {unit: entries for unit, entries in found.items() if entries}
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
-        """Whether norms of the gradients that ``optimizer`` sees are errors: not while it steps, which may be compiled."""
+        """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps, which may be compiled."""
         for group in self.groups:
             if group.owner is not None and group.owner[0] is optimizer:
                 group.adopt()

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-THEMES = ("access", "resting", "root", "states", "outputs", "autograd", "gradients", "modules", "optimizers")
+THEMES = ("access", "resting", "root", "states", "outputs", "autograd", "gradients", "modules", "optimizers", "unseen")
 
 
 def load_cases() -> None:

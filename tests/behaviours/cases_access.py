@@ -39,6 +39,7 @@ class WeightReadOutsideItsUnit(Case):
 class MethodOtherThanForward(Case):
     """A method other than `forward`"""
 
+    methods = ("encode", "decode")
     pitfalls = (25, 26)
 
     class Coder(Block):
@@ -598,6 +599,9 @@ class TiedInsideBlocks(Case):
             block.norm = model.blocks[0].norm
         return model
 
+    def units(self, model):
+        return [model.blocks[0].norm, *model.blocks]
+
 
 @case
 class TiedTransposed(Case):
@@ -700,7 +704,7 @@ class ChannelsLastParameter(Kinds):
 
 @case
 class ComplexParameter(Kinds):
-    """Complex parameters"""
+    """Complex parameters beside fp32 ones"""
 
     pitfalls = (37,)
 
@@ -709,6 +713,29 @@ class ComplexParameter(Kinds):
 
     def mix(self, x, extra):
         return torch.view_as_real(x * extra).sum(-1)
+
+
+@case
+class ComplexModel(Case):
+    """A model of complex parameters alone"""
+
+    pitfalls = (37,)
+
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(DIM, DIM, dtype=torch.complex64)
+
+        def forward(self, x):
+            return x + torch.tanh(self.up(x))
+
+    def model(self):
+        model = Chain(*(self.Rotated() for _ in range(4)))
+        model.stem, model.head = (nn.Linear(DIM, DIM, dtype=torch.complex64) for _ in range(2))
+        return model
+
+    def loss(self, model, batch):
+        return model(batch.to(torch.complex64)).abs().square().mean()
 
 
 @case

@@ -436,7 +436,7 @@ class GradReadAfterBackward(Case):
         super().train(run)
         for p in run.model.parameters():
             run.log(p.grad.norm())
-            if run.sharded and run.world_size > 1:
+            if run.refuses and run.world_size > 1:
                 assert not p.grad.numpy().flags.writeable  # a write would not reach the shards
 
 
@@ -488,6 +488,18 @@ class ClippedInParamGroups(Case):
 
 
 @case
+class NormOfParamGroups(Case):
+    """A norm of the values of the tensors of `optimizer.param_groups`, or of what is computed from them"""
+
+    refused = refused_on_one = "`norm` would be of the elements that this rank holds.*strategy.gathered"
+
+    def between(self, run):
+        tensors = run.optimizer.param_groups[0]["params"]
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in tensors)
+        run.log(sum(p.detach().abs().mul(2).data.norm().square() for p in tensors))
+
+
+@case
 class GradAssigned(Case):
     """`p.grad = ...` between backward and step"""
 
@@ -497,6 +509,9 @@ class GradAssigned(Case):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------
+
+REENTRANT = {"find_unused_parameters": False}
+CHECKPOINTED_TWICE = {"static_graph": True}
 
 
 class Checkpointed(Case):
@@ -525,6 +540,7 @@ class CheckpointNonReentrant(Checkpointed):
 class CheckpointReentrant(Checkpointed):
     """Activation checkpointing, re-entrant"""
 
+    ddp_options = REENTRANT
     pitfalls = (5, 10)
     reentrant = True
 
@@ -597,6 +613,7 @@ class CheckpointSeveralBlocks(Checkpointed):
 class CheckpointSeveralBlocksReentrant(Checkpointed):
     """One re-entrant checkpoint around several blocks"""
 
+    ddp_options = REENTRANT
     pitfalls = (10,)
 
     def loss(self, model, batch):
@@ -608,6 +625,7 @@ class CheckpointSeveralBlocksReentrant(Checkpointed):
 class CheckpointOfCheckpointReentrant(Checkpointed):
     """Re-entrant checkpoints inside a re-entrant checkpoint"""
 
+    ddp_options = REENTRANT
     pitfalls = (5, 10)
 
     def loss(self, model, batch):
@@ -635,6 +653,7 @@ class CheckpointInsideBlock(Blocks):
 class CheckpointInsideBlockReentrant(Blocks):
     """Two re-entrant checkpoints inside a block's forward: its hooks run twice"""
 
+    ddp_options = CHECKPOINTED_TWICE
     pitfalls = (5,)
 
     def run(self, block, x):
@@ -646,6 +665,7 @@ class CheckpointInsideBlockReentrant(Blocks):
 class CheckpointSharedModule(Checkpointed):
     """The same module in two re-entrant checkpoints"""
 
+    ddp_options = CHECKPOINTED_TWICE
     pitfalls = (5,)
     reentrant = True
 

@@ -1,5 +1,8 @@
 """Optimizers, their groups and what is done to them during training."""
 
+import re
+import warnings
+
 import torch
 from torch import nn
 
@@ -203,13 +206,22 @@ class ParamGroupEdits(GroupsByShape):
 
 @case
 class ParametersWithoutOptimizer(Case):
-    """Parameters that require gradients and that no optimizer has"""
+    """Parameters that require gradients and that no optimizer has: their `grad` stays None, with a warning"""
 
     pitfalls = (24,)
     compare_gradients = False
 
     def optimizers(self, model):
         return [torch.optim.SGD(model.blocks[1:].parameters(), lr=0.1, momentum=0.9)]
+
+    def train(self, run):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            super().train(run)
+        if run.refuses:
+            assert run.model.head.weight.grad is None
+            (warning,) = [str(w.message) for w in told if "has a gradient and no optimizer" in str(w.message)]
+            assert re.search("'(stem|head|blocks.0).*clip_grad_norm_", warning)
 
 
 @case

@@ -354,6 +354,7 @@ class GraphKeptOverAStep(Case):
         text = "modified by an inplace operation|as it was in forward, but an optimizer step, a load or a `copy_`"
         with pytest.raises(RuntimeError, match=text), run.backward():
             old.backward()
+        run.recover()
         super().train(run)
 
 
@@ -530,7 +531,7 @@ class PlainBackward(Case):
     pitfalls = (14, 26)
 
     def backward(self, run, loss, **options):
-        with nullcontext() if run.sharded and not run.is_reference else run.backward():
+        with run.backward() if run.is_reference else nullcontext():
             loss.backward(**options)
 
 
@@ -820,6 +821,7 @@ class SavedActivationChanged(Case):
         loss = run.step(broken)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.backward():
             loss.backward()
+        run.recover()
         super().train(run)
 
 
@@ -846,6 +848,7 @@ class WeightChangedAfterUse(Blocks):
         self.broken = False
         with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.backward():
             loss.backward()
+        run.recover()
         super().train(run)
 
 
@@ -932,6 +935,7 @@ class ExceptionInForward(Case):
                 run.step(broken)
             except RuntimeError as error:
                 run.log(str(error))
+            run.recover()
             super().train(run)
 
 
@@ -964,12 +968,13 @@ class ExceptionInBackward(Case):
                     loss.backward()
             except ValueError as error:
                 run.log(str(error))
+            run.recover()
             super().train(run)
 
 
 @case
 class StepReturnsNone(Case):
-    """A `training_step` that returns `None`: a forward without backward"""
+    """A step without backward (manual optimization that skips it)"""
 
     pitfalls = (28,)
 
@@ -981,7 +986,7 @@ class StepReturnsNone(Case):
 
 @case
 class StepReturnsNoneOnOneRank(Case):
-    """A `training_step` that returns `None` on one rank"""
+    """A step without backward on one rank alone"""
 
     worlds = (2,)
     pitfalls = (28,)

@@ -5,9 +5,11 @@ averaged over ranks by hand, and under an engine; losses, gradients and paramete
 
 right    all numbers agree
 refused  an error on every rank, whose text the case announces
+unseen   it ran, with other numbers; with `debug=True` there is an error or NaN, which the case announces
 wrong    it ran, with other numbers
 error    any other exception, or a dead process
 hang     no end before the case's time-out
+-        it calls what only zero3 has
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,8 @@ BATCH = 20
 # What other sums of the same numbers may differ by: relative to the element, or to the tensor's largest where terms cancel.
 RTOL = {torch.float64: 4e-15, torch.complex128: 4e-15, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CASES: dict[str, Case] = {}
+CHECKED = "zero3+debug"
+NAN = r"logged\[\d\]: NaN"  # for `Case.unseen`
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -85,6 +90,10 @@ class Case:
     refused: str | None = None  # pattern of the error with which zero3 declines on several ranks
     refused_on_one: str | None = None  # the same on one rank, where nothing is sharded
     refused_by_one = False  # the rank at fault raises, and the others wait for it until they are ended
+    # What several ranks compute wrongly without a word: pattern of the error with `debug=True`, or `NAN`. One rank is right.
+    unseen: str | None = None
+    ddp_options: dict[str, Any] = {}  # what torch's documentation says to give DDP for such a model
+    methods: tuple[str, ...] = ()  # of units, which run like a forward: FSDP2 is told of them
     pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
     worlds: tuple[int, ...] = (1, 2)
     timeout = 15.0
@@ -97,6 +106,12 @@ class Case:
         """Pattern of the error that is expected of zero3, if any."""
         return self.refused if world_size > 1 else self.refused_on_one
 
+    def expected(self, world_size: int) -> str:
+        """Kind of zero3's outcome."""
+        if self.refusal(world_size):
+            return "refused"
+        return "unseen" if self.unseen and world_size > 1 else "right"
+
     def model(self) -> nn.Module:
         return Chain()
 
@@ -105,9 +120,13 @@ class Case:
         return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)]
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """What FSDP2 shards one by one; the zero3 engine finds its units by itself."""
-        found = [b for m in model.modules() if isinstance(m, nn.ModuleList) for b in m]
-        return [m for m in found if any(True for _ in m.parameters())]
+        """What FSDP2 shards one by one, before the model; the zero3 engine finds its units by itself."""
+        found: dict[nn.Module, None] = {}
+        inside: set[nn.Module] = set()  # of a unit: what is repeated in there is no unit of its own, as with zero3
+        for blocks in (m for m in model.modules() if isinstance(m, nn.ModuleList) and m not in inside):
+            found |= dict.fromkeys(b for b in blocks if any(True for _ in b.parameters()))
+            inside |= {m for b in blocks for m in b.modules()}
+        return list(found)
 
     def batch(self, step: int, rank: int) -> Any:
         generator = seeded(1000 * step + rank)
@@ -155,7 +174,6 @@ class Run:
     """One rank's training under one engine. This class is the reference: replicas, gradients averaged by hand."""
 
     is_reference = True
-    sharded = False
     refuses = False  # what it cannot do is an error that cases announce
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
@@ -187,7 +205,7 @@ class Run:
 
     def log(self, *values: Any) -> None:
         """Numbers that must agree with the reference."""
-        self.logged += [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
+        self.logged += [_whole(v.detach()) if isinstance(v, Tensor) else v for v in values]
 
     def step(self, function: Callable[[nn.Module], Any]) -> Any:
         """Run the model inside `function`, as in a `training_step`."""
@@ -222,6 +240,9 @@ class Run:
         """Inside, parameters have their full values."""
         return nullcontext()
 
+    def recover(self) -> None:
+        """After an exception in a step, before the next."""
+
     def parameters(self) -> dict[str, Tensor]:
         """Full values by name."""
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
@@ -244,7 +265,8 @@ class Zero3Run(Run):
     """The engine as `Zero3Strategy` drives it."""
 
     is_reference = False
-    sharded = refuses = True
+    refuses = True
+    debug = False
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.collectives import make_collectives
@@ -257,7 +279,7 @@ class Zero3Run(Run):
         collectives = make_collectives(dist.group.WORLD, device)
 
         def shard() -> Zero3Engine:
-            return Zero3Engine(self.model, self.optimizers, device=device, collectives=collectives)
+            return Zero3Engine(self.model, self.optimizers, device=device, collectives=collectives, debug=self.debug)
 
         names = {p: name for name, p in self.model.named_parameters()}
         states = [{names[p]: state for p, state in o.state.items()} for o in self.optimizers]
@@ -302,6 +324,16 @@ class Zero3Run(Run):
         return self._present(self._full(flat))
 
 
+class CheckedRun(Zero3Run):
+    """The same with `debug=True`."""
+
+    debug = True
+
+
+class OnlyZero3(Exception):
+    """The program calls what other engines do not have."""
+
+
 class _Redirect(Run):
     """Engines that act in the `forward` of the root module: it calls the step, as Lightning does for DDP."""
 
@@ -324,41 +356,77 @@ class _Redirect(Run):
     def backward(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:
+        raise OnlyZero3("gathered")
+
 
 class DdpRun(_Redirect):
-    """torch's DistributedDataParallel with find_unused_parameters."""
+    """torch's DistributedDataParallel with find_unused_parameters, driven as Lightning's `DDPStrategy` does it.
+
+    DDP's forward prepares one backward. Others (inside of the step, or a second one) are manual optimization, in which
+    Lightning prepares each, and lets DDP prepare none at the end of the forward.
+    """
+
+    prepared = False  # a backward, by a forward that has ended
+    inside_step = manual = False
 
     def set_up(self) -> None:
-        self.wrapper = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
+        options = {"find_unused_parameters": True, **self.case.ddp_options}
+        self.wrapper = nn.parallel.DistributedDataParallel(self.model, **options)
         super().set_up()
+
+    def step(self, function: Callable[[nn.Module], Any]) -> Any:
+        def inner(model: nn.Module) -> Any:
+            result = function(model)
+            self.wrapper.require_backward_grad_sync = not self.manual
+            return result
+
+        self.inside_step, self.manual = True, False
+        try:
+            return super().step(inner)
+        finally:
+            self.inside_step, self.wrapper.require_backward_grad_sync = False, True
+            if torch.is_grad_enabled():
+                self.prepared = not self.manual
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        from lightning.pytorch.overrides.distributed import prepare_for_backward
+
+        if self.prepared and not self.inside_step:
+            self.prepared = False
+            yield
+            return
+        self.manual, run = True, torch.autograd.backward
+
+        def prepare_and_run(losses: Any, *args: Any, **kwargs: Any) -> None:
+            torch.autograd.backward = run
+            prepare_for_backward(self.wrapper, losses)
+            run(losses, *args, **kwargs)
+
+        with mock.patch.object(torch.autograd, "backward", prepare_and_run):
+            yield
 
 
 class Fsdp2Run(_Redirect):
     """torch's fully_shard on every block and the root."""
 
-    sharded = True
-
     def set_up(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         mesh = init_device_mesh("cpu", (self.world_size,))
         for unit in self.case.units(self.model):
             fully_shard(unit, mesh=mesh)
+            for name in self.case.methods:
+                register_fsdp_forward_method(unit, name)
         fully_shard(self.model, mesh=mesh)
         self.wrapper = self.model
         super().set_up()
 
-    @contextmanager
-    def gathered(self, what: Any, modify: bool = False) -> Iterator[None]:
-        from torch.distributed.fsdp import FSDPModule
-
-        modules = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
-        for m in modules:
-            m.unshard()
-        yield
-        for m in modules:
-            m.reshard()
+    def recover(self) -> None:
+        if hasattr(self.model, "reset_iter_state"):  # since torch 2.13
+            self.model.reset_iter_state()
 
     def parameters(self) -> dict[str, Tensor]:
         return {n: _whole(p.detach()) for n, p in self.model.named_parameters()}
@@ -374,7 +442,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, "ddp": DdpRun, "fsdp2": Fsdp2Run}
+ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, CHECKED: CheckedRun, "ddp": DdpRun, "fsdp2": Fsdp2Run}
 
 
 # ---- running one -----------------------------------------------------------------------------
@@ -447,12 +515,18 @@ def differences(expected: dict[str, Any], found: dict[str, Any], rtol: float | N
     for name, value in expected.items():
         try:
             if isinstance(value, Tensor):
+                if _has_nan(found[name]) and not _has_nan(value):
+                    wrong.append(f"{name}: NaN")
                 torch.testing.assert_close(found[name], value, equal_nan=True, **_tolerance(value, rtol))
             elif value != found[name]:
                 wrong.append(f"{name}: {found[name]!r} instead of {value!r}")
         except AssertionError as error:
             wrong.append(f"{name}: {' '.join(str(error).split())}")
     return wrong
+
+
+def _has_nan(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(value.isnan().any())
 
 
 def _tolerance(expected: Tensor, rtol: float | None) -> dict[str, float]:
@@ -463,7 +537,19 @@ def _tolerance(expected: Tensor, rtol: float | None) -> dict[str, float]:
 
 
 def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu", gain: bool = False) -> Outcome:
-    """Run a case under an engine on `world_size` ranks."""
+    """Run a case under an engine on `world_size` ranks; one that is unseen is run with `debug=True`, too."""
+    outcome = _run(engine, name, world_size, device, gain)
+    if engine != "zero3" or outcome.kind != "wrong" or CASES[name].expected(world_size) != "unseen":
+        return outcome
+    checked = _run(CHECKED, name, world_size, device, gain)
+    if checked.kind == "refused":
+        return Outcome("unseen", checked.detail)
+    if checked.kind == "wrong" and re.search(CASES[name].unseen or "", checked.detail):
+        return Outcome("unseen", "NaN")
+    return Outcome("wrong", f"{outcome.detail}\nwith `debug=True`: {checked.kind}, {checked.detail}")
+
+
+def _run(engine: str, name: str, world_size: int, device: str, gain: bool) -> Outcome:
     case = CASES[name]
     try:
         ranks = run_ranks(compare_on_rank, world_size, engine, [name], device, gain, timeout=case.timeout)
@@ -479,16 +565,24 @@ def run_cases(
     expected_right = [n for n in names if n in together]
     outcomes = {n: run_case(engine, n, world_size, device, gain) for n in names if n not in together}
     for start in range(0, len(expected_right), BATCH):
-        batch = expected_right[start : start + BATCH]
-        try:
-            ranks = run_ranks(compare_on_rank, world_size, engine, batch, device, gain, timeout=60 + 5 * len(batch))
-            outcomes |= {n: _compared([found[n] for found in ranks]) for n in batch}
-        except AssertionError as failure:
-            singly = {n: run_case(engine, n, world_size, device, gain) for n in batch}
-            alone = engine != "zero3" or any(o.kind != "right" for o in singly.values())
-            assert alone, f"{batch} are right one by one, but not together: {failure}"
-            outcomes |= singly
+        outcomes |= _run_together(engine, expected_right[start : start + BATCH], world_size, device, gain)
     return outcomes
+
+
+def _run_together(engine: str, names: list[str], world_size: int, device: str, gain: bool) -> dict[str, Outcome]:
+    """In one process for each rank; where one raises, halves of them; where one hangs, each alone, which takes less time."""
+    if len(names) == 1:
+        return {n: run_case(engine, n, world_size, device, gain) for n in names}
+    try:
+        ranks = run_ranks(compare_on_rank, world_size, engine, names, device, gain, timeout=60 + 5 * len(names))
+        return {n: _compared([found[n] for found in ranks]) for n in names}
+    except AssertionError as failure:
+        size = 1 if "not finished after" in str(failure) else -(-len(names) // 2)
+        parts = [names[start : start + size] for start in range(0, len(names), size)]
+        outcomes = {n: o for part in parts for n, o in _run_together(engine, part, world_size, device, gain).items()}
+        alone = engine != "zero3" or any(o.kind != "right" for o in outcomes.values())
+        assert alone, f"{names} are right in parts, but not together: {failure}"
+        return outcomes
 
 
 def _compared(ranks: list[list[str]]) -> Outcome:
@@ -502,7 +596,9 @@ def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
     raised = re.search(r"^\S*Raised: (\[.*\])$", text, re.MULTILINE)
     if raised is None:
         return Outcome("error", text)
-    ranks, refusal = json.loads(raised[1]), case.refusal(world_size)
+    ranks, refusal = json.loads(raised[1]), case.unseen if engine == CHECKED else case.refusal(world_size)
+    if any(error and error[0] == OnlyZero3.__name__ for error in ranks):
+        return Outcome("-")
     if ENGINES[engine].refuses and refusal and all(error and re.search(refusal, error[1], re.DOTALL) for error in ranks):
         return Outcome("refused", ": ".join(ranks[0]))
     said = [f"rank {rank} raised {': '.join(error) if error else 'nothing'}" for rank, error in enumerate(ranks)]
