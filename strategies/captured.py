@@ -22,7 +22,7 @@ class ReplayedStep:
 
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
-        engine.reducer.lasting = True  # graphs write to the gradients where they are now
+        engine.reducer.lasting = engine.reducer.captured = True
         self._filled: list[list[int]] = [[], []]  # units in slots after the forward, after the backward
         self._used: list[int] = []  # numbers of the parameters that get a gradient
         self._written: list[list[Tensor]] = [[], []]  # buffers that forward, that backward writes to

@@ -32,7 +32,8 @@ class LongVector(Substitution):
         optimizer.state.clear()
         self._flats = [flat for flat in engine.groups if flat.key.optimizer == index]
         self._whole = [nn.Parameter(flat.data) for flat in self._flats]
-        vector = type("DistributedVector", (DistributedVector,), {"collectives": engine.collectives})
+        known = {"collectives": engine.collectives, "optimizer": type(optimizer).__name__}
+        vector = type("DistributedVector", (DistributedVector,), known)
         gather = type(optimizer)._gather_flat_grad
         optimizer._gather_flat_grad = lambda: gather(optimizer).as_subclass(vector)
 
@@ -56,6 +57,7 @@ class DistributedVector(Tensor):
     """This rank's part of a vector. Scalar products, sums and maxima are those of the whole; collective."""
 
     collectives: LocalCollectives
+    optimizer: str  # its class, for errors
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -69,4 +71,7 @@ class DistributedVector(Tensor):
                 return result.as_subclass(cls) if type(result) is Tensor else result
             if name == "__get__":
                 return result
-        raise NotImplementedError(f"`{name}` of a vector that is sharded over the ranks")
+        raise NotImplementedError(
+            f"{cls.optimizer} takes the `{name}` of a vector that is sharded over the ranks, which torch.optim.LBFGS does not. "
+            "Use that."
+        )

@@ -79,8 +79,8 @@ class ParamGroups:
         renamed = sorted({name for name, _ in engine.structure.model.named_parameters()} - _names(engine))
         if renamed:
             raise ValueError(
-                f"Param groups were edited after parameters had been given other names, as pruning does: {', '.join(renamed)}. "
-                "Edit the groups before, or prune before `trainer.fit`."
+                "Param groups were edited after parameters had been given other names, as pruning does: "
+                f"{', '.join(map(repr, renamed))}. Edit the groups before, or prune before `trainer.fit`."
             )
         self._show(engine)
         return self._regroup(engine)

@@ -21,6 +21,7 @@ from ..residency.resting import (
     note_alias,
     set_data,
     settle,
+    told_of_gradient,
 )
 from .chunk import Entry
 from .gradients import Gradients
@@ -38,7 +39,7 @@ class Access:
         collectives: LocalCollectives,
         weights_changed: Callable[[dict[Unit, list[Entry]]], None],
         gradients: Gradients,
-        settle_gradients: Callable[[], None],
+        settle_gradients: Callable[[str], None],
         retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
@@ -84,14 +85,14 @@ class Access:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.resting.Home.gradient`."""
-        self._settle_gradients()
         unit, entry = self._owner[id(parameter)]
+        self._settle_gradients(entry.name)
         grad = self._gradients.full(unit, entry)
         if grad is None:
             return None
         since, held = self._gradients.since(entry), self._held.get(entry.name)
         if held is None or held.since != since:
-            held = self._held[entry.name] = ShardedCopy.of(grad, parameter=parameter, since=since)
+            held = self._held[entry.name] = ShardedCopy.of(grad, told_of_gradient(parameter), parameter, since)
         else:  # the same tensor as long as the user has it, as in torch
             with torch._C.DisableTorchFunctionSubclass():
                 set_data(held, grad)
@@ -101,7 +102,7 @@ class Access:
         """See :meth:`~.residency.resting.Home.set_gradient`."""
         _, entry = self._owner[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
-            self._settle_gradients()
+            self._settle_gradients(entry.name)
             entry.assigned += 1
             self._gradients.assign(entry, grad)
             if isinstance(grad, ShardedCopy) and grad.parameter is parameter:

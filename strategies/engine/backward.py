@@ -55,7 +55,7 @@ class Backward:
         One function, because it runs for each parameter in each backward. Its reference is weak: torch keeps the hooks of a
         parameter where the garbage collector cannot look, so the model would never be freed.
         """
-        where, number, view = unit.index, unit.trained[index].number, self._reducer.view(unit, index)
+        where, name, number, views = unit.index, unit.trained[index].name, unit.trained[index].number, self._reducer.views
         claimed, written, used, get_self = self._reducer.claimed, self._reducer.written, self.used, weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -64,9 +64,11 @@ class Backward:
             with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
+            added = grad is views[number]  # to what is shown; the user has not cleared it
             if not now.active:
-                if grad is view:
-                    set_grad(parameter, view)  # autograd added to what is shown; the user has not cleared it
+                _require_last(parameter, name)
+                if added:
+                    set_grad(parameter, grad)
                 now.begin()
             if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
                 return
@@ -75,12 +77,12 @@ class Backward:
                 now._reducer.claim(where)
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if grad is view:
-                _require_current(parameter, bool(written[number]))
+            if added:
+                _require_current(name, bool(written[number]))
             elif written[number]:
-                view.add_(grad.detach())  # with create_graph a gradient has a graph of its own
+                views[number].add_(grad.detach())  # with create_graph a gradient has a graph of its own
             else:
-                view.copy_(grad.detach())
+                views[number].copy_(grad.detach())
                 written[number] = 1
 
         return collect
@@ -220,14 +222,18 @@ class Backward:
 
     # ------------------------------------------------------------------------------------------------ between passes
 
-    def settle(self) -> None:
-        """Reduce gradients that are held, between passes; collective if there are any."""
+    def settle(self, name: str = "") -> None:
+        """Reduce gradients that are held, between passes, because that of parameter ``name`` is asked for, or all are.
+
+        Collective if there are any.
+        """
         if not self._reducer.held:
             return
         if self.active:
+            what = f"The gradient of parameter {name!r}" if name else "Gradients"
             raise ResidencyError(
-                "A gradient was read in the middle of a backward pass while the ranks hold those of earlier micro-batches back "
-                "(`reduce_once=True`). Read it after the backward, or do without that option."
+                f"{what} cannot be read or set in the middle of a backward pass while the ranks hold those of earlier "
+                "micro-batches back (`reduce_once=True`). Do that after the backward, or do without the option."
             )
         holding, self._reducer.holding = self._reducer.holding, False
         self._conclude()
@@ -252,9 +258,18 @@ class Backward:
         self._broken = False
 
 
-def _require_current(parameter: Tensor, current: bool) -> None:
+def _require_current(name: str, current: bool) -> None:
     if not current:
         raise ResidencyError(
-            f"The gradient of a parameter of shape {tuple(parameter.shape)} was added to the one of before `zero_grad()`. "
-            "Call backward through the strategy (`self.manual_backward(loss)`)."
+            f"The gradient of parameter {name!r} was added to the one of before `zero_grad()`. Call backward through the "
+            "strategy (`self.manual_backward(loss)`)."
+        )
+
+
+def _require_last(parameter: Tensor, name: str) -> None:
+    """The engine's hook, which runs now and takes the gradient away, must have run after those of the user's."""
+    if not hasattr(next(reversed(parameter._post_accumulate_grad_hooks.values())), "takes_gradient"):
+        raise ResidencyError(
+            f"A post-accumulate hook of parameter {name!r} was set after the model was sharded, and would not find its "
+            "gradient. Call backward through the strategy (`self.manual_backward(loss)`)."
         )

@@ -34,6 +34,7 @@ class Gradients:
             if group.begin_window():
                 numbers = slice(group.first, group.last)
                 self.used[numbers] = self._reducer.written[numbers] = bytes(group.last - group.first)
+                self._reducer.begin_window(group)
         muted = [group for group in trained if not any(p.requires_grad for p in group.parameters)]  # by `toggle_optimizer`
         return frozenset(number for group in muted for number in range(group.first, group.last))
 
@@ -81,8 +82,8 @@ class Gradients:
         self.mark_gradient(entry, grad is not None)
         if grad is None:
             self._full = {}
-            if entry.part is not None:
-                entry.part.of(entry.group.grad).zero_()  # the next backward may add to it
+            if entry.part is not None and entry.group.shows_gradients:
+                entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
             if entry.name in self._full:
@@ -92,7 +93,11 @@ class Gradients:
     def adopt(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
         self._adopt_replaced()
-        for entry, grad in self._reducer.changed():  # on one rank, where parameters are ordinary
+        changed = self._reducer.changed()  # on one rank, where parameters are ordinary
+        for entry, grad in changed:
+            if grad is None:
+                self.mark_gradient(entry, False)  # all of them before any is written: a group may have none left
+        for entry, grad in changed:
             self.assign(entry, grad)
         assigned, self._assigned = self._assigned, []
         self._full = {}  # whoever asked for this may go on to change the flat gradients

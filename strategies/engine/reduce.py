@@ -18,6 +18,7 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Pending
 from .chunk import Chunk, Entry
 from .layout import ArenaLayout, overlap
+from .shards import FlatGroup
 from .streams import Lane
 from .unit import Exchange, Unit
 
@@ -63,11 +64,13 @@ class Reducer:
         wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
     """
 
+    views: list[Tensor]  # by number of the parameter: where its gradient goes, of the parameter's shape
     written: bytearray  # by number of the parameter: there is a gradient already where the next one goes
     claimed: bytearray  # by index of the unit: the memory of its range is its own, until its gradients are sent
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # nor did earlier ones; on all ranks alike
+    captured = False  # graphs write to the gradients where they are now
     lasting: bool  # cleared gradients keep their memory: somebody has its address, or a device's allocator might cut it up
     inspect: Callable[[Unit, Tensor], None] | None = None  # looks at a unit's gradients before they are sent
 
@@ -87,14 +90,12 @@ class Reducer:
         layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
-        self.written, self.claimed = bytearray(sum(len(u.trained) for u in trained)), bytearray(len(units))
+        views = {e.number: view for u in trained for e, view in zip(u.trained, self._ranges[u.index].views, strict=True)}
+        self.views = [views[number] for number in range(len(views))]
+        self.written, self.claimed = bytearray(len(views)), bytearray(len(units))
         self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None
-
-    def view(self, unit: Unit, index: int) -> Tensor:
-        """Where the gradient of trained parameter ``index`` of ``unit`` goes, of the parameter's shape."""
-        return self._ranges[unit.index].views[index]
 
     def claim(self, index: int) -> None:
         """Free the range of the unit with this index for its gradients; collective if others are reduced for it."""
@@ -177,6 +178,9 @@ class Reducer:
                 for piece in chunk.owned:
                     if piece.is_first_in_window():
                         piece.group.grad[piece.place].zero_()
+
+    def begin_window(self, group: FlatGroup) -> None:
+        """The gradients of ``group`` were cleared, and the next ones are on their way."""
 
     def show(self, shown: bytes) -> None:
         """Gradients are complete. A resting parameter's ``grad`` reads them from the shards, see access.py."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,10 @@ class SavedTensors:
             if "saved tensor hooks" not in str(error):
                 raise
             raise ResidencyError(
-                "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step: weights that "
-                "autograd saves there are looked up later, which torch.func does not allow. Use torch.autograd.grad or "
-                "torch.autograd.functional, or run the transform outside of a step in `with strategy.gathered(module):`."
+                "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step, as in "
+                f"`{_caller(error)}`: weights that autograd saves there are looked up later, which torch.func does not allow. "
+                "Use torch.autograd.grad or torch.autograd.functional, or run the transform outside of a step in `with "
+                "strategy.gathered(module):`."
             ) from error
 
     def enter_outside(self, unit: Unit) -> None:
@@ -144,3 +146,10 @@ def _require_unchanged(held: Tensor, unit: Unit, since: int) -> None:
                     f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in forward, but an optimizer step, "
                     "a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
                 )
+
+
+def _caller(error: Exception) -> str:
+    """The function that called the torch.func transform in which ``error`` was raised."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    inside = [place for place, code in enumerate(codes) if "_functorch" in code.co_filename]
+    return codes[inside[0] - 1 if inside else -1].co_name

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
-from ..residency.resting import ResidencyError, keep_engine_last
+from ..residency.in_use import refused_data
+from ..residency.resting import keep_engine_last
 from .chunk import Entry
 from .reduce import Reducer
 from .shards import FlatGroup
@@ -26,9 +28,8 @@ class WholeUnit(Unit):
         """See :meth:`Unit.connect`."""
         arena.holders.append(self)
         self._collectives, self._lane = collectives, lane
-        views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
-        self._views = [(entry, view, view.data_ptr()) for entry, view in views]
-        for entry, view in views:
+        self._views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
+        for entry, view in self._views:
             entry.parameter.data = view
         for chunk in self.chunks:
             chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.memory.device)
@@ -47,18 +48,14 @@ class WholeUnit(Unit):
         increment_version([entry.parameter for entry in changed])
 
     def adopt(self) -> None:
-        """Take over what the user put in the place of ``parameter.data``, and hooks that came after the engine's."""
-        for entry, view, address in self._views:
-            if entry.parameter.data_ptr() != address:
-                if entry.parameter.dtype != view.dtype:
-                    raise ResidencyError(
-                        f"Parameter {entry.name!r} was made {entry.parameter.dtype} after it was sharded as {view.dtype}. "
-                        "Change dtypes before the model is sharded, in `__init__` or `configure_model`."
-                    )
-                view.copy_(entry.parameter.data)
+        """Take over what the user put in the place of ``parameter.data``."""
+        for entry, view in self._views:
+            if entry.parameter.dtype != view.dtype or not entry.parameter.is_set_to(view):
+                value = entry.parameter.data
+                if (value.shape, value.dtype) != (view.shape, view.dtype):
+                    raise refused_data(entry.parameter, value)
+                view.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
                 entry.parameter.data = view
-            if entry.trained:
-                keep_engine_last(entry.parameter)
 
     def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """See :meth:`Unit.full`."""
@@ -74,52 +71,82 @@ class WholeReducer(Reducer):
     def __init__(self, units: list[Unit]) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._ranges, self._open, self._flying = {}, [], None  # nothing waits, and nothing is on its way
-        trained = [(entry, _view(entry, entry.group.grad)) for unit in units for entry in unit.trained]
-        self._views = sorted(trained, key=lambda pair: pair[0].number)
-        self._addresses = [view.data_ptr() for _, view in self._views]
-        self.written = bytearray(b"\1" * len(trained))  # until gradients are cleared the next one is added
+        self._parameters = [entry.parameter for unit in units for entry in unit.entries]
+        self._entries = sorted((entry for unit in units for entry in unit.trained), key=lambda entry: entry.number)
+        self.views = [_view(entry, entry.group.grad) for entry in self._entries]
+        self._addresses = [view.data_ptr() for view in self.views]
+        self.written = bytearray(b"\1" * len(self.views))  # until gradients are cleared the next one is added
         self.claimed = bytearray(b"\1" * len(units))  # there is no range to claim
-        self._shown: list[tuple[Entry, Tensor]] = []
+        self._shown: list[Entry] = []
         for chunk in (c for u in units for c in u.chunks if c.trained):
             for low, high in chunk.layout.gaps():
                 group, start = chunk.place_of(low)
                 group.idle.append((start, start + high - low))
-
-    def view(self, unit: Unit, index: int) -> Tensor:
-        """See :meth:`Reducer.view`."""
-        return self._views[unit.trained[index].number][1]
+        # What Python and torch count where nobody keeps a gradient, or a view of one.
+        self._references = [getrefcount(self.views[entry.number]) for entry in self._entries]
+        self._tensors = {group: _tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
-        self._shown = [(entry, view) for entry, view in self._views if shown[entry.number]]
-        for entry, view in self._shown:
-            entry.parameter.grad = view
+        self._shown = [entry for entry in self._entries if shown[entry.number]]
+        for entry in self._shown:
+            entry.parameter.grad = self.views[entry.number]
 
     def hide(self) -> None:
-        """Autograd would add to what it finds."""
-        for entry, _ in self._shown:
+        """Autograd would add to what it finds. The user's hooks are to find it before the engine's takes it away."""
+        for entry in self._shown:
             entry.parameter.grad = None
         self._shown = []
+        for parameter in self._parameters:
+            keep_engine_last(parameter)
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
         found = []
-        for entry, view in self._shown:
-            if (grad := entry.parameter.grad) is not view:
-                found.append((entry, view, grad))
-            elif view.data_ptr() != self._addresses[entry.number]:  # `parameter.grad.data = ...`
-                found.append((entry, view, view.detach()))
-                view.data = _view(entry, entry.group.grad)
-        for entry, view, grad in found:
-            entry.parameter.grad = None if grad is None else view
-        return [(entry, grad) for entry, _, grad in found]
+        for entry in self._shown:
+            moved = self.views[entry.number].data_ptr() != self._addresses[entry.number]  # `parameter.grad.data = ...`
+            if entry.parameter.grad is not self.views[entry.number]:
+                found.append((entry, entry.parameter.grad))
+                self._renew(entry) if moved else self._leave([entry])
+            elif moved:
+                found.append((entry, entry.parameter.grad.detach()))
+                entry.parameter.grad.data = _view(entry, entry.group.grad)
+        for entry, grad in found:
+            entry.parameter.grad = None if grad is None else self.views[entry.number]
+        return found
+
+    def begin_window(self, group: FlatGroup) -> None:
+        """See :meth:`Reducer.begin_window`."""
+        entries = self._entries[group.first : group.last]
+        if self.captured or _tensors_in(group.grad) == self._tensors[group]:
+            self._leave(entries)
+        else:
+            group.give_back()  # somebody keeps views of gradients: the memory is theirs
+            for entry in entries:
+                self._renew(entry)
+
+    def _leave(self, entries: list[Entry]) -> None:
+        """Give gradients that somebody keeps memory of their own: the next ones go where they are."""
+        for entry in entries:
+            if getrefcount(self.views[entry.number]) != self._references[entry.number] and not self.captured:
+                self.views[entry.number].data = self.views[entry.number].clone()
+                self._renew(entry)
+
+    def _renew(self, entry: Entry) -> None:
+        self.views[entry.number] = _view(entry, entry.group.grad)
+        self._addresses[entry.number] = self.views[entry.number].data_ptr()
 
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""
-        for entry, view in self._views:
+        for entry in self._entries:
             if not self.written[entry.number]:
-                view.zero_()
+                self.views[entry.number].zero_()
                 self.written[entry.number] = 1
+
+
+def _tensors_in(memory: Tensor) -> int:
+    """How many tensors view the memory of this one, itself included."""
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:

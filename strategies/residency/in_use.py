@@ -45,13 +45,10 @@ class _InUse:
     @data.setter
     def data(self, value: Tensor) -> None:
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
-            raise ResidencyError(
-                f"`.data` of parameter {describe(self)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype} "
-                f"on {value.device}. While the parameter is sharded its shape, dtype and device stay as they are."
-            )
+            raise refused_data(self, value)
         if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
             with torch.no_grad():
-                self.copy_(value)
+                self.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -59,6 +56,15 @@ class _InUse:
             copied.__class__ = self._cls
             memo[id(self)] = copied
         return memo[id(self)]
+
+
+def refused_data(parameter: Tensor, value: Tensor) -> ResidencyError:
+    """What to raise when ``value`` cannot be the data of ``parameter``."""
+    return ResidencyError(
+        f"`.data` of parameter {describe(parameter)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype} on "
+        f"{value.device}. While the parameter is sharded its shape, dtype and device stay as they are: change them before, in "
+        "`__init__` or `configure_model`."
+    )
 
 
 @cache

@@ -99,7 +99,10 @@ def home_of(parameter: Tensor) -> Home | None:
 def _home(parameter: Tensor) -> Home:
     home = home_of(parameter)
     if home is None:
-        raise ResidencyError(f"A parameter of shape {tuple(parameter.shape)} outlived the model that it was sharded with.")
+        raise ResidencyError(
+            f"Parameter {describe(parameter)} outlived the model that it was sharded with, and its values with it. Hold the "
+            "module, or keep its `state_dict()` (in `with strategy.gathered(module):`)."
+        )
     return home
 
 
@@ -146,9 +149,12 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
             set_grad(parameter, grad)
 
 
-_TOLD_OF_GRADIENTS = (
-    "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
-)
+def told_of_gradient(parameter: nn.Parameter) -> str:
+    """What views of its gradient are, see :attr:`ShardedCopy.told`."""
+    return (
+        f"a view of a copy of the gradient of parameter {describe(parameter)}. Change the whole gradient, in place or by "
+        "assigning: `parameter.grad = ...`."
+    )
 
 
 class ShardedCopy(Tensor):
@@ -156,16 +162,10 @@ class ShardedCopy(Tensor):
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
     since: tuple[int, ...] = ()  # then: when it was read, see `Gradients.since`
-    told: str = _TOLD_OF_GRADIENTS  # if it can only be read: what it is, and what to do instead
+    told: str = ""  # if it, or what views it, can only be read: what that is, and what to do instead
 
     @classmethod
-    def of(
-        cls,
-        value: Tensor,
-        told: str = _TOLD_OF_GRADIENTS,
-        parameter: nn.Parameter | None = None,
-        since: tuple[int, ...] = (),
-    ) -> ShardedCopy:
+    def of(cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, since: tuple[int, ...] = ()) -> ShardedCopy:
         """``value``, with what is known of it."""
         copy = value.as_subclass(cls)
         copy.told, copy.parameter, copy.since = told, parameter, since
@@ -202,7 +202,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             if (home := home_of(gradient.parameter)) is not None:
                 home.keep_gradient(gradient)
         if name == "data.__get__" and args[0].parameter is not None:
-            return ShardedCopy.of(result, parameter=args[0].parameter, since=args[0].since)
+            return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
         return _shield(result, [(each, each.told) for each in instances(given, ShardedCopy)])

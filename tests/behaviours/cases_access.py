@@ -320,6 +320,18 @@ class DataReplaced(Case):
 
 
 @case
+class DataTransposed(Case):
+    """`p.data = p.data.t()` of a square weight between steps"""
+
+    refused = r"'head\.weight'.*strategy\.gathered"
+
+    def train(self, run):
+        super().train(run)
+        run.model.head.weight.data = run.model.head.weight.data.t()
+        super().train(run)
+
+
+@case
 class ClampedInForward(Case):
     """A weight clamped in its own forward"""
 
@@ -382,13 +394,31 @@ class DataAssignedInForward(ClampedInForward):
 class DataOfAnotherShapeInForward(ClampedInForward):
     """`p.data = ...` of another shape in the forward of its unit"""
 
-    worlds = (2,)
-    refused = "`.data` of parameter 'blocks.0.norm.bias'.*shape, dtype and device stay as they are"
+    refused = refused_on_one = "`.data` of parameter 'blocks.0.norm.bias'.*shape, dtype and device stay as they are"
 
     class Clamped(Block):
         def forward(self, x):
             self.norm.bias.data = self.norm.bias.data[:1]
             return x
+
+
+class Square(Block):
+    def __init__(self):
+        super().__init__()
+        self.square = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.square(super().forward(x))
+
+
+@case
+class DataTransposedInForward(ClampedInForward):
+    """`p.data = p.data.t()` of a square weight in the forward of its unit"""
+
+    class Clamped(Square):
+        def forward(self, x):
+            self.square.weight.data = self.square.weight.data.t()
+            return super().forward(x)
 
 
 @case
@@ -902,8 +932,7 @@ class UnregisteredParameter(Case):
 class SharedMemory(Case):
     """Two parameters whose `.data` is the same"""
 
-    refused = "'head.weight' and 'stem.weight' share memory.*the same parameter"
-    worlds = (2,)
+    refused = refused_on_one = "'head.weight' and 'stem.weight' share memory.*the same parameter"
 
     def model(self):
         model = Chain()
@@ -915,8 +944,7 @@ class SharedMemory(Case):
 class BufferOfAParameter(Case):
     """A buffer that shares memory with a parameter"""
 
-    refused = "'copy' and 'stem.weight' share memory.*clone"
-    worlds = (2,)
+    refused = refused_on_one = "'copy' and 'stem.weight' share memory.*clone"
 
     def model(self):
         model = Chain()
@@ -929,7 +957,7 @@ class MovedToDouble(Case):
     """`model.double()` after set-up"""
 
     refused = "'stem.weight'.* was read outside a step"  # by `Module.double`, which would replace it
-    refused_on_one = "'stem.weight' was made torch.float64.*before the model is sharded"
+    refused_on_one = r"'stem\.weight'.* was set to .*torch\.float64.*in `__init__` or `configure_model`"
 
     def train(self, run):
         super().train(run)

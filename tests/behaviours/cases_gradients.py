@@ -24,7 +24,7 @@ class Graded(Case):
 class GradRowsChanged(Graded):
     """`for row in p.grad: row.zero_()` between backward and step"""
 
-    refused = "`zero_` would change a view of a copy of a sharded gradient.*parameter.grad = "
+    refused = "`zero_` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
 
     def touch(self, run, p):
         for row in p.grad:
@@ -35,7 +35,7 @@ class GradRowsChanged(Graded):
 class GradDataViewChanged(Graded):
     """`p.grad.detach().mul_()` between backward and step"""
 
-    refused = "`mul_` would change a view of a copy of a sharded gradient.*parameter.grad = "
+    refused = "`mul_` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
 
     def touch(self, run, p):
         p.grad.detach().mul_(0.5)
@@ -114,8 +114,6 @@ class GradDecayedWhenGathered(Graded):
 class GradKeptAsMomentum(Graded):
     """`p.grad` itself kept from step to step, and changed in place when it is no longer the gradient"""
 
-    worlds = (2,)  # on one rank the next gradient will be in the same memory
-
     def train(self, run):
         self.kept = {}
         super().train(run)
@@ -125,6 +123,54 @@ class GradKeptAsMomentum(Graded):
         kept = self.kept.setdefault(p, p.grad)
         if kept is not p.grad:
             kept.mul_(0.9).add_(p.grad)
+
+
+@case
+class GradViewsKept(Graded):
+    """Views of `p.grad` (`detach()`, rows, another shape) kept from step to step"""
+
+    def train(self, run):
+        self.kept = []
+        super().train(run)
+        run.log(*self.kept)
+
+    def touch(self, run, p):
+        self.kept += [p.grad.detach(), p.grad[0], p.grad.view(-1)]
+
+
+@case
+class GradsOfTwoLosses(Case):
+    """Gradients of a loss, and views of them, kept over `model.zero_grad()` and the backward of another loss, then added"""
+
+    pitfalls = (14,)
+
+    def train(self, run):
+        for step in range(self.steps):
+            kept = []
+            for task in range(2):
+                run.model.zero_grad()
+                loss = run.step(lambda model, at=2 * step + task: self.loss(model, self.batch(at, run.rank)))
+                self.backward(run, loss)
+                kept.append([(p.grad, p.grad.detach()) for p in run.model.parameters()])
+            for p, (first, view) in zip(run.model.parameters(), kept[0], strict=True):
+                run.log(view)
+                p.grad.add_(first)
+            run.optimizer.step()
+
+
+@case
+class GradReplacedAndKept(Graded):
+    """`p.grad` replaced by another tensor, or None, and the one of before kept and read in the next step"""
+
+    def train(self, run):
+        self.kept = []
+        super().train(run)
+
+    def between(self, run):
+        run.log(*self.kept)
+        self.kept = [p.grad for p in run.model.parameters()]
+        for p in run.model.parameters():
+            p.grad = p.grad * 2 if p.ndim > 1 else None
 
 
 @case

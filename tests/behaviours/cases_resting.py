@@ -600,7 +600,6 @@ class MovedWhenGathered(Case):
 class CastWhenGathered(Case):
     """`model.double().float()` inside `gathered`"""
 
-    worlds = (2,)
     refused = r"`\.data` of parameter 'stem\.weight'.*torch\.float64.*shape, dtype and device stay as they are"
 
     def train(self, run):

@@ -80,7 +80,6 @@ class RootGradAssignedInStep(Manual):
 class RootGradAccumulatedInStep(Manual):
     """Two backwards inside the step, gradients of the model's own parameters read in between and in hooks"""
 
-    worlds = (2,)  # on one rank a hook that is set in the step comes after the engine's, and finds no gradient
     pitfalls = (14, 16, 43)
 
     def loss(self, model, batch):
@@ -134,7 +133,6 @@ class RootClampedBetweenTwoSteps(RootClampedBeforeTheStep):
 class RootClampedInClosure(Manual):
     """The model's own parameters clamped in a closure inside the step, and stepped then"""
 
-    worlds = (2,)
     refused = "'scale' was changed in place while it is in use, and its shards by a step.*closure"
 
     def work(self, run, model, batch):

@@ -1,0 +1,156 @@
+"""Errors that no behaviour of the table leads to: what they say, on every rank."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3 import Zero3Strategy
+from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.param_groups import ParamGroups
+from lightning_zero3.strategies.residency import ResidencyError
+
+CPU = torch.device("cpu")
+
+
+class Doing(nn.Linear):
+    """Calls a function of itself in its forward."""
+
+    def forward(self, x):
+        self.act(self)
+        return super().forward(x)
+
+
+def engine_of(*layers, optimizer=torch.optim.SGD, **options):
+    """Two layers that are units, unless others are given; their optimizer and their engine."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layers or (nn.Linear(6, 6), nn.Linear(6, 6))))
+    built = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    doors = make_collectives(dist.group.WORLD, CPU)
+    return model, built, Zero3Engine(model, [built], device=CPU, collectives=doors, unit_policy=[nn.Linear, Doing], **options)
+
+
+def loss_of(model, engine):
+    with engine.step():
+        return model(torch.ones(2, 6)).square().mean()
+
+
+def gathered_in_its_forward():
+    layer = Doing(6, 6)
+    model, _, engine = engine_of(layer)
+
+    def act(layer):
+        with engine.access.gathered(layer, False):
+            pass
+
+    layer.act = act
+    loss_of(model, engine)
+
+
+def gathered_twice():
+    model, _, engine = engine_of()
+    with engine.access.gathered(model, False), engine.access.gathered([model[0].weight], False):
+        pass
+
+
+@torch.no_grad()
+def written_in_bf16():
+    layer = Doing(6, 6)
+    layer.act = lambda layer: layer.weight.mul_(2)
+    model, _, engine = engine_of(layer, slot_dtype=lambda name, p: torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model, engine)
+
+
+def gradient_read_in_backward():
+    model, _, engine = engine_of(reduce_once=True)
+    with engine.accumulate(), engine.backward():
+        loss_of(model, engine).backward()
+    model[1].bias.register_hook(lambda grad: model[0].weight.grad)
+    with engine.backward():
+        loss_of(model, engine).backward()
+
+
+def model_gone():
+    model, optimizer, engine = engine_of()
+    weight = model[0].weight
+    del model, optimizer, engine
+    gc.collect()
+    return weight + 1
+
+
+def regrouped_beside_lbfgs():
+    model, optimizer, engine = engine_of(nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), optimizer=torch.optim.LBFGS)
+    groups = ParamGroups([optimizer], lambda: engine, CPU)
+    groups.start(engine, [{}])
+    optimizer.add_param_group({"params": [model[1].weight.requires_grad_()]})
+    groups.follow(engine)
+
+
+def median_of_a_vector():
+    model, optimizer, engine = engine_of(optimizer=torch.optim.LBFGS)
+    ParamGroups([optimizer], lambda: engine, CPU).start(engine, [{}])
+    with engine.backward():
+        loss_of(model, engine).backward()
+    optimizer._gather_flat_grad().median()
+
+
+def used_before_gathered():
+    engine_of()[2].units[1].use()
+
+
+def hooked_after_the_engine():
+    model, _, engine = engine_of()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    with engine.step():
+        loss = model[0].weight.square().sum()
+    loss.backward()
+
+
+SHARDED = [
+    (gathered_in_its_forward, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
+    (gathered_twice, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
+    (
+        written_in_bf16,
+        ResidencyError,
+        r"'0\.weight' was changed in place while it is gathered in torch\.bfloat16.*torch\.float32",
+    ),
+    (
+        gradient_read_in_backward,
+        ResidencyError,
+        r"gradient of parameter '0\.weight' .* middle of a backward.*`reduce_once=True`",
+    ),
+    (model_gone, ResidencyError, r"Parameter '0\.weight' \(unit 0\) outlived the model.*strategy\.gathered"),
+    (regrouped_beside_lbfgs, ValueError, "Param groups cannot be edited beside LBFGS: its history"),
+    (median_of_a_vector, NotImplementedError, "LBFGS takes the `median` of a vector that is sharded over the ranks"),
+    (used_before_gathered, RuntimeError, "Unit 1 cannot go from 'resting' to 'in use'; this is a bug"),
+]
+WHOLE = [
+    (hooked_after_the_engine, ResidencyError, r"hook of parameter '0\.weight' .*would not find its gradient.*manual_backward")
+]
+
+
+def raising(rank, world_size, index):
+    provoke, kind, text = (WHOLE if world_size == 1 else SHARDED)[index]
+    with pytest.raises(kind, match=text):
+        provoke()
+
+
+@pytest.mark.parametrize("index", range(len(SHARDED)), ids=lambda index: SHARDED[index][0].__name__)
+def test_every_rank_says(index):
+    run_ranks(raising, 2, index, timeout=30)
+
+
+@pytest.mark.parametrize("index", range(len(WHOLE)), ids=lambda index: WHOLE[index][0].__name__)
+def test_one_rank_says(index):
+    run_ranks(raising, 1, index, timeout=30)
+
+
+@pytest.mark.parametrize("option", ["gather_dtype", "reduce_dtype"])
+def test_a_dtype_that_nothing_travels_in(option):
+    with pytest.raises(ValueError, match="gather_dtype and reduce_dtype of Zero3Strategy are 'bf16' or None, not 'fp16'"):
+        Zero3Strategy(**{option: "fp16"})
