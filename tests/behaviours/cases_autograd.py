@@ -448,6 +448,7 @@ class GradClippedByUser(Case):
 
     def between(self, run):
         run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.01))
+        run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.001, norm_type=torch.inf))
 
 
 @case

@@ -1,6 +1,7 @@
 """Behaviours that callbacks of Lightning and hooks of the module bring in: zero3 on two ranks against one process.
 
-The one process trains on the joined batches. What it sees is the mean of what the ranks see.
+The one process trains on the joined batches. What it sees is the mean of what the ranks see, each of its own batches; norms,
+clipped gradients, masks and the like are the same on every rank.
 """
 
 import re
@@ -13,6 +14,7 @@ from behaviours.harness import DIM
 from behaviours.trainer_modules import MODULES, sync_batch_norm
 from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import partition
 
 
 def fit(module, strategy, world_size):
@@ -25,11 +27,14 @@ def fit(module, strategy, world_size):
 
 def run_all(rank, world_size, names, strategy):
     """By name: what the module saw, and the weights that came out."""
+    partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own: units are given up and gathered again
     found = {}
     for name in names:
         module = MODULES[name]()
-        state = full_state(fit(module, strategy, world_size))
-        found[name] = module.seen, {k: v.clone() for k, v in state.items()}
+        fitter = fit(module, strategy, world_size)
+        assert strategy != "zero3" or len(fitter.strategy.engine.units) > 4, name
+        state = full_state(fitter)
+        found[name] = module.seen, module.shared, {k: v.clone() for k, v in state.items()}
     return found
 
 
@@ -55,6 +60,7 @@ def test_the_stand_in_for_sync_batch_norm_computes_what_batch_norm_does_of_the_w
         torch.testing.assert_close(mine, expected)
 
 
+SHARING = {"Summarized", "GradientNorms", "ClippedByNorm", "ManualAccumulation", "PrunedAfterValidation"}
 RIGHT = [name for name, cls in MODULES.items() if not cls.refused]
 REFUSED = [name for name, cls in MODULES.items() if cls.refused]
 
@@ -78,13 +84,16 @@ def test_as_the_reference(name, runs):
     ranks = [found[name] for found in runs["zero3"]]
     if MODULES[name].reference == "ddp":
         reference = [found[name] for found in runs["ddp"]]
-        for (seen, _), (expected, _) in zip(ranks, reference, strict=True):
+        for (seen, *_), (expected, *_) in zip(ranks, reference, strict=True):
             torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
     else:
         reference = [found[name] for found in runs["one process"]]
-        torch.testing.assert_close(sum(torch.tensor(seen) for seen, _ in ranks) / 2, torch.tensor(reference[0][0]))
+        torch.testing.assert_close(sum(torch.tensor(seen) for seen, *_ in ranks) / 2, torch.tensor(reference[0][0]))
     assert len(reference[0][0]) >= 9
-    torch.testing.assert_close(ranks[0][1], reference[0][1])
+    for _, shared, _ in ranks:
+        assert bool(shared) == (name in SHARING)
+        torch.testing.assert_close(torch.tensor(shared), torch.tensor(reference[0][1]))
+    torch.testing.assert_close(ranks[0][2], reference[0][2])
 
 
 @pytest.mark.parametrize("name", REFUSED)

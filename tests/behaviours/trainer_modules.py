@@ -40,7 +40,8 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = Chain()
-        self.seen = []
+        self.seen = []  # of this rank's batches: the one process sees the mean over the ranks
+        self.shared = []  # the same on every rank, and in the one process
 
     def train_dataloader(self):
         mine = range(2) if self.trainer.world_size == 1 else [self.trainer.global_rank]
@@ -213,7 +214,7 @@ class DeviceStats(Module):
         if self.trainer.is_global_zero:
             self.trainer.logger.save()
             (row, *_) = csv.DictReader(open(Path(self.trainer.logger.log_dir) / "metrics.csv"))
-            assert any("cpu" in name for name in row)
+            assert 0 <= float(row["DeviceStatsMonitor.on_train_batch_start/cpu_percent"]) <= 100
 
 
 class Summarized(Module):
@@ -228,8 +229,8 @@ class Summarized(Module):
 
     def on_train_start(self):
         summary = summarize(self, max_depth=3)
-        self.seen += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
-        self.seen += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
+        self.shared += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
+        self.shared += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
 
 
 def sync_batch_norm(self, x):
@@ -296,18 +297,22 @@ class AllGatherWithGradients(LikeDdp):
 
 
 class LearningRateFound(LikeDdp):
+    """The steps after the search take the rate that it suggests, which takes more than twelve steps."""
+
     lr = 0.1
+    options = {"max_epochs": 4}
 
     def callbacks(self):
-        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, early_stop_threshold=None)
+        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=16, early_stop_threshold=None)
         return [self.finder]
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
-    def on_train_end(self):
-        if self.finder.optimal_lr is not None:  # training begins
-            self.seen += [self.lr, *self.finder.optimal_lr.results["loss"]]
+    def teardown(self, stage):
+        found = self.finder.optimal_lr
+        assert len(found.results["loss"]) == 16 and 1e-3 < found.suggestion() == self.lr != 0.1
+        self.seen += [self.lr, *found.results["loss"]]
 
 
 class BatchSizeFound(LikeDdp):
@@ -340,7 +345,7 @@ class PrunedAfterValidation(Averaged):
         return [ModelPruning("ln_structured", layers, amount=0.2, **options)]
 
     def on_train_end(self):
-        self.seen += [b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")]
+        self.shared += [b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")]
 
 
 class PrunedBefore(Module):
@@ -360,7 +365,7 @@ class SkippedSteps(Module):
 
 class GradientNorms(Module):
     def on_before_optimizer_step(self, optimizer):
-        self.seen += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
+        self.shared += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
 
 
 class ClippedByValue(Module):
@@ -373,9 +378,9 @@ class ClippedByNorm(Module):
     options = {"gradient_clip_val": 0.01}
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        self.seen.append(self.net.head.weight.grad.norm().item())
+        self.shared.append(self.net.head.weight.grad.norm().item())
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.seen.append(self.net.head.weight.grad.norm().item())
+        self.shared.append(self.net.head.weight.grad.norm().item())
 
 
 class Manual(Module):
@@ -411,7 +416,7 @@ class ManualAccumulation(Module):
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss / 2)
         if batch_idx % 2:
-            self.seen.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1).item())
+            self.shared.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1).item())
             self.optimizers().step()
             self.optimizers().zero_grad()
 
