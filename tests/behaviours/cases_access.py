@@ -354,7 +354,7 @@ class DataClampedAfterUse(ClampedInForward):
 
 @case
 class DataClampedInCompiledForward(ClampedInForward):
-    """A weight's `.data` clamped in a compiled forward"""
+    """A weight's `.data` clamped in a compiled forward (aot_eager)"""
 
     pitfalls = (41,)
     timeout = 60.0

@@ -697,7 +697,7 @@ class Compiled(Case):
 
 @case
 class CompiledBlocks(Compiled):
-    """`torch.compile` of every block"""
+    """`torch.compile` of every block (aot_eager)"""
 
     def prepare(self, model):
         for block in model.blocks:
@@ -706,7 +706,7 @@ class CompiledBlocks(Compiled):
 
 @case
 class CompiledBlocksAfterSetUp(Compiled):
-    """`torch.compile` of every block after set-up"""
+    """`torch.compile` of every block after set-up (aot_eager)"""
 
     def train(self, run):
         for block in run.model.blocks:
@@ -716,7 +716,7 @@ class CompiledBlocksAfterSetUp(Compiled):
 
 @case
 class CompiledBlockWrappers(Compiled):
-    """Blocks replaced by `torch.compile(block)` before set-up"""
+    """Blocks replaced by `torch.compile(block)` before set-up (aot_eager)"""
 
     def model(self):
         model = super().model()
@@ -726,7 +726,7 @@ class CompiledBlockWrappers(Compiled):
 
 @case
 class CompiledModel(Compiled):
-    """`torch.compile` of the whole model"""
+    """`torch.compile` of the whole model (aot_eager)"""
 
     def prepare(self, model):
         model.compile(backend="aot_eager")
@@ -734,7 +734,7 @@ class CompiledModel(Compiled):
 
 @case
 class CompiledModelAfterSetUp(Compiled):
-    """`torch.compile` of the whole model after set-up"""
+    """`torch.compile` of the whole model after set-up (aot_eager)"""
 
     def train(self, run):
         super().train(run, torch.compile(run.model, backend="aot_eager"))
