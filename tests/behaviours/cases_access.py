@@ -22,7 +22,6 @@ class Plain(Case):
     """An ordinary model"""
 
     worlds = (1, 2, 3)
-    pitfalls = (19, 48)
 
 
 @case
@@ -368,7 +367,7 @@ class DataClampedAfterUse(ClampedInForward):
 
 @case
 class DataClampedInCompiledForward(ClampedInForward):
-    """A weight's `.data` clamped in a compiled forward"""
+    """A weight's `.data` clamped in a compiled forward (aot_eager)"""
 
     pitfalls = (41,)
     timeout = 60.0
@@ -809,6 +808,19 @@ class Bfloat16Parameter(Kinds):
 
     def extra(self):
         return nn.Parameter(torch.ones(DIM, dtype=torch.bfloat16))
+
+
+@case
+class Float8Parameter(Kinds):
+    """Frozen float8 parameters beside trained ones"""
+
+    pitfalls = (36,)
+
+    def extra(self):
+        return nn.Parameter(torch.linspace(0.5, 1.5, DIM).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def mix(self, x, extra):
+        return x * extra.float()
 
 
 class NotDense(Kinds):

@@ -448,6 +448,7 @@ class GradClippedByUser(Case):
 
     def between(self, run):
         run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.01))
+        run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.001, norm_type=torch.inf))
 
 
 @case
@@ -739,7 +740,7 @@ class Compiled(Case):
 
 @case
 class CompiledBlocks(Compiled):
-    """`torch.compile` of every block"""
+    """`torch.compile` of every block (aot_eager)"""
 
     def prepare(self, model):
         for block in model.blocks:
@@ -748,7 +749,7 @@ class CompiledBlocks(Compiled):
 
 @case
 class CompiledBlocksAfterSetUp(Compiled):
-    """`torch.compile` of every block after set-up"""
+    """`torch.compile` of every block after set-up (aot_eager)"""
 
     def train(self, run):
         for block in run.model.blocks:
@@ -758,7 +759,7 @@ class CompiledBlocksAfterSetUp(Compiled):
 
 @case
 class CompiledBlockWrappers(Compiled):
-    """Blocks replaced by `torch.compile(block)` before set-up"""
+    """Blocks replaced by `torch.compile(block)` before set-up (aot_eager)"""
 
     def model(self):
         model = super().model()
@@ -768,7 +769,7 @@ class CompiledBlockWrappers(Compiled):
 
 @case
 class CompiledModel(Compiled):
-    """`torch.compile` of the whole model"""
+    """`torch.compile` of the whole model (aot_eager)"""
 
     def prepare(self, model):
         model.compile(backend="aot_eager")
@@ -776,7 +777,7 @@ class CompiledModel(Compiled):
 
 @case
 class CompiledModelAfterSetUp(Compiled):
-    """`torch.compile` of the whole model after set-up"""
+    """`torch.compile` of the whole model after set-up (aot_eager)"""
 
     def train(self, run):
         super().train(run, torch.compile(run.model, backend="aot_eager"))

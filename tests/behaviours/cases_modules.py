@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.fusion import fuse_linear_bn_eval
 
 from .harness import DIM, STEPS, Block, Case, Chain, case, seeded
 from .trainer_modules import sync_batch_norm
@@ -277,6 +278,37 @@ class StatisticsThatAreParametersAlike(StatisticsThatAreParameters):
         super().train(run)
         run.model.eval()
         run.log(run.step(lambda model: self.loss(model, self.batch(0, run.rank))))
+
+
+@case
+class FusedForEvaluation(BatchNorm):
+    """`fuse_linear_bn_eval` after set-up"""
+
+    pitfalls = (38,)
+    refused = "cannot be copied or pickled.*strategy.gathered"
+
+    def fuse(self, run):
+        return [fuse_linear_bn_eval(linear, norm) for linear, norm, _ in run.model.blocks]
+
+    def train(self, run):
+        super().train(run)
+        run.model.eval()
+        fused = self.fuse(run)
+        run.model.train()
+        if run.rank == 0:  # who has the running statistics
+            run.log(*(layer(self.batch(0, 0)) for layer in fused))
+        super().train(run)
+
+
+@case
+class FusedWhenGathered(FusedForEvaluation):
+    """`fuse_linear_bn_eval` inside `gathered`"""
+
+    refused = None
+
+    def fuse(self, run):
+        with run.gathered(run.model):
+            return super().fuse(run)
 
 
 @case

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .cases_root import Scaled
-from .harness import DIM, STEPS, Case, Chain, case
+from .harness import DIM, STEPS, Block, Case, Chain, case
 
 
 def _optimizer_case(cls, **options):
@@ -188,6 +188,35 @@ class ParamGroups(GroupsByShape):
 
     pitfalls = (21,)
     worlds = (1, 2, 3)
+
+
+@case
+class ParamGroupOfFewElements(Case):
+    """A param group of twelve elements in four units, which some ranks own nothing of, with fused AdamW"""
+
+    pitfalls = (48,)
+    worlds = (1, 2, 4)
+
+    class Scaled(Block):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 1.5]))
+
+        def forward(self, x):
+            return super().forward(x * self.scale.sum())
+
+    def model(self):
+        return Chain(*(self.Scaled() for _ in range(4)))
+
+    def optimizers(self, model):
+        scales = [block.scale for block in model.blocks]
+        rest = [p for name, p in model.named_parameters() if "scale" not in name]
+        return [torch.optim.AdamW([{"params": rest}, {"params": scales, "lr": 0.02}], lr=0.01, eps=1e-3, fused=True)]
+
+    def train(self, run):
+        super().train(run)
+        if run.refuses and run.world_size == 4 and run.rank == 0:
+            assert not any(entry.part for unit in run.engine.units for entry in unit.entries if "scale" in entry.name)
 
 
 @case

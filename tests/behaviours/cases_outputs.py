@@ -921,7 +921,7 @@ class GraphDroppedWithoutBackward(Case):
 
 @case
 class ExceptionInForward(Case):
-    """An exception in forward, then continuing"""
+    """An exception in forward, then a `KeyboardInterrupt`, and continuing after each"""
 
     pitfalls = (28,)
 
@@ -930,45 +930,57 @@ class ExceptionInForward(Case):
             x = model.blocks[0](model.stem(self.batch(9, run.rank)))
             model.blocks[1](x[:, :3])
 
-        super().train(run)
-        for _ in range(2):
+        def interrupted(model):
+            def interrupt(module, args):
+                raise KeyboardInterrupt("in a layer of a block")
+
+            x = model.blocks[0](model.stem(self.batch(9, run.rank)))
+            handle = model.blocks[1].down.register_forward_pre_hook(interrupt)
             try:
-                run.step(broken)
-            except RuntimeError as error:
-                run.log(str(error))
+                model.blocks[1](x)
+            finally:
+                handle.remove()
+
+        super().train(run)
+        for function in (broken, interrupted) * 2:
+            try:
+                run.step(function)
+            except (RuntimeError, KeyboardInterrupt) as error:
+                run.log(repr(error))
             run.recover()
             super().train(run)
 
 
 @case
 class ExceptionInBackward(Case):
-    """An exception in backward, then continuing"""
+    """An exception in backward, then a `KeyboardInterrupt`, and continuing after each"""
 
     pitfalls = (28,)
 
     class Fail(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, error):
+            ctx.error = error
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad):
-            raise ValueError("no gradient today")
+            raise ctx.error
 
     def train(self, run):
-        def broken(model):
+        def broken(model, error):
             x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
-            return model.head(model.blocks[2](self.Fail.apply(x))).square().mean()
+            return model.head(model.blocks[2](self.Fail.apply(x, error))).square().mean()
 
         super().train(run)
-        for _ in range(2):
+        for planned in (ValueError("no gradient today"), KeyboardInterrupt("enough")) * 2:
             run.optimizer.zero_grad()
-            loss = run.step(broken)
+            loss = run.step(lambda model, planned=planned: broken(model, planned))
             try:
                 with run.backward():
                     loss.backward()
-            except ValueError as error:
-                run.log(str(error))
+            except (ValueError, KeyboardInterrupt) as error:
+                run.log(repr(error))
             run.recover()
             super().train(run)
 

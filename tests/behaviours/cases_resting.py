@@ -503,7 +503,7 @@ class VmapOverViews(Case):
 
 @case
 class CompiledFunctionOfViews(Case):
-    """A compiled function of views of weights outside their unit's forward"""
+    """A compiled function of views of weights outside their unit's forward (aot_eager)"""
 
     pitfalls = (41,)
     timeout = 60.0
@@ -520,7 +520,7 @@ class CompiledFunctionOfViews(Case):
 
 @case
 class CompiledFunctionOfWeight(CompiledFunctionOfViews):
-    """A compiled function of a weight itself outside its unit's forward"""
+    """A compiled function of a weight itself outside its unit's forward (aot_eager)"""
 
     refused = r"`untyped_storage` would touch the memory of parameter 'head\.weight'.*strategy.gathered"
 

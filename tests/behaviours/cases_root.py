@@ -189,7 +189,7 @@ class RootTargetNetworkLate(RootTargetNetwork):
 
 @case
 class RootUsedInBlocks(Case):
-    """A parameter of the model itself in a function that one rank compiles again, gradients kept over micro-batches"""
+    """A parameter of the model itself in a function that one rank compiles again (aot_eager), gradients accumulated"""
 
     pitfalls = (16, 41)
     timeout = 60.0

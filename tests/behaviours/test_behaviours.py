@@ -34,7 +34,11 @@ differently; 46 double backward and functorch; 47 the meta device; 48 shards wit
 """
 # Why no case of the matrix can meet it, and a test that does.
 ELSEWHERE = {
-    17: ("the engine never asks for an average: it sums and scales", "ranks/test_by_hand.py::test_two_steps"),
+    17: ("the engine never asks for an average: it sums and scales", "test_layering.py::test_the_engine_does_without"),
+    19: (
+        "padding is zero, in shards and in gradients, whatever a step before left there",
+        "ranks/test_leftovers.py::test_padding_holds_nothing",
+    ),
     20: ("a matter of the precision plugin", "trainer/test_scaler.py::test_all_ranks_skip_a_step_that_overflows_on_one"),
     42: (
         "there are no streams on the CPU. On CUDA two lanes fork from the compute stream before they overwrite slots or read "

@@ -1,25 +1,33 @@
 """Behaviours that callbacks of Lightning and hooks of the module bring in: zero3 on two ranks against one process.
 
-The one process trains on the joined batches. What it sees is the mean of what the ranks see.
+The one process trains on the joined batches. What it sees is the mean of what the ranks see, each of its own batches; norms,
+clipped gradients, masks and the like are the same on every rank.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from behaviours import trainer_modules
 from behaviours.harness import DIM
-from behaviours.trainer_modules import sync_batch_norm
+from behaviours.make_lightning_table import TABLE, read_table, render
+from behaviours.trainer_modules import shard_by_fsdp2, sync_batch_norm
 from behaviours.trainer_optimizers import OPTIMIZERS
 from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import partition
 
 MODULES = {**trainer_modules.MODULES, **OPTIMIZERS}
 
 
 def fit(module, strategy, world_size):
+    if strategy == "fsdp2":
+        module.configure_model = partial(shard_by_fsdp2, module)
+        strategy = ModelParallelStrategy(world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
     validated = {"limit_val_batches": 1.0, "num_sanity_val_steps": 2}
     options = {"max_epochs": 3, "callbacks": module.callbacks(), **validated, **getattr(module, "options", {})}
     fitter = trainer(strategy, world_size, **options)
@@ -29,11 +37,14 @@ def fit(module, strategy, world_size):
 
 def run_all(rank, world_size, names, strategy):
     """By name: what the module saw, and the weights that came out."""
+    partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own: units are given up and gathered again
     found = {}
     for name in names:
         module = MODULES[name]()
-        state = full_state(fit(module, strategy, world_size))
-        found[name] = module.seen, {k: v.clone() for k, v in state.items()}
+        fitter = fit(module, strategy, world_size)
+        assert strategy != "zero3" or len(fitter.strategy.engine.units) > 4, name
+        state = full_state(fitter)
+        found[name] = module.seen, module.shared, {k: v.clone() for k, v in state.items()}
     return found
 
 
@@ -59,6 +70,7 @@ def test_the_stand_in_for_sync_batch_norm_computes_what_batch_norm_does_of_the_w
         torch.testing.assert_close(mine, expected)
 
 
+SHARING = {"Summarized", "GradientNorms", "ClippedByNorm", "ManualAccumulation", "PrunedAfterValidation"}
 RIGHT = [name for name, cls in MODULES.items() if not cls.refused]
 REFUSED = [name for name, cls in MODULES.items() if cls.refused]
 
@@ -77,18 +89,24 @@ def runs(request):
     }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_as_the_reference(name, runs):
-    ranks = [found[name] for found in runs["zero3"]]
+def check(name, ranks, reference):
+    """What every rank found of module ``name``, against every rank of the reference."""
     if MODULES[name].reference == "ddp":
-        reference = [found[name] for found in runs["ddp"]]
-        for (seen, _), (expected, _) in zip(ranks, reference, strict=True):
+        for (seen, *_), (expected, *_) in zip(ranks, reference, strict=True):
             torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
     else:
-        reference = [found[name] for found in runs["one process"]]
-        torch.testing.assert_close(sum(torch.tensor(seen) for seen, _ in ranks) / 2, torch.tensor(reference[0][0]))
+        torch.testing.assert_close(sum(torch.tensor(seen) for seen, *_ in ranks) / 2, torch.tensor(reference[0][0]))
     assert len(reference[0][0]) >= 9
-    torch.testing.assert_close(ranks[0][1], reference[0][1])
+    for _, shared, _ in ranks:
+        assert bool(shared) == (name in SHARING)
+        torch.testing.assert_close(torch.tensor(shared), torch.tensor(reference[0][1]))
+    torch.testing.assert_close(ranks[0][2], reference[0][2])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_as_the_reference(name, runs):
+    kind = "ddp" if MODULES[name].reference == "ddp" else "one process"
+    check(name, *([found[name] for found in runs[each]] for each in ("zero3", kind)))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -96,3 +114,13 @@ def test_refused(name):
     with pytest.raises(AssertionError) as failure:
         run_ranks(run_all, 2, [name], "zero3", timeout=60)
     assert re.search(MODULES[name].refused, str(failure.value), re.DOTALL), failure.value
+
+
+def test_the_document_has_a_row_of_each():
+    cells = read_table()
+    assert TABLE.read_text() == render(cells)
+    assert {row: kinds["zero3"] for row, kinds in cells.items()} == {
+        cls.__doc__: "refused" if cls.refused else "right" for cls in MODULES.values()
+    }
+    kinds = {kind for row in cells.values() for kind in row.values()}
+    assert {"right", "error"} <= kinds <= {"right", "refused", "wrong", "error", "hang"}

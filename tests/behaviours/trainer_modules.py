@@ -33,6 +33,8 @@ from behaviours.harness import DIM, Chain
 
 
 class Module(pl.LightningModule):
+    """Automatic optimization, SGD"""
+
     refused: str | None = None
     reference = "one"
 
@@ -40,7 +42,8 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = Chain()
-        self.seen = []
+        self.seen = []  # of this rank's batches: the one process sees the mean over the ranks
+        self.shared = []  # the same on every rank, and in the one process
 
     def train_dataloader(self):
         mine = range(2) if self.trainer.world_size == 1 else [self.trainer.global_rank]
@@ -71,26 +74,36 @@ class Averaged(Module):
 
 
 class Ema(Averaged):
+    """`WeightAveraging`"""
+
     def callbacks(self):
         return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5))]
 
 
 class EmaOfSomeSteps(Averaged):
+    """`EMAWeightAveraging` of some steps"""
+
     def callbacks(self):
         return [EMAWeightAveraging(decay=0.7, update_every_n_steps=2, update_starting_at_step=3)]
 
 
 class EmaWhileUnfreezing(Averaged):
+    """`WeightAveraging` beside `BaseFinetuning`"""
+
     def callbacks(self):
         return [WeightAveraging(avg_fn=get_ema_avg_fn(0.5)), *Unfreezing().callbacks()]
 
 
 class Swa(Averaged):
+    """`StochasticWeightAveraging`"""
+
     def callbacks(self):
         return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
 
 
 class NotElementwise(Module):
+    """`WeightAveraging` with a function of whole tensors"""
+
     refused = "averaging function of WeightAveraging does not average each element by itself.*get_ema_avg_fn"
 
     def callbacks(self):
@@ -98,6 +111,8 @@ class NotElementwise(Module):
 
 
 class Unfreezing(Module):
+    """`BaseFinetuning`"""
+
     def callbacks(self):
         class Finetuning(BaseFinetuning):
             def freeze_before_training(self, module):
@@ -111,7 +126,7 @@ class Unfreezing(Module):
 
 
 class UnfreezingTwice(Unfreezing):
-    """Adam's step counts, equal values among the parameters that BaseFinetuning compares, and a group that is edited."""
+    """`BaseFinetuning` twice, with Adam's step counts, and a group that is edited"""
 
     def callbacks(self):
         class Finetuning(BaseFinetuning):
@@ -132,6 +147,8 @@ class UnfreezingTwice(Unfreezing):
 
 
 class UnfreezingByHand(Module):
+    """`add_param_group` in `on_train_batch_start`"""
+
     def __init__(self):
         super().__init__()
         self.net.blocks[:2].requires_grad_(False)
@@ -143,7 +160,7 @@ class UnfreezingByHand(Module):
 
 
 class Moving(Module):
-    """Parameters move to a group with a rate of its own, and back."""
+    """Parameters moved between param groups in `on_train_epoch_start`"""
 
     def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.ndim == 2]
@@ -161,7 +178,7 @@ class Moving(Module):
 
 
 class UnfreezingByFlag(Module):
-    """The optimizer has all parameters from the start."""
+    """`requires_grad_` in `on_train_epoch_start`"""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -171,6 +188,8 @@ class UnfreezingByFlag(Module):
 
 
 class ByLbfgs(Module):
+    """LBFGS with a line search"""
+
     options = {"precision": "64-true"}  # its line search magnifies rounding
 
     def configure_optimizers(self):
@@ -178,6 +197,8 @@ class ByLbfgs(Module):
 
 
 class ByAdafactor(Module):
+    """Adafactor, clipped, over two micro-batches"""
+
     options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
 
     def configure_optimizers(self):
@@ -185,23 +206,31 @@ class ByAdafactor(Module):
 
 
 class AccumulationSchedule(Module):
-    options = {"limit_train_batches": 3}  # the last window of an epoch is short
+    """`GradientAccumulationScheduler`, the last window of an epoch short"""
+
+    options = {"limit_train_batches": 3}
 
     def callbacks(self):
         return [GradientAccumulationScheduler({0: 1, 1: 2})]
 
 
 class Profiled(Module):
+    """`profiler="simple"`"""
+
     options = {"profiler": "simple"}
 
 
 class ProfiledByTorch(Module):
+    """`PyTorchProfiler`"""
+
     @property
     def options(self):
         return {"profiler": PyTorchProfiler(dirpath=tempfile.mkdtemp(), filename="trace", export_to_chrome=False)}
 
 
 class DeviceStats(Module):
+    """`DeviceStatsMonitor`"""
+
     @property
     def options(self):
         return {"logger": CSVLogger(tempfile.mkdtemp()), "log_every_n_steps": 1}
@@ -213,11 +242,11 @@ class DeviceStats(Module):
         if self.trainer.is_global_zero:
             self.trainer.logger.save()
             (row, *_) = csv.DictReader(open(Path(self.trainer.logger.log_dir) / "metrics.csv"))
-            assert any("cpu" in name for name in row)
+            assert 0 <= float(row["DeviceStatsMonitor.on_train_batch_start/cpu_percent"]) <= 100
 
 
 class Summarized(Module):
-    """Parameters, shapes and operations of each layer."""
+    """The model summary: parameters, shapes and operations of each layer"""
 
     def __init__(self):
         super().__init__()
@@ -228,8 +257,24 @@ class Summarized(Module):
 
     def on_train_start(self):
         summary = summarize(self, max_depth=3)
-        self.seen += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
-        self.seen += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
+        self.shared += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
+        self.shared += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
+
+
+def shard_by_fsdp2(module):
+    """What a user of ``ModelParallelStrategy`` writes in ``configure_model``."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = module.device_mesh["data_parallel"]
+    for block in module.net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def number(value):
+    """Also of what FSDP2 has a part of."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def sync_batch_norm(self, x):
@@ -247,6 +292,8 @@ def sync_batch_norm(self, x):
 
 
 class SyncedNorms(Module):
+    """`Trainer(sync_batchnorm=True)`, with a stand-in for the layers that torch has for CUDA only"""
+
     options = {"sync_batchnorm": True}
 
     def __init__(self):
@@ -266,7 +313,7 @@ class LikeDdp(Module):
 
 
 class ByMuon(LikeDdp):
-    """Muon for matrices, whose iteration is in bfloat16, and AdamW for the rest."""
+    """Manual optimization, Muon for matrices and AdamW for the rest"""
 
     def __init__(self):
         super().__init__()
@@ -287,6 +334,8 @@ class ByMuon(LikeDdp):
 
 
 class AllGatherWithGradients(LikeDdp):
+    """`self.all_gather(..., sync_grads=True)`"""
+
     def training_step(self, batch, batch_idx):
         mine = self.net(batch)
         everyone = self.all_gather(mine, sync_grads=True)
@@ -296,21 +345,28 @@ class AllGatherWithGradients(LikeDdp):
 
 
 class LearningRateFound(LikeDdp):
+    """`LearningRateFinder`, and the steps after it"""
+
     lr = 0.1
+    options = {"max_epochs": 4}
 
     def callbacks(self):
-        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=8, early_stop_threshold=None)
+        steps = 16  # it suggests nothing of less than 13
+        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=steps, early_stop_threshold=None)
         return [self.finder]
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
-    def on_train_end(self):
-        if self.finder.optimal_lr is not None:  # training begins
-            self.seen += [self.lr, *self.finder.optimal_lr.results["loss"]]
+    def teardown(self, stage):
+        found = self.finder.optimal_lr
+        assert len(found.results["loss"]) == 16 and 1e-3 < found.suggestion() == self.lr != 0.1
+        self.seen += [self.lr, *found.results["loss"]]
 
 
 class BatchSizeFound(LikeDdp):
+    """`BatchSizeFinder`"""
+
     refused = "BatchSizeFinder tries sizes until.*Lightning allows it with no distributed strategy. Try each size"
 
     def callbacks(self):
@@ -318,11 +374,11 @@ class BatchSizeFound(LikeDdp):
 
 
 class Pruned(Module):
-    """More with each epoch, over all layers, and back to the first weights once; one layer was pruned by other hands."""
+    """`ModelPruning` over several layers, more with each epoch, back to the first weights once"""
 
     def __init__(self):
         super().__init__()
-        prune.l1_unstructured(self.net.blocks[0].up, "weight", amount=0.5)
+        prune.l1_unstructured(self.net.blocks[0].up, "weight", amount=0.5)  # by other hands
 
     def callbacks(self):
         layers = [(self.net.head, "weight"), (self.net.head, "bias"), (self.net.blocks[1].up, "weight")]
@@ -331,7 +387,7 @@ class Pruned(Module):
 
 
 class PrunedAfterValidation(Averaged):
-    """Layer by layer, by rows; masks stay."""
+    """`ModelPruning` of each layer by rows, masks kept"""
 
     def callbacks(self):
         options = {"pruning_dim": 0, "pruning_norm": 2, "prune_on_train_epoch_end": False, "make_pruning_permanent": False}
@@ -340,10 +396,12 @@ class PrunedAfterValidation(Averaged):
         return [ModelPruning("ln_structured", layers, amount=0.2, **options)]
 
     def on_train_end(self):
-        self.seen += [b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")]
+        self.shared += [b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")]
 
 
 class PrunedBefore(Module):
+    """`torch.nn.utils.prune` before `fit`"""
+
     def __init__(self):
         super().__init__()
         for layer in (self.net.head, self.net.blocks[1].up):
@@ -351,6 +409,8 @@ class PrunedBefore(Module):
 
 
 class SkippedSteps(Module):
+    """`training_step` that returns `None`"""
+
     refused = "Skipping the `training_step` by returning None in distributed training is not supported"  # Lightning's own
 
     def training_step(self, batch, batch_idx):
@@ -359,27 +419,31 @@ class SkippedSteps(Module):
 
 
 class GradientNorms(Module):
+    """`grad_norm` in `on_before_optimizer_step`"""
+
     def on_before_optimizer_step(self, optimizer):
-        self.seen += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
+        self.shared += map(number, grad_norm(self, 2).values())
 
 
 class ClippedByValue(Module):
+    """`gradient_clip_algorithm="value"`"""
+
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
 class ClippedByNorm(Module):
-    """Gradients are looked at before and after."""
+    """`gradient_clip_val`, gradients read before and after"""
 
     options = {"gradient_clip_val": 0.01}
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        self.seen.append(self.net.head.weight.grad.norm().item())
+        self.shared.append(number(self.net.head.weight.grad.norm()))
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.seen.append(self.net.head.weight.grad.norm().item())
+        self.shared.append(number(self.net.head.weight.grad.norm()))
 
 
 class Manual(Module):
-    """Two optimizers, toggled."""
+    """Manual optimization, two optimizers, toggled"""
 
     def __init__(self):
         super().__init__()
@@ -401,7 +465,7 @@ class Manual(Module):
 
 
 class ManualAccumulation(Module):
-    """Two batches to a step, clipped by the user."""
+    """Manual optimization, two batches to a step, clipped by the user"""
 
     def __init__(self):
         super().__init__()
@@ -411,7 +475,7 @@ class ManualAccumulation(Module):
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss / 2)
         if batch_idx % 2:
-            self.seen.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1).item())
+            self.shared.append(number(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
             self.optimizers().step()
             self.optimizers().zero_grad()
 
@@ -434,7 +498,7 @@ class ChangedByHand(Module):
 
 
 class ExceptionOnce(Module):
-    """A step that fails inside, is caught, and is taken again."""
+    """A step that fails inside, is caught, and is taken again"""
 
     def training_step(self, batch, batch_idx):
         with pytest.raises(RuntimeError):

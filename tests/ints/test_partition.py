@@ -55,7 +55,12 @@ def test_every_parameter_has_one_unit(build, policy):
         assert "no module of that class" in str(error) and policy == "norm and linear"
         return
     owned = [name for unit in units for name in unit.parameters]
-    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(owned) == sorted(names)
+    # In definition order, alike in every process; a set of modules would be in the order of their addresses.
+    modules = [name for name, _ in model.named_modules()]
+    assert [unit.names[0] for unit in units] == sorted((unit.names[0] for unit in units), key=modules.index)
+    assert all(list(unit.parameters) == sorted(unit.parameters, key=names.index) for unit in units)
     assert len({id(p) for unit in units for p in unit.parameters.values()}) == len(owned)
     for unit in units:
         assert unit.parameters and (not unit.root or unit is units[0])

@@ -12,6 +12,20 @@ from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
 
+class Bfloat16(Block):
+    """As with ``precision="bf16-true"``."""
+
+    def __init__(self):
+        super().__init__()
+        self.to(torch.bfloat16)
+
+
+class Float16(Block):
+    def __init__(self):
+        super().__init__()
+        self.to(torch.float16)
+
+
 class Spare(Block):
     """With a layer that nobody uses."""
 
@@ -32,7 +46,7 @@ def clip(engine, optimizer):
     plugin.clip_gradients(optimizer, 0.1)
 
 
-ON_WIRE = "bf16 on the wire"
+ON_WIRE, LATER = "bf16 on the wire", "16-true, accumulation"
 # Name -> what the engine is built with, micro-batches, whether gradients are clipped.
 VARIANTS = {
     "plain": ({}, 1, False),
@@ -41,6 +55,8 @@ VARIANTS = {
     "reduced once": ({"reduce_once": True}, 3, False),
     "bf16-mixed": (IN_THE_SLOTS, 1, True),
     ON_WIRE: (ON_THE_WIRE, 1, False),
+    "bf16-true": ({"block": Bfloat16}, 1, True),
+    LATER: ({"block": Float16}, 3, False),
     "unused parameters": ({"block": Spare, "optimizer": torch.optim.AdamW}, 2, False),
 }
 
@@ -79,21 +95,26 @@ def large(found):
     return Counter(caller for nbytes, caller in found if nbytes >= 1024)
 
 
-def runs(blocks):
-    """What rounds or widens values begins with a run of 4096 that it copies, for each gather and each reduction."""
-    return Counter({"widen": 2 * blocks - 2, "narrow": blocks})
+def scratch(blocks):
+    """Variant -> callers of what is allocated for a moment, between ranks.
+
+    What rounds or widens values begins with a run of 4096 that it copies, for each gather and each reduction. A sum in fp32 is
+    rounded before it is added to gradients of 16 bits: that of every micro-batch but the first, for each unit.
+    """
+    found = dict.fromkeys(VARIANTS, Counter())
+    return found | {ON_WIRE: Counter({"widen": 2 * blocks - 2, "narrow": blocks}), LATER: Counter(_accumulate=2 * blocks)}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_on_the_cpu_gradients_alone(world_size):
     """Once for each group, when a loss begins to be differentiated: before it, when most memory is in use, they are freed."""
-    expected = dict.fromkeys(VARIANTS, Counter(["grad"]))
-    expected[ON_WIRE] = expected[ON_WIRE] + runs(BLOCKS)
+    expected = {name: callers + Counter(["grad"]) for name, callers in scratch(BLOCKS).items()}
     for found in run_ranks(memory_of_a_step, world_size, False, timeout=60):
         assert {name: large(allocations) for name, allocations in found.items()} == expected
         (nbytes,) = (nbytes for nbytes, _ in found["plain"] if nbytes >= 1024)
         assert nbytes == BLOCKS * UNIT_BYTES // world_size + 16  # and the tail of the group
-        assert max(nbytes for nbytes, caller in found[ON_WIRE] if caller in runs(BLOCKS)) == 2 * 4096
+        assert max(nbytes for nbytes, caller in found[ON_WIRE] if caller != "grad") == 2 * 4096
+        assert max(nbytes for nbytes, caller in found[LATER] if caller != "grad") == UNIT_BYTES // 2 // world_size
 
 
 def test_nothing_where_gradients_keep_their_memory():
@@ -101,21 +122,21 @@ def test_nothing_where_gradients_keep_their_memory():
     few, many = (run_ranks(memory_of_a_step, 2, True, "cpu", blocks) for blocks in (BLOCKS, 2 * BLOCKS))
     for rank in range(2):
         for name in VARIANTS:
-            counts = [len(found[rank][name]) for found in (few, many)]
-            if name == ON_WIRE:
-                scratch = [runs(BLOCKS), runs(2 * BLOCKS)]
-                assert [large(found[rank][name]) for found in (few, many)] == scratch
-                counts = [count - part.total() for count, part in zip(counts, scratch, strict=True)]
-            else:
-                assert large(few[rank][name]) == large(many[rank][name]) == Counter()
+            expected = [scratch(blocks)[name] for blocks in (BLOCKS, 2 * BLOCKS)]
+            assert [large(found[rank][name]) for found in (few, many)] == expected
+            counts = [len(found[rank][name]) - part.total() for found, part in zip((few, many), expected, strict=True)]
             assert counts[0] == counts[1] <= 40, (name, counts)  # none for a unit
+
+
+def test_nothing_on_one_rank():
+    (found,) = run_ranks(memory_of_a_step, 1, True, timeout=60)
+    assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(VARIANTS, Counter())
 
 
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_on_a_gpu(world_size):
-    expected = dict.fromkeys(VARIANTS, Counter())
-    expected[ON_WIRE] = runs(BLOCKS) if world_size > 1 else Counter()
+    expected = scratch(BLOCKS) if world_size > 1 else dict.fromkeys(VARIANTS, Counter())
     for found in run_ranks(memory_of_a_step, world_size, True, "cuda", timeout=100):
         assert {name: large(allocations) for name, allocations in found.items()} == expected

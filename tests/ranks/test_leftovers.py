@@ -1,4 +1,4 @@
-"""Nothing stays behind: no gradient of a backward that raised, no model that nobody uses."""
+"""Nothing stays behind: no gradient of a backward that raised, no NaN between parameters, no model that nobody uses."""
 
 import gc
 import warnings
@@ -75,6 +75,46 @@ def _gradients_after_an_exception(rank, world_size, explicit):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_of_a_backward_that_raised_are_gone(world_size, explicit):
     run_ranks(_gradients_after_an_exception, world_size, explicit)
+
+
+def _padding(engine, group):
+    """Which elements of a flat tensor [numel] are no parameter's."""
+    mask = torch.ones(group.numel, dtype=torch.bool)
+    for entry in engine.gradients.owned(group):
+        entry.part.of(mask).fill_(False)
+    return mask
+
+
+def _padding_after_nan(rank, world_size):
+    from lightning_zero3.strategies.precision import Zero3Precision
+
+    model, optimizer, engine = _engine()
+    clipping = Zero3Precision(
+        sum_over_ranks=engine.collectives.all_reduce,
+        adopt_gradients=engine.adopt_gradients,
+        unguard=lambda optimizer: engine.guard(optimizer, False),
+    )
+    (group,) = engine.groups
+    padding = _padding(engine, group)
+    assert padding.any() and not group.data[padding].any()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    _backward(engine, model, x, explicit=True)
+    expected = group.grad.clone()
+    optimizer.zero_grad()
+    _backward(engine, model, x if rank else x * torch.nan, explicit=True)
+    clipping.clip_gradients(optimizer, 0.1)
+    assert group.grad.isnan().all(), "scaled by NaN: the padding, too"
+    optimizer.zero_grad()  # the step is skipped, as a scaler would
+    _backward(engine, model, x, explicit=True)
+    assert not group.grad[padding].any()
+    torch.testing.assert_close(group.grad, expected, rtol=0, atol=0)
+    optimizer.step()
+    assert not group.data[padding].any()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_padding_holds_nothing(world_size):
+    run_ranks(_padding_after_nan, world_size)
 
 
 def _gradients_without_an_optimizer(rank, world_size):

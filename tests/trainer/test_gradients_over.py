@@ -6,6 +6,7 @@ from torch import nn
 
 from helpers.parity import RTOL, trainer
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import partition
 
 READERS = ("nobody", "on_before_zero_grad", "callback", "on_train_batch_end", "training_step")
 
@@ -16,7 +17,7 @@ class Reader(pl.LightningModule):
     def __init__(self, reads):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1))
         self.reads, self.found, self.nbytes, self.losses = reads, [], [], []
 
     def look(self, place):
@@ -27,6 +28,7 @@ class Reader(pl.LightningModule):
     def training_step(self, batch):
         self.look("training_step")
         if hasattr(self.trainer.strategy, "memory_ledger"):
+            assert len(self.trainer.strategy.engine.units) == 4
             self.nbytes.append(self.trainer.strategy.memory_ledger()["gradients"])
         return self.net(batch).square().mean()
 
@@ -67,6 +69,7 @@ class InCallback(pl.Callback):
 
 
 def _fit(rank, world_size):
+    partition.SMALL_NUMEL = 0  # every layer is a unit of its own
     runs = {}
     for strategy in ("ddp", "zero3"):
         for reads in READERS:
