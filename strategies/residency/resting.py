@@ -230,7 +230,7 @@ def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
         return type(result)(_shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would tell the shards
-    if not isinstance(result, Tensor) or isinstance(result, ShardedCopy):
+    if not isinstance(result, Tensor) or isinstance(result, ShardedCopy | RestingParameter):
         return result
     address = _address(result)
     for source, told in sources:

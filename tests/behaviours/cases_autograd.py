@@ -561,9 +561,9 @@ class CheckpointReentrantAccumulated(CheckpointReentrantPlainBackward):
         for step in range(STEPS):
             self.clear(run)
             for micro in range(3):
-                part = Case if micro == 1 else self
+                part = Case.loss if micro == 1 else Checkpointed.loss
                 batch = self.batch(10 * step + micro, run.rank)
-                loss = run.step(lambda model, part=part, batch=batch: part.loss(self, model, batch))
+                loss = run.step(lambda model, part=part, batch=batch: part(self, model, batch))
                 self.backward(run, loss)
                 run.log(loss)
             run.optimizer.step()

@@ -217,7 +217,7 @@ class SurgeryOnRankOneUnannounced(Case):
 class GatheredOnRankZero(Case):
     """`gathered` entered on rank 0 alone"""
 
-    refused = "about to enter `strategy.gathered`, which is for all ranks"
+    refused = "to enter `strategy.gathered`, which is for all ranks"
     modify = False
 
     def train(self, run):

@@ -52,7 +52,7 @@ class ReadsMemory(nn.Sequential):
     """Reads a parameter outside of its block in a way that torch asks nobody about."""
 
     def forward(self, x):
-        return super().forward(x) + torch.tensor(self[0].linear.bias)
+        return super().forward(x) + torch.ones(1).new_tensor(self[0].linear.bias)
 
 
 class KeepsAndWrites(nn.Sequential):
