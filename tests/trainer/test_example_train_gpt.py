@@ -28,6 +28,7 @@ def run_as_a_user(folder: Path, *options: str) -> dict:
         timeout=180,
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert "Epoch 0 " in run.stdout and "Epoch 0/" not in run.stdout  # how many epochs there could be says nothing
     return json.loads((folder / "result.json").read_text())
 
 

@@ -90,9 +90,10 @@ def fits(rank, size, port):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size):
+def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size, capsys):
     port = free_port()
     assert run_ranks(fits, size, port) == [[True] * 3] * size
+    assert capsys.readouterr().out.count(f"zero3: {size} rank(s) on 1 node(s), gloo, started by torchrun\n") == 1
 
 
 AT_EXIT = """
