@@ -201,7 +201,7 @@ class StatePutBack(Module):
     """What each rank has taken, on the same rank."""
 
     def on_train_epoch_start(self):
-        optimizer = self.optimizers()
+        optimizer = self.optimizers(use_pl_optimizer=False)
         if self.current_epoch == 1:
             self.kept = copy.deepcopy(optimizer.state_dict())
         if self.current_epoch == 2:
@@ -212,16 +212,16 @@ class StateOfRankZero(Module):
     refused = "This state of SGD is of rank 0's shards.*rank 1 steps on shards of its own.*trainer.save_checkpoint"
 
     def on_train_epoch_start(self):
-        state = self.trainer.strategy.broadcast(self.optimizers().state_dict())
+        state = self.trainer.strategy.broadcast(self.optimizers(use_pl_optimizer=False).state_dict())
         if self.current_epoch:
-            self.optimizers().load_state_dict(state)
+            self.optimizers(use_pl_optimizer=False).load_state_dict(state)
 
 
 class StateOfWholeParameters(Module):
     refused = "This state of SGD is of whole parameters"
 
     def on_train_start(self):
-        self.optimizers().load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
+        self.optimizers(use_pl_optimizer=False).load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
 
 
 class ScalerOfItsOwn(Module):
