@@ -138,6 +138,10 @@ class StateOfNoParameter(Module):
 
     def configure_optimizers(self):
         class Counting(torch.optim.SGD):
+            def __init__(self, params, lr, momentum):
+                super().__init__(params, lr=lr, momentum=momentum)
+                self.state["all"]["steps"] = 5
+
             def step(self, closure=None):
                 loss = super().step(closure)
                 self.state["all"]["steps"] += 1
@@ -145,9 +149,7 @@ class StateOfNoParameter(Module):
                     group["lr"] = 1 / self.state["all"]["steps"]
                 return loss
 
-        optimizer = Counting([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        optimizer.state["all"]["steps"] = 5
-        return optimizer
+        return Counting([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
