@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, checksum
-from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, is_aliased, note_alias, set_data, settle
+from ..residency import (
+    NO_GRAPH_TASK,
+    ResidencyError,
+    ShardedCopy,
+    graph_task,
+    is_aliased,
+    note_alias,
+    set_data,
+    set_grad,
+    settle,
+)
 from .chunk import Entry
 from .gradients import Gradients
 from .unit import Unit
@@ -42,6 +52,8 @@ class Access:
             for entry in unit.entries:
                 self._owner[id(entry.parameter)] = unit, entry
                 settle(entry.parameter, f"{entry.name!r} (unit {unit.name})", entry.cls, entry.dtype, self)
+                with torch._C.DisableTorchFunctionSubclass():
+                    set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.residency.resting.Home.read`."""

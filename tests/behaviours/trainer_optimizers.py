@@ -6,6 +6,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from behaviours.harness import DIM
 from behaviours.trainer_modules import LikeDdp, Module
 
 
@@ -127,6 +128,14 @@ class ByReplacingData(Module):
         loss = self.net.head(self.net.stem(batch)).square().mean()
         self.seen.append(loss.item())
         return loss
+
+
+class GradientsOfBefore(Module):
+    """Something was differentiated before the model is sharded: Lightning clears gradients when training starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net(torch.ones(2, DIM)).sum().backward()
 
 
 class StateOfNoParameter(Module):
