@@ -107,10 +107,12 @@ def _agree(optimizer: Optimizer, options: Options, together: Shapes, apart: Shap
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     numel = sum(torch.Size(shape).numel() for shape in together)
     values, *grads = (torch.randn(numel, generator=generator) for _ in range(1 + steps))
-    first, second = values.clone(), values.clone()
-    _train(optimizer, options, _parts(first, together), [_parts(grad, together) for grad in grads])
-    for k, part in enumerate(_parts(second, apart)):
+    joint, single = _parts(values.clone(), together), _parts(values.clone(), apart)
+    _train(optimizer, options, joint, [_parts(grad, together) for grad in grads])
+    for k, part in enumerate(single):
         _train(optimizer, options, [part], [[_parts(grad, apart)[k]] for grad in grads])
+    # Some optimizers put other tensors in the place of these (`p.data = ...`).
+    first, second = (torch.cat([p.detach().flatten() for p in parts]) for parts in (joint, single))
     return not torch.equal(first, values) and torch.allclose(first, second, rtol=1e-4, atol=1e-6)
 
 

@@ -31,6 +31,7 @@ class Substitution:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
         ]
 
     def close(self) -> None:
@@ -87,3 +88,10 @@ class Substitution:
         self._between = []
         self.store()
         self.engine.weights_changed(self.engine.stepped_by(self.optimizer))
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise ValueError(
+        f"`{type(optimizer).__name__}.state_dict()` would be of what this rank steps on alone, which is there in a step only. "
+        "Save with `trainer.save_checkpoint(path)` and load with `trainer.fit(model, ckpt_path=path)`, on all ranks."
+    )

@@ -167,7 +167,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _unguard(self, optimizer: Optimizer) -> None:
         if self.engine is not None:
-            self.engine.guard(optimizer, False)
+            self.engine.end_closure(optimizer)
 
     # ------------------------------------------------------------------------------------------------ set-up
 

@@ -20,6 +20,7 @@ from ..residency.resting import (
     is_aliased,
     note_alias,
     set_data,
+    set_grad,
     settle,
     told_of_gradient,
 )
@@ -52,6 +53,8 @@ class Access:
             for entry in unit.entries:
                 self._owner[id(entry.parameter)] = unit, entry
                 settle(entry.parameter, f"{entry.name!r} (unit {unit.name})", entry.cls, entry.dtype, self)
+                with torch._C.DisableTorchFunctionSubclass():
+                    set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.residency.resting.Home.read`."""

@@ -63,6 +63,7 @@ class Zero3Engine:
     units: list[Unit]
     groups: list[FlatGroup]
     differing: list[str]  # names whose initial value on this rank was not rank 0's
+    _stepping: Optimizer | None = None  # an optimizer's own `step` has begun
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
@@ -252,11 +253,13 @@ class Zero3Engine:
                 )
         self._adopt_values()
         self.passes.require_whole()
+        self._stepping = optimizer
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
             self.guard(optimizer, False)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping = None
         self.guard(optimizer, True)
         self._adopt_flat_values(self.stepped_by(optimizer))
 
@@ -267,6 +270,11 @@ class Zero3Engine:
     def _of_groups(self, groups: Collection[FlatGroup]) -> dict[Unit, list[Entry]]:
         found = {unit: [entry for entry in unit.entries if entry.group in groups] for unit in self.units}
         return {unit: entries for unit, entries in found.items() if entries}
+
+    def end_closure(self, optimizer: Optimizer) -> None:
+        """The closure that ``optimizer`` was given is over; what comes next is its own, unless a user calls it elsewhere."""
+        if self._stepping is optimizer:
+            self.guard(optimizer, False)
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
         """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps, which may be compiled."""

@@ -61,17 +61,18 @@ def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
 
 
 def _watch_autocast(unit: Unit) -> list[RemovableHandle]:
-    """Give modules whose weights are gathered for autocast, in its dtype, the full precision where autocast is off."""
+    """Give modules whose weights are gathered for autocast, in its dtype, the full precision where that does not hold."""
     lower = {id(e.parameter): e for chunk in unit.chunks if chunk.dtype != chunk.master_dtype for e in chunk.entries}
+    dtypes = {id(e.parameter): chunk.dtype for chunk in unit.chunks for e in chunk.entries}
     handles = []
     for module in dict.fromkeys(m for member in unit.members for m in member.modules()):
         entries = [lower[id(p)] for p in module._parameters.values() if id(p) in lower]
         if entries:
-            handles.append(module.register_forward_pre_hook(_full_precision(unit, entries)))
+            handles.append(module.register_forward_pre_hook(_full_precision(unit, entries, dtypes[id(entries[0].parameter)])))
     return handles
 
 
-def _full_precision(unit: Unit, entries: list[Entry]) -> Callable[..., None]:
+def _full_precision(unit: Unit, entries: list[Entry], dtype: torch.dtype) -> Callable[..., None]:
     device = entries[0].parameter.device.type
     pattern = re.sub(r"\d+", "*", entries[0].name.rpartition(".")[0])
 
@@ -79,14 +80,14 @@ def _full_precision(unit: Unit, entries: list[Entry]) -> Callable[..., None]:
     def lift() -> None:
         if torch.is_grad_enabled():  # in every step, not now and then in an evaluation
             warnings.warn(
-                f"Module {pattern!r} runs where autocast is off: its unit {unit.name} is gathered once more, in full "
-                f"precision. `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
+                f"Module {pattern!r} runs where autocast is off or not {dtype}: its unit {unit.name} is gathered once more, "
+                f"in full precision. `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
                 stacklevel=2,
             )
         unit.lift(entries)
 
     def hook(module: nn.Module, args: Any) -> None:
-        if not torch.is_autocast_enabled(device):
+        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
             lift()
 
     return _ModuleHook(hook)

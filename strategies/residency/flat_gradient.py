@@ -42,6 +42,8 @@ class FlatGradient(Tensor):
             _require_scaler_of_shards(sys._getframe(1).f_globals["__name__"])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
+            if name_of(func) == "_base.__get__":
+                return result  # torch.compile asks for it until it is no view
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
             return result.as_subclass(cls) if kept and type(result) is Tensor else result
 

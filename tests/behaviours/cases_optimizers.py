@@ -457,7 +457,7 @@ class TwoOptimizers(Case):
         return [make, torch.optim.Adam(model.judge.parameters(), lr=0.01)]
 
     def units(self, model):
-        return [*model.make.blocks, *model.judge.blocks]
+        return [*model.make.blocks, *model.judge.blocks, model.make, model.judge]
 
     def train(self, run):
         make, judge = run.optimizers
@@ -506,6 +506,7 @@ class TwoOptimizersToggled(TwoOptimizers):
 class TwoOptimizersToggledInOneStep(TwoOptimizers):
     """Two optimizers that take turns inside one step, switched off and on as `toggle_optimizer` does it"""
 
+    manual = True
     pitfalls = (23, 26)
 
     def train(self, run):
@@ -532,7 +533,7 @@ class TwoOptimizersToggledInOneStep(TwoOptimizers):
 class TwoOptimizersOneGraph(TwoOptimizers):
     """Two optimizers, the second loss through what was made before the first step (torch's DCGAN tutorial)"""
 
-    worlds = (1, 2)
+    manual = True
     pitfalls = (14, 26)
 
     def train(self, run):

@@ -94,6 +94,7 @@ class Case:
     unseen: str | None = None
     ddp_options: dict[str, Any] = {}  # what torch's documentation says to give DDP for such a model
     methods: tuple[str, ...] = ()  # of units, which run like a forward: FSDP2 is told of them
+    manual = False  # the optimizer steps inside the step: not inside of the model's forward then, with FSDP2
     pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
     worlds: tuple[int, ...] = (1, 2)
     timeout = 15.0
@@ -429,18 +430,27 @@ class Fsdp2Run(_Redirect):
         self.wrapper = self.model
         super().set_up()
 
+    def step(self, function: Callable[[nn.Module], Any]) -> Any:
+        return function(self.model) if self.case.manual else super().step(function)
+
     def recover(self) -> None:
         if hasattr(self.model, "reset_iter_state"):  # since torch 2.13
             self.model.reset_iter_state()
 
     def parameters(self) -> dict[str, Tensor]:
-        return {n: _whole(p.detach()) for n, p in self.model.named_parameters()}
+        return {n: _whole(p.detach()) for n, p in self._shards().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        return {
-            n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else _whole(p.grad)
-            for n, p in self.model.named_parameters()
-        }
+        return {n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else _whole(p.grad) for n, p in self._shards().items()}
+
+    def _shards(self) -> dict[str, nn.Parameter]:
+        """What the optimizer has. A root that had a forward without backward still shows what it gathered."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for m in self.model.modules():
+            if isinstance(m, FSDPModule):
+                m.reshard()
+        return dict(self.model.named_parameters())
 
 
 def _whole(tensor: Tensor) -> Tensor:

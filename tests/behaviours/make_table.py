@@ -1,6 +1,8 @@
 """Run every behaviour under zero3, DDP and FSDP2; write what came out to docs/BEHAVIOURS.md, and its counts to README.md.
 
-python tests/behaviours/make_table.py [NAME ...]  # of cases to run anew; all, and what is not in the document yet, by default
+python tests/behaviours/make_table.py [NAME ...]  # all of it by default, else these cases and what is not in the document yet
+
+`ENGINE:NAME` runs one cell of a row.
 
 The document is written after each run, so that a run of all that is broken off loses nothing: cells that did not run again
 keep what they were.
@@ -58,10 +60,11 @@ compared in losses, gradients and parameters with plain torch whose gradients ar
 zero3 is the engine of `Trainer(strategy="zero3")`. ddp is `DistributedDataParallel(find_unused_parameters=True)`, where every
 rank holds the whole model; re-entrant checkpoints have the options that torch's documentation names for them. fsdp2 is
 `fully_shard` on every repeated block and the model; it is told of methods beside `forward`, and of exceptions. For both the
-step runs inside the model's `forward`, and a backward inside of the step, or a second one, is prepared, as Lightning does it
-for DDP. What is compiled is compiled with the backend `aot_eager`. Rows on gradients, loads, hooks and the like are tested once
-more in a model that has a parameter of its own beside its layers: it is in use during the whole step. A `training_step` that
-returns `None` is an error of Lightning's own on more than one rank; with manual optimization a step may do without backward.
+step runs inside the model's `forward` (not for fsdp2 where the optimizer steps in it, too), and for ddp a backward inside of
+the step, or a second one, is prepared, as Lightning does it. What is compiled is compiled with the backend `aot_eager`. Rows on
+gradients, loads, hooks and the like are tested once more in a model that has a parameter of its own beside its layers: it is in
+use during the whole step. A `training_step` that returns `None` is an error of Lightning's own on more than one rank; with
+manual optimization a step may do without backward.
 """
 
 
@@ -76,10 +79,10 @@ def main(names: list[str]) -> int:
     cells = {name: {e: Outcome(kept.get(name, {}).get(e, "?")) for e in ENGINES} for name in CASES}
     for name in kept:
         cells[name]["zero3"] = told.get(CASES[name].__doc__, cells[name]["zero3"])
-    wanted = [name for name in CASES if not names or name in names or name not in kept]
+    chosen = {e: [n for n in CASES if not names or {n, f"{e}:{n}"} & set(names) or n not in kept] for e in ENGINES}
     failures = 0
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn"), be_patient) as pool:
-        jobs = {pool.submit(outcomes, *job): job for engine in ENGINES for job in runs(engine, wanted, kept)}
+        jobs = {pool.submit(outcomes, *job): job for engine in ENGINES for job in runs(engine, chosen[engine], kept)}
         for done in as_completed(jobs):
             engine, batch, _ = jobs[done]
             try:
@@ -92,7 +95,8 @@ def main(names: list[str]) -> int:
                 cells[name][engine] = outcome
                 print(engine, name, outcome.kind, flush=True)
             TABLE.write_text(render(CASES, cells, run))
-    run = this_run() if len(wanted) == len(CASES) else f"{run} {this_run(len(wanted))}".strip()
+    cells_run = sum(map(len, chosen.values()))
+    run = this_run() if cells_run == len(ENGINES) * len(CASES) else f"{run} {this_run(cells_run)}".strip()
     TABLE.write_text(render(CASES, cells, run))
     README.write_text(counted(README.read_text(), cells))
     return failures
@@ -126,14 +130,14 @@ def outcomes(engine: str, names: list[str], together: bool) -> dict:
     return run_cases(engine, names, 2, names if together else ())
 
 
-def this_run(rows: int | None = None) -> str:
+def this_run(cells: int | None = None) -> str:
     """A sentence for the head: which commit is measured, under what."""
     from importlib.metadata import version
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    what = "All rows" if rows is None else f"{rows} of them"
+    what = "All cells" if cells is None else f"{cells} cells"
     commit = git("rev-parse", "--short=8", "HEAD")
     changed = " with changes" if git("status", "--porcelain", "strategies", "tests") else ""
     torch, lightning, python = version("torch").partition("+")[0], version("lightning"), platform.python_version()
@@ -142,7 +146,7 @@ def this_run(rows: int | None = None) -> str:
 
 def read_run() -> str:
     """What the document says of the commits and versions that it is of."""
-    return " ".join(re.findall(r"^(?:All rows|\d+ of them) were run at commit .*\)\.$", TABLE.read_text(), re.MULTILINE))
+    return " ".join(re.findall(r"^(?:All|\d+) cells were run at commit .*\)\.$", TABLE.read_text(), re.MULTILINE))
 
 
 def read_table() -> dict[str, dict[str, str]]:

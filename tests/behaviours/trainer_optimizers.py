@@ -6,6 +6,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from behaviours.harness import DIM
 from behaviours.trainer_modules import LikeDdp, Module
 
 
@@ -129,6 +130,14 @@ class ByReplacingData(Module):
         return loss
 
 
+class GradientsOfBefore(Module):
+    """Something was differentiated before the model is sharded: Lightning clears gradients when training starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net(torch.ones(2, DIM)).sum().backward()
+
+
 class StateOfNoParameter(Module):
     """Made with the optimizer, and kept when a group is added."""
 
@@ -138,6 +147,10 @@ class StateOfNoParameter(Module):
 
     def configure_optimizers(self):
         class Counting(torch.optim.SGD):
+            def __init__(self, params, lr, momentum):
+                super().__init__(params, lr=lr, momentum=momentum)
+                self.state["all"]["steps"] = 5
+
             def step(self, closure=None):
                 loss = super().step(closure)
                 self.state["all"]["steps"] += 1
@@ -145,9 +158,7 @@ class StateOfNoParameter(Module):
                     group["lr"] = 1 / self.state["all"]["steps"]
                 return loss
 
-        optimizer = Counting([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        optimizer.state["all"]["steps"] = 5
-        return optimizer
+        return Counting([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
@@ -201,7 +212,7 @@ class StatePutBack(Module):
     """What each rank has taken, on the same rank."""
 
     def on_train_epoch_start(self):
-        optimizer = self.optimizers()
+        optimizer = self.optimizers(use_pl_optimizer=False)
         if self.current_epoch == 1:
             self.kept = copy.deepcopy(optimizer.state_dict())
         if self.current_epoch == 2:
@@ -212,16 +223,16 @@ class StateOfRankZero(Module):
     refused = "This state of SGD is of rank 0's shards.*rank 1 steps on shards of its own.*trainer.save_checkpoint"
 
     def on_train_epoch_start(self):
-        state = self.trainer.strategy.broadcast(self.optimizers().state_dict())
+        state = self.trainer.strategy.broadcast(self.optimizers(use_pl_optimizer=False).state_dict())
         if self.current_epoch:
-            self.optimizers().load_state_dict(state)
+            self.optimizers(use_pl_optimizer=False).load_state_dict(state)
 
 
 class StateOfWholeParameters(Module):
     refused = "This state of SGD is of whole parameters"
 
     def on_train_start(self):
-        self.optimizers().load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
+        self.optimizers(use_pl_optimizer=False).load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
 
 
 class ScalerOfItsOwn(Module):

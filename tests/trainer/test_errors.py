@@ -1,6 +1,7 @@
 """Bad input gets an error that says what is wrong, on every rank, before the first training step."""
 
 from functools import cache
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -248,6 +249,7 @@ class PlainSgd(torch.optim.SGD):
         if closure is not None:
             closure()
         assert all(type(p.grad) is torch.Tensor for p in self.param_groups[0]["params"])
+        assert all(type(p) is torch.nn.Parameter for p in self.param_groups[0]["params"])
         self.steps += 1
         return super().step()
 
@@ -259,9 +261,10 @@ class LooksAtNorms(Model):
         return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer):
-        for norm in NORMS:
-            with pytest.raises(ResidencyError, match="a shard of"):
-                norm(optimizer.param_groups[0]["params"][0].grad)
+        flat = optimizer.param_groups[0]["params"][0]
+        for norm, tensor in product(NORMS, (flat.grad, flat, flat.data)):
+            with pytest.raises(ResidencyError, match="of the elements that this rank holds"):
+                norm(tensor)
 
     def configure_optimizers(self):
         self.optimizer = PlainSgd(self.parameters(), lr=0.1)
