@@ -109,7 +109,8 @@ class WholeReducer(Reducer):
                 found.append((entry, entry.parameter.grad))
                 self._renew(entry) if moved else self._leave([entry])
             elif moved:
-                found.append((entry, entry.parameter.grad.detach()))
+                if entry.group.shows_gradients:  # else it was cleared after that
+                    found.append((entry, entry.parameter.grad.detach()))
                 entry.parameter.grad.data = _view(entry, entry.group.grad)
         for entry, grad in found:
             entry.parameter.grad = None if grad is None else self.views[entry.number]
