@@ -266,16 +266,11 @@ def wire_dtype(name: WireDtype | None) -> torch.dtype | None:
 def cast_names(model: nn.Module) -> set[str]:
     """Names of parameters that only modules use which autocast runs in the lower precision.
 
-    Norms, embeddings and parameters that a module of another kind shares are not among them: autocast computes with their
-    full precision, and so do we.
+    Norms, embeddings and parameters that a module of another kind shares are not among them, nor what a weight is computed from
+    (``weight_orig``, ``weight_g``): autocast computes with their full precision, and so do we.
     """
-    users: dict[int, list[nn.Module]] = {}
+    cast: dict[int, bool] = {}
     for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                users.setdefault(id(p), []).append(module)
-    return {
-        name
-        for name, p in model.named_parameters()
-        if p.dtype == torch.float32 and all(type(m) in _CAST_MODULES for m in users[id(p)])
-    }
+        for key, p in module._parameters.items():
+            cast[id(p)] = cast.get(id(p), True) and type(module) in _CAST_MODULES and key in ("weight", "bias")
+    return {name for name, p in model.named_parameters() if p.dtype == torch.float32 and cast[id(p)]}

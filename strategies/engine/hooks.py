@@ -87,7 +87,8 @@ def _full_precision(unit: Unit, entries: list[Entry], dtype: torch.dtype) -> Cal
         unit.lift(entries)
 
     def hook(module: nn.Module, args: Any) -> None:
-        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
+        # vmap does without autocast, whatever is enabled
+        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype or transform() is not None:
             lift()
 
     return _ModuleHook(hook)

@@ -201,11 +201,12 @@ class Unit:
             return  # their values are full already
         self._master = self._master or self.values()
         held = {id(entry) for entry, _ in self.lifted}
-        for entry in entries:
-            if id(entry) not in held:
-                self.lifted.append((entry, entry.parameter.detach()))
-                # A copy: what autograd saves of it must not keep the values of the whole unit alive.
-                set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
+        with torch._C._DisableFuncTorch():  # a transform would wrap what the parameter is to hold
+            for entry in entries:
+                if id(entry) not in held:
+                    self.lifted.append((entry, entry.parameter.detach()))
+                    # A copy: what autograd saves of it must not keep the values of the whole unit alive.
+                    set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
 
     def keep_written(self) -> None:
         """What was written during this use, so far, reaches the shards: somebody is about to read or change them."""

@@ -370,8 +370,14 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
     zeros = kwargs.pop("materialize_grads", False)
     if zeros:
         kwargs["allow_unused"] = True
-    grads = func(outputs, edges, *args, **kwargs)
+    grads = [_in_own_dtype(p, grad) for p, grad in zip(wanted, func(outputs, edges, *args, **kwargs), strict=True)]
     return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
+
+
+def _in_own_dtype(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Autograd computes the gradient of a parameter in the dtype of its slot; an ordinary one's has its own."""
+    known = _SHARDED.get(parameter)
+    return grad if known is None or grad is None else grad.to(known.dtype)
 
 
 def keep_engine_last(parameter: Tensor) -> None:

