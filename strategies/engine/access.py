@@ -15,7 +15,7 @@ from ..collectives import LocalCollectives, checksum
 from ..residency import NO_GRAPH_TASK, ResidencyError, ShardedCopy, graph_task, is_aliased, note_alias, set_data, settle
 from .chunk import Entry
 from .gradients import Gradients
-from .unit import Unit
+from .unit import Unit, apart
 
 
 class Access:
@@ -51,10 +51,13 @@ class Access:
                 f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
                 "`training_step` (or another step), or inside `with strategy.gathered(module):` on all ranks."
             )
-        value = self.full_values([parameter])[0].clone()
-        if torch.is_grad_enabled() and entry.parameter.requires_grad:
-            with temporarily_clear_interpreter_stack():  # a transform that runs has not wrapped the parameter
-                return _Read.apply(parameter, value)
+        differentiable = torch.is_grad_enabled() and entry.parameter.requires_grad
+        with apart():
+            value = self.full_values([parameter])[0].clone()
+            if differentiable:
+                # A transform that runs has not wrapped the parameter.
+                with torch.enable_grad(), temporarily_clear_interpreter_stack():
+                    return _Read.apply(parameter, value)
         return value
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -71,7 +74,13 @@ class Access:
             noted = self._collectives.diary.written if self.in_step else self._collectives.diary.stored
             noted[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
         entry.store(value, entry.group.data)
+        entry.written, unit.written = entry.written + 1, unit.written + 1
         self._weights_changed([unit])
+
+    def age(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """See :meth:`~.residency.resting.Home.age`."""
+        unit, entry = self._owner[id(parameter)]
+        return unit.version - unit.written, entry.written
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.resting.Home.gradient`."""

@@ -40,6 +40,7 @@ class Entry:
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
     assigned: int = 0  # how often the user has replaced its gradient
+    written: int = 0  # how often its value
 
     def __post_init__(self) -> None:
         self.cls_while_used = class_while_used(self.cls)

@@ -12,13 +12,14 @@ flat gradient         this rank's shard of many gradients, as an optimizer sees 
 from .flat_gradient import FlatGradient
 from .functions import instances
 from .in_use import class_while_used
-from .past_python import guard
+from .past_python import guard, is_gathered
 from .resting import (
     NO_GRAPH_TASK,
     ResidencyError,
     RestingParameter,
     ShardedCopy,
     class_of,
+    describe,
     get_grad,
     graph_task,
     home_of,
@@ -40,12 +41,14 @@ __all__ = [
     "ShardedCopy",
     "class_of",
     "class_while_used",
+    "describe",
     "get_grad",
     "graph_task",
     "guard",
     "home_of",
     "instances",
     "is_aliased",
+    "is_gathered",
     "is_sharded",
     "keep_engine_last",
     "note_alias",

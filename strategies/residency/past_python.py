@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import increment_version
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import instances
-from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
+from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, materialize
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -29,6 +30,7 @@ _EXCHANGES = (
     "_reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base "
     "alltoall recv recv_anysource send"
 )
+_SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
 _ARENAS: set[int] = set()  # addresses of the memory that slots lie in
 
 
@@ -49,6 +51,23 @@ def _wrap_all() -> None:
     torch._C.ScriptMethod.__call__ = _unless_resting(_seen(torch._C.ScriptMethod.__call__, slice(0)))
     eager_transforms._wrap_for_grad = _of_values(eager_transforms._wrap_for_grad)  # for grad, vjp, jacrev, hessian, jvp
     nn.RNNBase.flatten_parameters = _unless_sharded(nn.RNNBase.flatten_parameters)
+    for name in _SPARSE.split():
+        setattr(torch, name, _of_full(getattr(torch, name)))
+    # It calls what it was given to call, whatever else is among the arguments.
+    nested = NestedTensor.__torch_function__.__func__
+    NestedTensor.__torch_function__ = classmethod(_of_full(nested))
+
+
+def _of_full(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of full values in the place of resting parameters among its arguments."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if instances((args, kwargs), RestingParameter):
+            args, kwargs = materialize(args), materialize(kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
@@ -63,7 +82,7 @@ def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
             for tensor in instances(given, RestingParameter) or instances(given, ShardedCopy):
                 return tensor.__torch_function__(call, (), args, kwargs)
         for tensor in instances(given[writes], Tensor):
-            if _is_gathered(tensor):
+            if is_gathered(tensor):
                 increment_version(tensor)  # which shows when its use ends
         return function(*args, **kwargs)
 
@@ -71,7 +90,7 @@ def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
     return call
 
 
-def _is_gathered(tensor: Tensor) -> bool:
+def is_gathered(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
     if is_sharded(tensor) or (tensor._base is not None and is_sharded(tensor._base)):
         return True

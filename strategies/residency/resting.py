@@ -42,6 +42,9 @@ class Home(Protocol):
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Store a full value that all ranks have; local."""
 
+    def age(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Another one whenever its value has changed."""
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The whole reduced gradient, if the optimizers see one; collective then."""
 
@@ -143,6 +146,9 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
             set_grad(parameter, grad)
 
 
+# What can only be read: itself, what to say of it, and if it is of a value: whose, and its age then.
+_Source = tuple[Tensor, str, "tuple[nn.Parameter, tuple[int, int]] | None"]
+
 _TOLD_OF_GRADIENTS = (
     "a view of a copy of a sharded gradient. Change the whole gradient, in place or by assigning: `parameter.grad = ...`."
 )
@@ -154,6 +160,7 @@ class ShardedCopy(Tensor):
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
     since: tuple[int, ...] = ()  # then: when it was read, see `Gradients.since`
     told: str = _TOLD_OF_GRADIENTS  # if it can only be read: what it is, and what to do instead
+    read: tuple[nn.Parameter, tuple[int, int]] | None = None  # if it is of a value: whose, and its age then
 
     @classmethod
     def of(
@@ -162,10 +169,11 @@ class ShardedCopy(Tensor):
         told: str = _TOLD_OF_GRADIENTS,
         parameter: nn.Parameter | None = None,
         since: tuple[int, ...] = (),
+        read: tuple[nn.Parameter, tuple[int, int]] | None = None,
     ) -> ShardedCopy:
         """``value``, with what is known of it."""
         copy = value.as_subclass(cls)
-        copy.told, copy.parameter, copy.since = told, parameter, since
+        copy.told, copy.parameter, copy.since, copy.read = told, parameter, since, read
         return copy
 
     @classmethod
@@ -185,6 +193,8 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func is Tensor.backward:
         return func(_plain(args[0]), *args[1:], **kwargs)  # hooks and recomputations run in it, so nothing is switched off
     name = name_of(func)
+    if name not in METADATA:
+        _require_current(instances(given, ShardedCopy))
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
         if copy.parameter is None:
@@ -202,7 +212,18 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return ShardedCopy.of(result, parameter=args[0].parameter, since=args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
-        return _shield(result, [(each, each.told) for each in instances(given, ShardedCopy)])
+        return _shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
+
+
+def _require_current(copies: list[ShardedCopy]) -> None:
+    """Values that were read before their parameters changed are not what torch's aliases would be by now."""
+    for parameter, age in (copy.read for copy in copies if copy.read is not None):
+        home = home_of(parameter)
+        if home is not None and home.age(parameter) != age:
+            raise ResidencyError(
+                f"A value of parameter {describe(parameter)} was read (`detach()`, a view) and kept, and the parameter has "
+                "changed since: in torch the value would have followed. Read it again, or keep a copy (`.clone()`)."
+            )
 
 
 def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
@@ -221,8 +242,8 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
 
 
-def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
-    """``result``, of which what lies in the memory of one of ``sources`` (and what to say of it) can only be read."""
+def _shield(result: Any, sources: list[_Source]) -> Any:
+    """``result``, of which what lies in the memory of one of ``sources`` can only be read."""
     if type(result) in (tuple, list):
         return type(result)(_shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
@@ -230,9 +251,9 @@ def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
     if not isinstance(result, Tensor) or isinstance(result, ShardedCopy):
         return result
     address = _address(result)
-    for source, told in sources:
+    for source, told, read in sources:
         if address and address == _address(source):
-            return ShardedCopy.of(result, told)
+            return ShardedCopy.of(result, told, read=read)
     return result
 
 
@@ -290,7 +311,7 @@ class RestingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
-            return _materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
+            return materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
         if name in ("view_as", "expand_as", "reshape_as") and not isinstance(target, RestingParameter):
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "register_post_accumulate_grad_hook":
@@ -299,7 +320,7 @@ class RestingParameter(nn.Parameter):
                 keep_engine_last(target)
             return handle
         if name == "copy_" and isinstance(target, RestingParameter):
-            _home(target).write(target, _materialize(args[1]))
+            _home(target).write(target, materialize(args[1]))
             return target
         return _compute(func, name, taker, args, kwargs)
 
@@ -323,9 +344,9 @@ def _compute(func: Any, name: str, taker: str | None, args: tuple, kwargs: dict[
             "over the ranks. Use `with strategy.gathered(module, modify=True):` (on all ranks) to read and write "
             "its full value."
         )
-    read: list[tuple[Tensor, str]] = []
-    result = func(*_materialize(args, read), **_materialize(kwargs, read))
-    for copy, told in read:
+    read: list[_Source] = []
+    result = func(*materialize(args, read), **materialize(kwargs, read))
+    for copy, told, _ in read:
         if not copy.is_inference() and copy._version:  # written, though the function's name does not say so
             raise ResidencyError(f"`{name}` would change {told}")
     return _shield(result, read)
@@ -336,7 +357,7 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch._C.DisableTorchFunctionSubclass():
         edges = tuple(get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
-    outputs = _plain(_materialize(outputs))
+    outputs = _plain(materialize(outputs))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
     zeros = kwargs.pop("materialize_grads", False)
@@ -354,7 +375,7 @@ def keep_engine_last(parameter: Tensor) -> None:
             hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
 
 
-def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> Any:
+def materialize(value: Any, read: list[_Source] | None = None) -> Any:
     """``value`` with full values in the place of resting parameters; ``read`` notes these, and what to say of them."""
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
@@ -363,10 +384,10 @@ def _materialize(value: Any, read: list[tuple[Tensor, str]] | None = None) -> An
                 f"a copy of the value of parameter {describe(value)}, not the parameter. Write `parameter.copy_(...)`, on all "
                 "ranks, or change it in `with strategy.gathered(module, modify=True):`."
             )
-            read.append((full, told))
+            read.append((full, told, (value, _home(value).age(value))))
         return full
     if isinstance(value, tuple | list):
-        return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
+        return type(value)(materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
-        return {key: _materialize(item, read) for key, item in value.items()}
+        return {key: materialize(item, read) for key, item in value.items()}
     return value

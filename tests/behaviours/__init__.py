@@ -2,7 +2,19 @@
 
 from importlib import import_module
 
-THEMES = ("access", "resting", "root", "states", "outputs", "autograd", "gradients", "modules", "optimizers")
+THEMES = (
+    "access",
+    "resting",
+    "root",
+    "states",
+    "outputs",
+    "autograd",
+    "gradients",
+    "modules",
+    "layers",
+    "graphs",
+    "optimizers",
+)
 
 
 def load_cases() -> None:
