@@ -26,11 +26,11 @@ from ..residency.resting import (
 )
 from .chunk import Entry
 from .gradients import Gradients
-from .unit import Unit
+from .unit import Unit, apart
 
 
 class Access:
-    """The home of all parameters of an engine; see :class:`~.residency.resting.Home`."""
+    """The home of all parameters of an engine; see :class:`~.residency.home.Home`."""
 
     in_step: bool  # all ranks run the same code: a read may gather
 
@@ -57,27 +57,30 @@ class Access:
                     set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """See :meth:`~.residency.resting.Home.read`."""
+        """See :meth:`~.residency.home.Home.read`."""
         _, entry = self._owner[id(parameter)]
         if not (self.in_step or graph_task() != NO_GRAPH_TASK):
             raise ResidencyError(
                 f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
                 "`training_step` (or another step), or inside `with strategy.gathered(module):` on all ranks."
             )
-        value = self.full_values([parameter])[0].clone()
-        if torch.is_grad_enabled() and entry.parameter.requires_grad:
-            with temporarily_clear_interpreter_stack():  # a transform that runs has not wrapped the parameter
-                return _Read.apply(parameter, value)
+        differentiable = torch.is_grad_enabled() and entry.parameter.requires_grad
+        with apart():
+            value = self.full_values([parameter])[0].clone()
+            if differentiable:
+                # A transform that runs has not wrapped the parameter.
+                with torch.enable_grad(), temporarily_clear_interpreter_stack():
+                    return _Read.apply(parameter, value)
         return value
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """See :meth:`~.residency.resting.Home.full_values`."""
+        """See :meth:`~.residency.home.Home.full_values`."""
         owners = [self._owner[id(p)] for p in parameters]
         values = {unit: unit.values() for unit in dict.fromkeys(unit for unit, _ in owners)}
         return [values[unit][entry.name] for unit, entry in owners]
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """See :meth:`~.residency.resting.Home.write`."""
+        """See :meth:`~.residency.home.Home.write`."""
         unit, entry = self._owner[id(parameter)]
         value = value.detach().broadcast_to(entry.size)
         if unit.announce is None and not unit.whole:  # else other ranks may have nothing to run, or there are none
@@ -86,8 +89,13 @@ class Access:
         entry.store(value, entry.group.data)
         self._weights_changed({unit: [entry]})
 
+    def age(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """See :meth:`~.residency.home.Home.age`."""
+        _, entry = self._owner[id(parameter)]
+        return entry.changed, entry.written
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """See :meth:`~.residency.resting.Home.gradient`."""
+        """See :meth:`~.residency.home.Home.gradient`."""
         unit, entry = self._owner[id(parameter)]
         self._settle_gradients(entry.name)
         grad = self._gradients.full(unit, entry)
@@ -102,7 +110,7 @@ class Access:
         return held
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """See :meth:`~.residency.resting.Home.set_gradient`."""
+        """See :meth:`~.residency.home.Home.set_gradient`."""
         _, entry = self._owner[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
             self._settle_gradients(entry.name)
@@ -112,7 +120,7 @@ class Access:
                 grad.since, self._held[entry.name] = self._gradients.since(entry), grad
 
     def keep_gradient(self, gradient: ShardedCopy) -> None:
-        """See :meth:`~.residency.resting.Home.keep_gradient`."""
+        """See :meth:`~.residency.home.Home.keep_gradient`."""
         _, entry = self._owner[id(gradient.parameter)]
         since = self._gradients.since(entry)
         if since[:2] != gradient.since[:2] or not self._gradients.has_gradient(entry):

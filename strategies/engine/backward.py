@@ -45,7 +45,8 @@ class Backward:
         self.in_step = False  # graphs may be differentiated later that have saved buffers as they are
         self._owed = b""  # then: what other ranks lack of rank 0's buffers, as all ranks agreed
         self._current: Unit | None = None  # the unit whose backward runs
-        self._recomputed: list[Unit] = []  # held because a recomputation saved views of them
+        self._holds = False  # its memory is its own meanwhile
+        self._recomputed = saved.recomputed
         self._explicit = False  # run() will close the pass; else a callback of autograd does
         self._broken = False  # an exception left the gradients of this window incomplete
 
@@ -141,11 +142,9 @@ class Backward:
         if unit is self._current:
             return
         self._leave()
-        if self._recomputed and unit not in self._recomputed:
-            self._drop_recomputed()
-        if unit.gather():
+        self._current, self._holds = unit, unit.gather()
+        if self._holds:
             unit.use()
-            self._current = unit
         following = self.schedule.upcoming()
         if following is not None:
             self._units[following].gather(ahead=True)
@@ -154,15 +153,19 @@ class Backward:
         unit, self._current = self._current, None
         if unit is None:
             return
-        unit.unuse()
+        if self._holds:
+            unit.unuse()
+        if self._recomputed:
+            self._drop_recomputed(unit)
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
         if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
             self._reducer.reduce(unit)
 
-    def _drop_recomputed(self) -> None:
-        for held in self._recomputed:
+    def _drop_recomputed(self, unit: Unit | None = None) -> None:
+        """Of `unit`, whose backward is over, or of all. Another's may still come, and by a way that nobody announces."""
+        for held in [held for held in self._recomputed if unit in (None, held)]:
+            self._recomputed.remove(held)
             held.unuse()
-        self._recomputed = []
 
     def end(self) -> None:
         """Autograd has finished; collective."""
@@ -245,7 +248,8 @@ class Backward:
             self._broken = True
             self._reducer.abandon()
         self.schedule.clear()
-        self._current, self._recomputed, self.active = None, [], False
+        self._recomputed.clear()
+        self._current, self.active = None, False
         self.in_step, self._owed = False, b""
 
     def require_whole(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
+from ..residency import ResidencyError, is_gathered
 
 _Seen = tuple[str, Tensor, int, torch.Size, torch.dtype]  # a buffer's name, itself, the number of writes to it
 
@@ -35,7 +36,8 @@ class Buffers:
                         self.differing.append(f"{prefix}.{name}".lstrip("."))
                         local.copy_(agreed)
                 module._buffers[name] = moved[buffer]
-        owners = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
+        owned = [(name, m) for name, m in model.named_modules() if any(b is not None for b in m._buffers.values())]
+        self._prefixes, owners = [f"{name}.".lstrip(".") for name, _ in owned], [m for _, m in owned]
         # A scripted module's table is not a dict, and gives other tensor objects at each look.
         self._tables = [m._buffers if isinstance(m._buffers, dict) else dict(m._buffers.items()) for m in owners]
         self._seen = [_look(table) for table in self._tables]
@@ -46,8 +48,24 @@ class Buffers:
         return len(self._tables)
 
     def changed(self) -> bytes:
-        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did."""
-        return bytes(_difference(_look(t), seen) for t, seen in zip(self._tables, self._seen, strict=True))
+        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did.
+
+        Raises:
+            ResidencyError: a new buffer lies in the memory of gathered weights.
+        """
+        found = bytes(_difference(_look(t), seen) for t, seen in zip(self._tables, self._seen, strict=True))
+        for k in (k for k, flag in enumerate(found) if flag):
+            self._require_own_memory(k)
+        return found
+
+    def _require_own_memory(self, k: int) -> None:
+        known = {id(buffer) for _, buffer, *_ in self._seen[k]}
+        for name, buffer, *_ in _look(self._tables[k]):
+            if id(buffer) not in known and is_gathered(buffer):
+                raise ResidencyError(
+                    f"Buffer {(self._prefixes[k] + name)!r} was set to a view of a sharded parameter, whose memory will be "
+                    "another unit's. Set it to a copy (`.clone()`)."
+                )
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """All buffers, each with the number of times that it was written."""

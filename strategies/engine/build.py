@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,9 +115,11 @@ def check_memory(model: nn.Module) -> None:
     """Parameters must have memory of their own.
 
     Raises:
-        ValueError: one shares it with another or with a buffer, which would see its changes until it is sharded, but not after.
+        ValueError: one shares it with another, with a buffer or with a tensor in an attribute of a module, which would see its
+            changes until it is sharded, but not after.
     """
-    named = [(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()) if _has_memory(tensor)]
+    everything = (*model.named_parameters(), *model.named_buffers(), *_attributes(model))
+    named = [(name, tensor) for name, tensor in everything if _has_memory(tensor)]
     earlier: list[tuple[str, Tensor, np.ndarray]] = []  # those that reach beyond the start of the next one
     for name, tensor in sorted(named, key=lambda each: (each[1].data_ptr(), each[0])):
         place = _place(tensor)
@@ -130,6 +132,16 @@ def check_memory(model: nn.Module) -> None:
                     "the same parameter (`head.weight = embedding.weight`, without `.data`), else use `.clone()`."
                 )
         earlier.append((name, tensor, place))
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in plain attributes of modules, and in lists, tuples and dicts there."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if f"{name}_orig" in module._parameters:
+                continue  # it is made anew before each forward (`nn.utils.spectral_norm`)
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            yield from ((f"{prefix}.{name}".lstrip("."), item) for item in items if type(item) is Tensor and name != "_buffers")
 
 
 def _has_memory(tensor: Tensor) -> bool:

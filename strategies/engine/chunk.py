@@ -41,6 +41,7 @@ class Entry:
     seen: int = 0  # version when its use began: a change in place shows
     changed: int = 0  # its unit's version since its shards were written last
     assigned: int = 0  # how often the user has replaced its gradient
+    written: int = 0  # how often its value
 
     def __post_init__(self) -> None:
         self.cls_while_used = class_while_used(self.cls)

@@ -8,21 +8,29 @@ was changed in place); the hooks on outputs only make it fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, wraps
 from traceback import walk_tb
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..residency.resting import ResidencyError, RestingParameter, is_aliased
-from .unit import Arena, Phase, Unit
+from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
+from .hooks import copy_views, transform
+from .unit import Arena, Phase, Unit, apart
 
 # Bare tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no
 # hooks. Detached, because an output that its own graph holds would live until the garbage collector comes.
 SavedOther = tuple[Tensor, int]  # not in a slot; its version
 SavedSlot = tuple[Tensor, int, Unit, int]  # an alias in the slot, its version, unit, version of the unit's weights
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class SavedTensors:
@@ -34,6 +42,10 @@ class SavedTensors:
         self._stop = self._start + arena.memory.numel()
         self._spilled: tuple[Unit, Tensor] | None = None
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
+        self.recomputed: list[Unit] = []  # in use because a recomputation saved views of them
+        if self._stop - self._start:
+            _WATCHING.add(self)
+            _watch_others()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -73,16 +85,22 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Tensor | SavedOther | SavedSlot:
         """Autograd saves ``tensor``."""
+        if type(tensor) is RestingParameter:
+            return self._of_resting(tensor)
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # has no storage (sparse, functorch): not a slot's
-            return tensor
+        except RuntimeError:  # has no storage (functorch), or more than one
+            values = tensor._values() if tensor.is_sparse else tensor.values() if tensor.layout in _COMPRESSED else None
+            return tensor if values is None or not self.covers(values) else tensor.detach().clone()
         if not self._start <= address < self._stop:
             held = tensor.detach()
             return held, held._version
         offset = address - self._start
         kept = type(tensor._base) is RestingParameter  # a view of one that rests, whoever is in its place now
-        for unit in self._arena.in_use:
+        if kept and not torch._C._is_torch_function_enabled():
+            raise _read_past_its_class(tensor._base)
+        # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
+        for unit in self._arena.in_use if graph_task() == NO_GRAPH_TASK else self._arena.holders:
             if offset in unit.region and not kept:
                 held = tensor.detach()
                 return held, held._version, unit, unit.version
@@ -93,9 +111,31 @@ class SavedTensors:
             "Keep a copy (`.clone()`), or use the parameter itself."
         )
 
+    def _of_resting(self, parameter: RestingParameter) -> SavedSlot:
+        """A custom Function saves a parameter that rests."""
+        if not torch._C._is_torch_function_enabled():
+            raise _read_past_its_class(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            held = parameter.detach()
+        unit = next(unit for unit in self._units if any(entry.parameter is parameter for entry in unit.entries))
+        return held, held._version, unit, unit.version
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a slot: a view of gathered weights, or a parameter itself."""
+        try:
+            return type(tensor) is RestingParameter or self._start <= tensor.data_ptr() < self._stop
+        except RuntimeError:
+            return False
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, in a slot, stays there until its unit's backward is over; see backward.py."""
+        if type(tensor) is RestingParameter:
+            return False
+        return any(tensor.data_ptr() - self._start in unit.region for unit in self.recomputed)
+
     def in_slot(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""
-        try:
+        try:  # as in `covers`, without a call: each forward of a unit asks
             return self._start <= tensor.data_ptr() < self._stop and not isinstance(tensor, nn.Parameter)
         except RuntimeError:
             return False
@@ -153,3 +193,85 @@ def _caller(error: Exception) -> str:
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     inside = [place for place, code in enumerate(codes) if "_functorch" in code.co_filename]
     return codes[inside[0] - 1 if inside else -1].co_name
+
+
+def _read_past_its_class(parameter: Tensor) -> ResidencyError:
+    return ResidencyError(
+        f"The memory of parameter {describe(parameter)} was read while it is sharded over the ranks, by a `__torch_function__` "
+        "that calls functions with what it was given. Give them a copy (`parameter.clone()`)."
+    )
+
+
+# ---- hooks of the user's own, which autograd asks instead ----------------------------------------
+
+_WATCHING: WeakSet[SavedTensors] = WeakSet()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the user's hook kept lies in a slot; here is what ``owner`` keeps of it."""
+
+    owner: SavedTensors
+    saved: Tensor | SavedOther | SavedSlot
+
+
+@cache
+def _watch_others() -> None:
+    enter = saved_tensors_hooks.__enter__
+
+    @wraps(enter)
+    def enter_sheltered(self: saved_tensors_hooks) -> None:
+        pack, module = self.pack_hook, getattr(self.pack_hook, "__module__", "")
+        if not _WATCHING or module == __name__:
+            pass
+        elif module != "torch.utils.checkpoint":
+            self.pack_hook, self.unpack_hook = _shelter(pack, self.unpack_hook)
+        elif "recomputation" in type(self).__name__:  # else it keeps nothing
+            self.pack_hook = lambda tensor: pack(_lasting(tensor))
+        enter(self)
+
+    saved_tensors_hooks.__enter__ = enter_sheltered  # type: ignore[method-assign]
+    torch.autograd._engine_run_backward = _watched(torch.autograd._engine_run_backward)  # what all ways to a backward call
+
+
+def _lasting(tensor: Tensor) -> Tensor:
+    """What a recomputation may save of ``tensor``: itself, or a copy of weights whose unit's backward may be over before."""
+    for saved in _WATCHING:
+        if saved.covers(tensor) and not saved.is_held(tensor):
+            with apart():
+                return tensor.detach().clone()
+    return tensor
+
+
+def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``run_backward``, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread."""
+
+    @wraps(run_backward)
+    def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        watched = not (create_graph and _WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        unwatched = not watched and transform() is None  # torch.func refuses such hooks, and keeps what it saves to itself
+        with saved_tensors_hooks(*_shelter(Tensor.detach, lambda kept: kept)) if unwatched else nullcontext():
+            return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
+
+    return run_watched
+
+
+def _shelter(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """Hooks like these, but what they keep of a slot is looked up when backward reads it, or a copy if it is in a container."""
+
+    def pack_place(tensor: Tensor) -> Any:
+        owner = next((saved for saved in _WATCHING if saved.covers(tensor)), None)
+        packed = pack(tensor)
+        if owner is None:
+            return packed
+        if isinstance(packed, Tensor):
+            return _Kept(owner, owner.pack(packed)) if owner.covers(packed) else packed
+        copied = copy_views(packed, owner.covers)
+        return packed if copied is None else copied
+
+    def unpack_place(packed: Any) -> Tensor:
+        return unpack(packed.owner.unpack(packed.saved) if type(packed) is _Kept else packed)
+
+    return pack_place, unpack_place

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
 from ..residency.resting import ResidencyError, RestingParameter, set_data
@@ -15,6 +17,24 @@ from .chunk import Chunk, Entry
 from .partition import UnitModules
 from .shards import FlatGroup
 from .streams import Lane
+
+_modes, _inference = torch._C._len_torch_dispatch_stack, torch.is_inference_mode_enabled  # C functions: each gather asks
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside nothing is recorded: not by autograd, transforms of torch.func or selective checkpoints, which count operations.
+
+    What is gathered under ``inference_mode`` may be used outside of it.
+    """
+    counted = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
+    with (
+        _disable_current_modes() if counted else nullcontext(),
+        torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
+        torch._C._DisableFuncTorch(),
+        torch.no_grad(),
+    ):
+        yield
 
 
 class Phase(enum.Enum):
@@ -125,7 +145,7 @@ class Unit:
         if self.announce is not None:
             self.announce(self, Exchange.SLOT)
         # This overwrites memory that autograd may have saved views of; see saved.py. No torch.func transform is to see it.
-        with torch._C._DisableFuncTorch():
+        with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
             if self._lane.on_device:
                 with self._lane.fork():
                     self._send()
@@ -151,7 +171,8 @@ class Unit:
     def arrive(self) -> None:
         """Wait until the slot is filled."""
         if self.phase is Phase.GATHERING:
-            with torch._C._DisableFuncTorch():  # as in `_start`: on the CPU it is now that shards are copied
+            # As in `_start`: on the CPU it is now that shards are copied.
+            with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
                 if self._narrow and self._pending:
                     self._widen()
                 for pending in self._pending:
@@ -222,6 +243,7 @@ class Unit:
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
                 if entry not in written:
                     continue
+                entry.written += 1
                 if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
                         f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.wire_dtype}. That would "
@@ -318,7 +340,7 @@ class Unit:
         self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange
     ) -> Tensor:
         buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
-        with torch.no_grad(), torch._C._DisableFuncTorch():
+        with apart():
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer

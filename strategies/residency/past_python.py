@@ -18,10 +18,11 @@ from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._device import _device_constructors
 
 from .functions import instances
-from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
+from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, materialize
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -31,6 +32,7 @@ _EXCHANGES = (
     "_reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base "
     "alltoall recv recv_anysource send"
 )
+_SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
 _ARENAS: set[int] = set()  # addresses of the memory that slots lie in
 
 
@@ -56,6 +58,23 @@ def _wrap_all() -> None:
     for name, wrap in (("tensor", _asking), ("as_tensor", _asking), ("asarray", _asking), ("batch_norm", _counting)):
         setattr(torch, name, wrap(getattr(torch, name)))
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
+    for name in _SPARSE.split():
+        setattr(torch, name, _of_full(getattr(torch, name)))
+    # It calls what it was given to call, whatever else is among the arguments.
+    nested = NestedTensor.__torch_function__.__func__
+    NestedTensor.__torch_function__ = classmethod(_of_full(nested))
+
+
+def _of_full(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of full values in the place of resting parameters among its arguments."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if instances((args, kwargs), RestingParameter):
+            args, kwargs = materialize(args), materialize(kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
@@ -70,7 +89,7 @@ def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
             for tensor in instances(given, RestingParameter) or instances(given, ShardedCopy):
                 return tensor.__torch_function__(call, (), args, kwargs)
         for tensor in instances(given[writes], Tensor):
-            if _is_gathered(tensor):
+            if is_gathered(tensor):
                 increment_version(tensor)  # which shows when its use ends
         return function(*args, **kwargs)
 
@@ -78,7 +97,7 @@ def _seen(function: Callable[..., Any], writes: slice) -> Callable[..., Any]:
     return call
 
 
-def _is_gathered(tensor: Tensor) -> bool:
+def is_gathered(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
     if is_sharded(tensor) or (tensor._base is not None and is_sharded(tensor._base)):
         return True
@@ -108,7 +127,7 @@ def _counting(batch_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
         if _ARENAS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
             for statistic in args[3:5]:
-                if isinstance(statistic, Tensor) and _is_gathered(statistic):
+                if isinstance(statistic, Tensor) and is_gathered(statistic):
                     increment_version(statistic)
         return batch_norm(*args, **kwargs)
 

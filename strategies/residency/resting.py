@@ -13,9 +13,9 @@ the same. A parameter in use pays nothing but torch's look at its class.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,33 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, written
-
-
-class Home(Protocol):
-    """The owner of parameters, as seen from here; see :class:`~.engine.access.Access`."""
-
-    in_step: bool  # all ranks run the same code: a read may gather, and a change may be stored
-
-    def retire(self) -> None:
-        """Another engine has taken the parameters over: stop watching them."""
-
-    def read(self, parameter: nn.Parameter) -> Tensor:
-        """The whole value in memory of its own, connected to autograd; collective."""
-
-    def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The whole values, detached, of parameters that share this home; collective, each unit is gathered once."""
-
-    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Store a full value that all ranks have; local."""
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient, if the optimizers see one; collective then."""
-
-    def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Store a full gradient that all ranks have, or clear it; local."""
-
-    def keep_gradient(self, gradient: ShardedCopy) -> None:
-        """``gradient`` was changed in place: store it, if it is still what the parameter has; local."""
+from .home import Home
 
 
 @dataclass
@@ -157,18 +131,29 @@ def told_of_gradient(parameter: nn.Parameter) -> str:
     )
 
 
+_Age = tuple[nn.Parameter, tuple[int, int]]  # a parameter, and its age when its value was read
+
+
 class ShardedCopy(Tensor):
     """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
     since: tuple[int, ...] = ()  # then: when it was read, see `Gradients.since`
     told: str = ""  # if it, or what views it, can only be read: what that is, and what to do instead
+    read: _Age | None = None  # if it is of a value: whose, and its age then
 
     @classmethod
-    def of(cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, since: tuple[int, ...] = ()) -> ShardedCopy:
+    def of(
+        cls,
+        value: Tensor,
+        told: str,
+        parameter: nn.Parameter | None = None,
+        since: tuple[int, ...] = (),
+        read: _Age | None = None,
+    ) -> ShardedCopy:
         """``value``, with what is known of it."""
         copy = value.as_subclass(cls)
-        copy.told, copy.parameter, copy.since = told, parameter, since
+        copy.told, copy.parameter, copy.since, copy.read = told, parameter, since, read
         return copy
 
     @classmethod
@@ -188,6 +173,8 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func is Tensor.backward:
         return func(_plain(args[0]), *args[1:], **kwargs)  # hooks and recomputations run in it, so nothing is switched off
     name = name_of(func)
+    if name not in METADATA:
+        _require_current(instances(given, ShardedCopy))
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
         if copy.parameter is None:
@@ -205,7 +192,18 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
-        return _shield(result, [(each, each.told) for each in instances(given, ShardedCopy)])
+        return _shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
+
+
+def _require_current(copies: list[ShardedCopy]) -> None:
+    """Values that were read before their parameters changed are not what torch's aliases would be by now."""
+    for parameter, age in (copy.read for copy in copies if copy.read is not None):
+        home = home_of(parameter)
+        if home is not None and home.age(parameter) != age:
+            raise ResidencyError(
+                f"A value of parameter {describe(parameter)} was read (`detach()`, a view) and kept, and the parameter has "
+                "changed since: in torch the value would have followed. Read it again, or keep a copy (`.clone()`)."
+            )
 
 
 def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
@@ -224,8 +222,8 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
 
 
-def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
-    """``result``, of which what lies in the memory of one of ``sources`` (and what to say of it) can only be read."""
+def _shield(result: Any, sources: list[tuple[Tensor, str, _Age | None]]) -> Any:
+    """``result``, of which what lies in the memory of one of ``sources`` can only be read."""
     if type(result) in (tuple, list):
         return type(result)(_shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
@@ -233,9 +231,9 @@ def _shield(result: Any, sources: list[tuple[Tensor, str]]) -> Any:
     if not isinstance(result, Tensor) or isinstance(result, ShardedCopy | RestingParameter):
         return result
     address = _address(result)
-    for source, told in sources:
+    for source, told, read in sources:
         if address and address == _address(source):
-            return ShardedCopy.of(result, told)
+            return ShardedCopy.of(result, told, read=read)
     return result
 
 
@@ -292,7 +290,7 @@ class RestingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
-            return _materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
+            return materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
         if name in ("view_as", "expand_as", "reshape_as") and not isinstance(target, RestingParameter):
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "register_post_accumulate_grad_hook":
@@ -301,7 +299,7 @@ class RestingParameter(nn.Parameter):
                 keep_engine_last(target)
             return handle
         if name == "copy_" and isinstance(target, RestingParameter):
-            _home(target).write(target, _materialize(args[1]))
+            _home(target).write(target, materialize(args[1]))
             return target
         return _compute(func, name, args, kwargs)
 
@@ -324,7 +322,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if touched and (never or not all(map(_may_change, touched))):
         raise _refusal(name, touched[0])
     read: list[tuple[Tensor, nn.Parameter]] = []
-    result = func(*_materialize(args, read), **_materialize(kwargs, read))
+    result = func(*materialize(args, read), **materialize(kwargs, read))
     changed = {id(p): (copy, p) for copy, p in read if not copy.is_inference() and copy._version}
     if touched and len(changed) < len(touched):
         raise _refusal(name, touched[0])  # it writes past the counters of torch, or to one twice
@@ -333,7 +331,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
             raise ResidencyError(f"{in_words(name)} would change {_told(parameter)}")
         _home(parameter).write(parameter, copy)
         result = parameter if result is copy else result
-    return _shield(result, [(copy, _told(parameter)) for copy, parameter in read])
+    return _shield(result, [(copy, _told(parameter), (parameter, _home(parameter).age(parameter))) for copy, parameter in read])
 
 
 def _may_change(parameter: nn.Parameter) -> bool:
@@ -364,7 +362,7 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch._C.DisableTorchFunctionSubclass():
         edges = tuple(get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
-    outputs = _plain(_materialize(outputs))
+    outputs = _plain(materialize(outputs))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
     zeros = kwargs.pop("materialize_grads", False)
@@ -388,7 +386,7 @@ def keep_engine_last(parameter: Tensor) -> None:
             hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
 
 
-def _materialize(value: Any, read: list[tuple[Tensor, nn.Parameter]] | None = None) -> Any:
+def materialize(value: Any, read: list[tuple[Tensor, nn.Parameter]] | None = None) -> Any:
     """``value`` with full values in the place of resting parameters; ``read`` notes these, and of which they are."""
     if isinstance(value, RestingParameter):
         full = _home(value).read(value)
@@ -396,7 +394,7 @@ def _materialize(value: Any, read: list[tuple[Tensor, nn.Parameter]] | None = No
             read.append((full, value))
         return full
     if isinstance(value, tuple | list):
-        return type(value)(_materialize(item, read) for item in value) if type(value) in (tuple, list) else value
+        return type(value)(materialize(item, read) for item in value) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
-        return {key: _materialize(item, read) for key, item in value.items()}
+        return {key: materialize(item, read) for key, item in value.items()}
     return value

@@ -2,7 +2,20 @@
 
 from importlib import import_module
 
-THEMES = ("access", "resting", "root", "states", "outputs", "autograd", "gradients", "modules", "optimizers", "unseen")
+THEMES = (
+    "access",
+    "resting",
+    "root",
+    "states",
+    "outputs",
+    "autograd",
+    "gradients",
+    "modules",
+    "layers",
+    "graphs",
+    "optimizers",
+    "unseen",
+)
 
 
 def load_cases() -> None:

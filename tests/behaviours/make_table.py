@@ -33,6 +33,8 @@ TITLES = {
     "autograd": "Derivatives, hooks, checkpoints and compilation",
     "gradients": "Other ways to a gradient",
     "modules": "Modules",
+    "layers": "Layers of researchers",
+    "graphs": "Graphs of other shapes",
     "optimizers": "Optimizers",
     "unseen": "Past torch's dispatcher and autograd",
 }

@@ -1,0 +1,250 @@
+"""Layers of researchers: weights that are read, replaced, merged, shared or stored in other ways than torch's own layers do."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from .cases_access import Kinds
+from .cases_modules import Sequences
+from .cases_outputs import Blocks
+from .harness import DIM, Block, Case, Chain, case, seeded
+
+# ---- parametrizations --------------------------------------------------------------------------
+
+
+# ---- weights made of weights -------------------------------------------------------------------
+
+
+@case
+class LowRankMerged(Case):
+    """Low-rank adapters merged into `weight.data` in evaluation and taken out again in training, in the forward"""
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(DIM, DIM).requires_grad_(False)
+            self.a = nn.Parameter(torch.randn(2, DIM))
+            self.b = nn.Parameter(torch.zeros(DIM, 2))
+            self.merged = False
+
+        def forward(self, x):
+            if self.merged == self.training:
+                sign = -1 if self.training else 1
+                self.layer.weight.data += sign * (self.b @ self.a).detach()
+                self.merged = not self.merged
+            out = self.layer(x)
+            return x + torch.tanh(out if self.merged else out + F.linear(F.linear(x, self.a), self.b))
+
+    def model(self):
+        return Chain(*(self.Adapter() for _ in range(4)))
+
+    def optimizers(self, model):
+        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)]
+
+    def train(self, run):
+        for _ in range(2):
+            super().train(run)
+            run.model.eval()
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    run.log(run.step(lambda model: self.loss(model, self.batch(7, 0))).clone())
+            run.model.train()
+        super().train(run)
+
+
+@case
+class ViewKeptFromTheStart(Case):
+    """A view of a weight made in `__init__`, kept as an attribute and used in the step"""
+
+    refused = refused_on_one = "'decoder' and 'stem.weight' share memory.*clone"
+
+    def model(self):
+        model = Chain()
+        model.decoder = model.stem.weight.t()
+        return model
+
+    def loss(self, model, batch):
+        return (model(batch) @ model.decoder).square().mean()
+
+
+@case
+class ValueKeptOverSteps(Case):
+    """`p.detach()` of weights taken in one step (no `clone()`) and read in the next"""
+
+    refused = r"'blocks.0.norm.weight'.* was read .* and kept, and the parameter has changed since.*clone"
+
+    def loss(self, model, batch):
+        if not hasattr(self, "kept") or self.fresh:
+            self.kept, self.fresh = [p.detach() for p in model.blocks.parameters()], False
+        pairs = zip(model.blocks.parameters(), self.kept, strict=True)
+        return model(batch).square().mean() + sum((p - k).square().sum() for p, k in pairs)
+
+    def train(self, run):
+        self.fresh = True
+        super().train(run)
+
+
+@case
+class CodebookAsParameter(Case):
+    """A codebook in a frozen parameter, that a forward moves by statistics of all ranks (`.data`, `index_add_`)"""
+
+    class Codebook(Block):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(6, DIM), requires_grad=False)
+
+        def forward(self, x):
+            index = torch.cdist(x, self.codes).argmin(-1)
+            quantized = x + (self.codes[index] - x).detach()
+            if self.training:
+                sums = torch.zeros(6, DIM).index_add_(0, index, x.detach())
+                dist.all_reduce(sums)
+                self.codes.data.mul_(0.9).add_(sums, alpha=0.01)
+            return super().forward(quantized)
+
+    def model(self):
+        return Chain(*(self.Codebook() for _ in range(3)))
+
+    def optimizers(self, model):
+        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)]
+
+    def train(self, run):
+        super().train(run)
+        run.model.eval()
+        with torch.no_grad():
+            run.log(run.step(lambda model: self.loss(model, self.batch(7, 0))))
+        run.model.train()
+        super().train(run)
+
+
+# ---- parameters as numbers, indices, masks -----------------------------------------------------
+
+
+class WithExtra(Kinds):
+    """`extra` of every block read outside its unit's forward"""
+
+    def run_outside(self, run, x, extra):
+        raise NotImplementedError
+
+    def train(self, run):
+        self.current = run
+        super().train(run)
+
+    def loss(self, model, batch):
+        x = model(batch)
+        for block in model.blocks:
+            x = self.run_outside(self.current, x, block.extra)
+        return x.square().mean()
+
+
+class Blocky(WithExtra):
+    def model(self):
+        model = Chain()
+        for i, block in enumerate(model.blocks):
+            block.extra = self.extra(i)
+        return model
+
+
+@case
+class SparseValuesOutside(Blocky):
+    """Parameters as the values of a sparse matrix, outside their unit's forward"""
+
+    def extra(self, i):
+        return nn.Parameter(torch.randn(DIM, generator=seeded(i)))
+
+    def run_outside(self, run, x, extra):
+        index = torch.stack([torch.arange(DIM), torch.arange(DIM).flip(0)])
+        return x + torch.sparse.mm(torch.sparse_coo_tensor(index, extra, (DIM, DIM)), x.t()).t()
+
+
+@case
+class SparseValues(Blocks):
+    """Parameters as the values of a sparse matrix, in their own forward, the result left in an attribute"""
+
+    def run(self, block, x):
+        index = torch.stack([torch.arange(DIM), torch.arange(DIM).flip(0)])
+        matrix = torch.sparse_coo_tensor(index, block.norm.weight, (DIM, DIM))
+        block.result = Block.forward(block, x) + torch.sparse.mm(matrix, x.t()).t()
+
+    def loss(self, model, batch):
+        x = model.stem(batch)
+        for block in model.blocks:
+            block(x)
+            x = block.result
+        return model.head(x).square().mean()
+
+
+@case
+class SparseRowsOfValues(Blocks):
+    """Parameters as the values of a sparse matrix in rows (CSR), in their own forward"""
+
+    def run(self, block, x):
+        rows, columns = torch.arange(DIM + 1), torch.arange(DIM).flip(0)
+        matrix = torch.sparse_csr_tensor(rows, columns, block.norm.weight, (DIM, DIM))
+        block.result = Block.forward(block, x) + (matrix @ x.t()).t()
+
+    loss = SparseValues.loss
+
+
+@case
+class NestedTensors(Sequences):
+    """Nested tensors (jagged) through the blocks, and through the stem's weight outside its forward"""
+
+    def layer(self):
+        return Block()
+
+    def loss(self, model, batch):
+        x = torch.nested.nested_tensor([batch[0, :2, :], batch[1, :5, :], batch[2, :3, :]], layout=torch.jagged)
+        x = model.stem(x)
+        for block in model.blocks:
+            x = block(x)
+        x = F.linear(model.head(x), model.stem.weight)
+        return x.values().square().mean()
+
+
+@case
+class OwnTensorClassThatUnwraps(Case):
+    """Activations of a tensor class whose `__torch_function__` calls functions with what it was given"""
+
+    refused = r"'head.weight'.* was read .* by a `__torch_function__`.*clone"
+
+    class Plainly(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **(kwargs or {}))
+            return out.as_subclass(cls) if type(out) is torch.Tensor else out
+
+    def loss(self, model, batch):
+        x = model(batch.as_subclass(self.Plainly))
+        x = F.linear(x, model.head.weight)
+        return x.square().mean().as_subclass(torch.Tensor)
+
+
+# ---- modules called, copied and found in other ways ----------------------------------------------
+
+
+@case
+class BufferMadeOfAWeight(Blocks):
+    """A buffer assigned from a weight in its forward: statistics of it, and itself without `clone()`"""
+
+    refused = "'blocks.0.last' was set to a view of a sharded parameter.*clone"
+
+    def run(self, block, x):
+        block.register_buffer("mean", block.up.weight.detach().mean(0), persistent=False)
+        block.register_buffer("last", block.up.weight.detach(), persistent=False)
+        return Block.forward(block, x) + block.mean
+
+    def model(self):
+        model = super().model()
+        for block in model.blocks:
+            block.register_buffer("mean", torch.zeros(DIM), persistent=False)
+            block.register_buffer("last", torch.zeros(2 * DIM, DIM), persistent=False)
+        return model
+
+    def train(self, run):
+        super().train(run)
+        if run.rank == 0:
+            run.log(*(b.mean for b in run.model.blocks))
+        run.log(run.step(lambda model: sum((b.last * 2).sum() for b in model.blocks)))
