@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
-from ..residency import ResidencyError, is_gathered
+from ..residency.past_python import is_gathered
+from ..residency.resting import ResidencyError
 
 _Seen = tuple[str, Tensor, int, torch.Size, torch.dtype]  # a buffer's name, itself, the number of writes to it
 
