@@ -65,7 +65,7 @@ LEFT_OUT = {name for name, case in CASES.items() if case.timeout > 15} | {"colle
 NAMES = [
     name
     for name, case in CASES.items()
-    if 2 in case.worlds and not case.refused and type(case).optimizers is Case.optimizers and name not in LEFT_OUT
+    if 2 in case.worlds and not case.refused and not case.unseen and type(case).optimizers is Case.optimizers and name not in LEFT_OUT
 ]
 
 
