@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
-sys.path.append(BENCHMARKS)  # and not for long: modules there are called as folders of tests are
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import train
 
-sys.path.remove(BENCHMARKS)
+sys.path.pop()  # modules there are called as folders of tests are
 
 BASE = {"step_ms": 100.0, "ratio": 1.0, "over_fsdp2": 0.6, "peak_mb": 10.0, "first_step_s": 4.0, "loss_difference": 0.0}
 WORSE = {"loss_difference": 2e-5, "ratio": 1.3, "over_fsdp2": 1.1, "peak_mb": 11.0, "first_step_s": 4.3}
