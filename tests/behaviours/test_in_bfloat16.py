@@ -70,7 +70,10 @@ LEFT_OUT |= {name for name, case in CASES.items() if type(case).__module__.rpart
 NAMES = [
     name
     for name, case in CASES.items()
-    if 2 in case.worlds and not case.refused and not case.unseen and type(case).optimizers is Case.optimizers and name not in LEFT_OUT
+    if 2 in case.worlds
+    and not (case.refused or case.unseen)
+    and type(case).optimizers is Case.optimizers
+    and name not in LEFT_OUT
 ]
 
 
