@@ -222,8 +222,8 @@ def _watch_others() -> None:
     @wraps(enter)
     def enter_sheltered(self: saved_tensors_hooks) -> None:
         pack, module = self.pack_hook, getattr(self.pack_hook, "__module__", "")
-        if not _WATCHING or module == __name__:
-            pass
+        if not _WATCHING or module.partition(".")[0] == __name__.partition(".")[0]:
+            pass  # our own, of captured graphs too
         elif module != "torch.utils.checkpoint":
             self.pack_hook, self.unpack_hook = _shelter(pack, self.unpack_hook)
         elif "recomputation" in type(self).__name__:  # else it keeps nothing
