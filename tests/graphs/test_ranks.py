@@ -149,14 +149,6 @@ class NumberOnRankOne(Fused):
         return 0.01 if self.global_rank == 1 else super().rate()
 
 
-class DecaysOnRankOne(Callback):
-    """From the fifth step on, with another number in each."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_rank == 1 and trainer.global_step > 3:
-            trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 + 0.01 * trainer.global_step
-
-
 class ExpandableOnRankOne(Callback):
     """As if it had been set where that rank was started."""
 
@@ -345,8 +337,6 @@ ON_RANK_ONE = {
     "module": (HasLooks, Callback, {"modules": ["net.2"]}, rf"a module .*\n  - Module 'net\.2': {SCALAR}", [[1], [0]]),
     "modules": (Net, ExpandableOnRankOne, {"modules": ["net.0"]}, r"a module .*\n  - NCCL registers", [[], []]),
     "optimizer": (NumberOnRankOne, Callback, {"optimizer": True}, "the optimizer's step .*AdamW is 0\\.01", [[8], [8]]),
-    # Captured in the fourth step; the sixth change is one too many. Rank 0 hears of it in the next step, the eleventh.
-    "update": (Fused, DecaysOnRankOne, {"optimizer": True}, "the optimizer's step .*`weight_decay` .* again", [[8, 7], [8, 1]]),
 }
 
 

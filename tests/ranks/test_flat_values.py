@@ -120,7 +120,7 @@ def written_before_backward(rank, world_size):
                         loss.backward()
                 else:
                     loss.backward()
-            told = "modified by an inplace operation" if world_size == 1 else "needs the weights of unit judged.2 as they were"
+            told = "modified by an inplace operation" if world_size == 1 else "(unit judged.2) as it was in forward"
             assert told in str(error.value), (explicit, other)
             engine.abandon()
             with engine.step():  # what was not written to is as good as before
