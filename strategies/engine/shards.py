@@ -90,7 +90,8 @@ class FlatGroup:
     @property
     def shows_gradients(self) -> bool:
         """Whether a backward has ended since the gradients were cleared; the same on all ranks."""
-        return self.segments[-1].parameter.grad is not None  # the tail is never unused
+        with torch._C.DisableTorchFunctionSubclass():  # else the class of a flat tensor is asked, in Python
+            return self.segments[-1].parameter.grad is not None  # the tail is never unused
 
     def begin_window(self) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
@@ -113,35 +114,38 @@ class FlatGroup:
 
     def clear(self) -> None:
         """Take all gradients away from the optimizer."""
-        for segment in self.segments:
-            segment.parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                segment.parameter.grad = None
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
         """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop) ranges."""
         if unused:
             self.cut(sorted({edge for interval in unused for edge in interval}))
-        for segment in self.segments:
-            idle = any(start <= segment.start and segment.stop <= stop for start, stop in unused)
-            if idle:
-                segment.parameter.grad = None
-            elif segment.parameter.grad is None:
-                segment.show(self.grad)
+        grad = self.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                if any(start <= segment.start and segment.stop <= stop for start, stop in unused):
+                    segment.parameter.grad = None
+                elif segment.parameter.grad is None:
+                    segment.show(grad)
 
-    @torch.no_grad()
     def adopt(self) -> bool:
         """What was put in the place of the optimizer's tensors (`p.data = ...`), or of their gradients, goes to the shards.
 
         Returns whether there was a gradient.
         """
-        found = False
+        found, values = False, self.public.data_ptr()
+        gradients = 0 if self._grad is None else self._grad.data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 p, grad = segment.parameter, segment.parameter.grad
-                if not segment.lies_in(self.public, p):
-                    segment.view(self.public).copy_(p)
+                start = segment.start * self.public.itemsize
+                if p.data_ptr() != values + start:
+                    segment.view(self.public).copy_(p.detach())
                     p.data = segment.view(self.public)
-                if grad is not None and not segment.lies_in(self.grad, grad):
-                    segment.view(self.grad).copy_(grad)
+                if grad is not None and grad.data_ptr() != gradients + start:
+                    segment.view(self.grad).copy_(grad.detach())
                     segment.show(self.grad)
                     found = True
         return found
@@ -207,10 +211,6 @@ class Segment:
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
-
-    def lies_in(self, flat: Tensor, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the segment's range of ``flat``."""
-        return tensor.data_ptr() == flat.data_ptr() + self.start * flat.element_size()
 
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""
