@@ -2,7 +2,6 @@
 
 python examples/finetune.py                       # 2 processes on the CPU
 python examples/finetune.py --strategy ddp        # the same numbers
-python examples/finetune.py --optimizer Adafactor # looks at whole tensors
 """
 
 import argparse

@@ -97,8 +97,8 @@ def main(names: list[str]) -> int:
                 cells[name][engine] = outcome
                 print(engine, name, outcome.kind, flush=True)
             TABLE.write_text(render(CASES, cells, run))
-    cells_run = sum(map(len, chosen.values()))
-    run = this_run() if cells_run == len(ENGINES) * len(CASES) else f"{run} {this_run(cells_run)}".strip()
+    whole = sum(map(len, chosen.values())) == len(ENGINES) * len(CASES)
+    run = this_run("All") if whole else with_part(run, this_run("Some"))
     TABLE.write_text(render(CASES, cells, run))
     README.write_text(counted(README.read_text(), cells))
     return failures
@@ -132,23 +132,27 @@ def outcomes(engine: str, names: list[str], together: bool) -> dict:
     return run_cases(engine, names, 2, names if together else ())
 
 
-def this_run(cells: int | None = None) -> str:
-    """A sentence for the head: which commit is measured, under what."""
+def this_run(cells: str) -> str:
+    """A sentence for the head: which cells are of which commit, under what."""
     from importlib.metadata import version
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    what = "All cells" if cells is None else f"{cells} cells"
     commit = git("rev-parse", "--short=8", "HEAD")
     changed = " with changes" if git("status", "--porcelain", "strategies", "tests") else ""
     torch, lightning, python = version("torch").partition("+")[0], version("lightning"), platform.python_version()
-    return f"{what} were run at commit {commit}{changed} (torch {torch}, Lightning {lightning}, Python {python})."
+    return f"{cells} cells were run at commit {commit}{changed} (torch {torch}, Lightning {lightning}, Python {python})."
+
+
+def with_part(run: str, part: str) -> str:
+    """The sentences of `run`, and `part` unless one of them names its commit and versions already."""
+    return run if part.removeprefix("Some") in run else f"{run} {part}".strip()
 
 
 def read_run() -> str:
     """What the document says of the commits and versions that it is of."""
-    return " ".join(re.findall(r"^(?:All|\d+) cells were run at commit .*\)\.$", TABLE.read_text(), re.MULTILINE))
+    return " ".join(re.findall(r"^(?:All|Some) cells were run at commit .*\)\.$", TABLE.read_text(), re.MULTILINE))
 
 
 def read_table() -> dict[str, dict[str, str]]:
@@ -189,9 +193,10 @@ def render(cases, cells, run: str) -> str:
 
 def counted(readme: str, cells) -> str:
     """The README with the numbers of rows that it names."""
-    unseen = sum(row["zero3"].kind == "unseen" for row in cells.values())
+    zero3, ddp, fsdp2 = (sum(row[engine].kind in ("unseen", "wrong") for row in cells.values()) for engine in ENGINES)
     readme = re.sub(r"says of \d+ things", f"says of {len(cells)} things", readme)
-    return re.sub(r"but for \d+ of them", f"but for {unseen} of them", readme)
+    silent = f"but for {zero3} of them (DDP: {ddp}, FSDP2: {fsdp2})"
+    return re.sub(r"but for \d+ of them \(DDP: \d+, FSDP2: \d+\)", silent, readme)
 
 
 if __name__ == "__main__":
