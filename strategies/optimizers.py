@@ -74,7 +74,7 @@ def _find_out(optimizer: Optimizer, options: Options) -> Stepping:
         if _is_elementwise(optimizer, options):
             return Stepping.ELEMENTS
     except Exception:
-        pass  # it may take matrices only
+        pass  # it may take matrices only; what else fails is tried with whole tensors, which are exact, and told if they fail
     shapes = [(4, 8), (2, 4) if _refuses_vectors(optimizer, options) else (8,)]
     try:
         apart = _agree(optimizer, options, shapes, shapes)

@@ -77,14 +77,15 @@ class Reports:
         self._thread.join(2 * BEAT_S)
 
     def _run(self) -> None:
-        with suppress(RuntimeError):
-            self._store.set(str(self._rank), self._beat().pack())
+        beat = self._beat().pack()
+        with suppress(RuntimeError):  # some come later, or the store is gone: what follows asks again
+            self._store.set(str(self._rank), beat)
             self._store.wait([str(rank) for rank in range(self._world_size)], timedelta(seconds=BEAT_S))
         last = False
         while not last:
-            last = self._stopping
+            last, beat = self._stopping, self._beat().pack()  # made outside: its errors are none of the store's
             try:
-                self._talk()
+                self._talk(beat)
                 self.answered = time.monotonic()
             except dist.DistNetworkError:
                 return  # the store is gone for good; that it does not answer tells, without torch's words on each attempt
@@ -94,8 +95,8 @@ class Reports:
                 self._news.wait(BEAT_S)
                 self._news.clear()
 
-    def _talk(self) -> None:
-        self._store.set(str(self._rank), self._beat().pack())
+    def _talk(self, beat: str) -> None:
+        self._store.set(str(self._rank), beat)
         if self._mine is not None:
             self._store.compare_set("verdict", "", self._mine)
         if self.verdict is None and self._store.check(["verdict"]):

@@ -16,6 +16,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3.strategies.precision import gather_dtypes
 
 load_cases()
+pytestmark = pytest.mark.timeout(420)
 
 # Writes in the forward of the weight's own unit.
 IN_PLACE = {
@@ -50,6 +51,12 @@ ROUNDED = {
     "tensors-of-weight",
     "vmap-over-weight",
 }
+# Likewise, and not more than autocast itself is from fp32. Measured: in float16, which is 8 times finer, 5 to 19 times less.
+ROUNDED_AS_MUCH = {
+    "ensemble-by-vmap",
+    "hooks-of-all-modules",
+    "state-carried-with-its-graph",
+}
 # Torch's autocast keeps what it has rounded until a step ends: after weights changed in it, the reference has the old ones.
 STALE = {"backward-inside-step", "flat-tensors-clamped", "flat-tensors-of-unused-clamped"}
 # The reference itself fails: code of the case multiplies what autocast has rounded with what it has not, or a weight is changed
@@ -62,11 +69,18 @@ NOT_UNDER_AUTOCAST = {
     "saved-weight-changed",
     "saved-weight-changed-by-alias",
     "saved-weight-changed-after-gathered",
+    "function-of-a-weight-in-another",
+    "reversible-blocks",
+    "adjoint-method",
+    "sparse-values",
+    "sparse-values-outside",
+    "sparse-rows-of-values",
 }
+# A selective checkpoint counts casts. Gathered weights need none in the forward, but where several units are recomputed at once
+# they are read past their slots, as fp32, and autocast rounds them.
+CASTS_COUNTED = {"selective-checkpoint-around-several"}
 # Compiling takes seconds; and a collective of the user's own between fp32 and a weight in its slot raises on one rank only.
 LEFT_OUT = {name for name, case in CASES.items() if case.timeout > 15} | {"collectives-in-forward"}
-# Not looked at yet in bfloat16: half of them differ, and of which it is the rounding alone has not been told apart.
-LEFT_OUT |= {name for name, case in CASES.items() if type(case).__module__.rpartition("_")[2] in ("layers", "graphs")}
 NAMES = [
     name
     for name, case in CASES.items()
@@ -98,8 +112,14 @@ def sgd(case, model):
     return [torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, weight_decay=0.0625)]
 
 
+def distance(found, expected):
+    """The largest one of an element, relative to the largest element of its tensor."""
+    pairs = [(found[n], value) for n, value in expected.items() if isinstance(value, torch.Tensor) and value.any()]
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
+
+
 def compare(rank, world_size, names):
-    """By name: what differs from the reference, or the error, and who raised it."""
+    """By name: what differs from the reference, after a word on its size, or the error, and who raised it."""
     Case.optimizers = sgd
     warnings.simplefilter("ignore")
     found = {}
@@ -108,7 +128,11 @@ def compare(rank, world_size, names):
         case, who = CASES[name], "the reference"
         try:
             expected, who = execute(case, Autocast, rank, world_size), "zero3"
-            found[name] = differences(expected, execute(case, InBfloat16, rank, world_size), case.rtol)
+            trained = execute(case, InBfloat16, rank, world_size)
+            found[name] = differences(expected, trained, case.rtol)
+            if name in ROUNDED_AS_MUCH:
+                most, apart = (distance(each, expected) for each in (execute(case, Run, rank, world_size), trained))
+                found[name].insert(0, "rounding" if apart <= most else f"{apart:.2g} apart, autocast and fp32 {most:.2g}")
         except (Exception, pytest.fail.Exception) as error:
             found[name] = f"{who} raised {type(error).__name__}: {error}"
     return found
@@ -117,7 +141,7 @@ def compare(rank, world_size, names):
 @pytest.fixture(scope="module")
 def outcomes(request):
     names = [item.callspec.params["name"] for item in request.session.items if getattr(item, "function", None) is test_outcome]
-    return run_ranks(compare, 2, names, timeout=240)
+    return run_ranks(compare, 2, names, timeout=400)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,6 +151,10 @@ def test_outcome(name, outcomes):
         assert all(str(found).startswith("the reference raised ") for found in ranks), ranks
     elif name in IN_PLACE:
         assert all(re.search(f"zero3 raised ResidencyError.*{REFUSAL}", str(found), re.DOTALL) for found in ranks), ranks
+    elif name in CASTS_COUNTED:
+        assert all("zero3 raised RuntimeError: aten._to_copy.default invocation" in str(found) for found in ranks), ranks
+    elif name in ROUNDED_AS_MUCH:
+        assert all(found[0] == "rounding" for found in ranks) and any(found[1:] for found in ranks), ranks
     elif name in ROUNDED | STALE:
         assert all(isinstance(found, list) for found in ranks) and any(ranks), ranks
     else:

@@ -88,9 +88,6 @@ def test_the_row_says_what_the_case_expects(name):
 NAMELESS = {
     "functorch",
     "functorch-of-weight",
-    "grad-view-changed",
-    "grad-rows-changed",
-    "grad-data-view-changed",
     "clipped-in-param-groups",
     "norm-of-param-groups",
 }

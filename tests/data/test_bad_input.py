@@ -119,14 +119,18 @@ def test_a_stream_that_is_shorter_than_it_was():
         list(resumed)
 
 
-def save_own(rank, world):
-    loader = shard_dataloader(
+def own_loader(rank, world):
+    return shard_dataloader(
         DataLoader(StatefulStream(10 + rank), batch_size=2),
         rank=rank,
         world_size=world,
         stage="fit",
         options=DataOptions(streams="own"),
     )
+
+
+def save_own(rank, world):
+    loader = own_loader(rank, world)
     batches = iter(loader)
     for _ in range(1 + rank):
         next(batches)
@@ -134,13 +138,7 @@ def save_own(rank, world):
 
 
 def load_own(rank, world, state):
-    loader = shard_dataloader(
-        DataLoader(StatefulStream(10 + rank), batch_size=2),
-        rank=rank,
-        world_size=world,
-        stage="fit",
-        options=DataOptions(streams="own"),
-    )
+    loader = own_loader(rank, world)
     try:
         loader.load_state_dict(state)
     except ValueError as error:

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from graphs.test_recapture import NeverTheSame
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -147,6 +148,21 @@ class NumberOnRankOne(Fused):
 
     def rate(self):
         return 0.01 if self.global_rank == 1 else super().rate()
+
+
+class StateMovesOnRankOne(Callback):
+    """From the fifth step on its optimizer finds its state in other memory."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step > 3:
+            for state in trainer.optimizers[0].state.values():
+                state["exp_avg"] = state["exp_avg"].clone()
+
+
+class NeverTheSameOnRankOne(NeverTheSame):
+    def on_train_batch_start(self, trainer, *arguments):
+        if trainer.global_rank == 1:
+            super().on_train_batch_start(trainer, *arguments)
 
 
 class ExpandableOnRankOne(Callback):
@@ -332,11 +348,23 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
 # What rank 1 alone cannot capture: the module, a callback that brings it about, options of the graphs, what is said of it, and
 # how often each part is replayed on the ranks.
 SCALAR = r"aten\._local_scalar_dense needs a value.*test_ranks\.py:\d+: `return x \* \(3 if"
+IN_VAIN = "went out of date 6 times, each time before they had paid"
 ON_RANK_ONE = {
     # Captured in the fourth step on rank 0, when rank 1 finds out; in the fifth both know.
     "module": (HasLooks, Callback, {"modules": ["net.2"]}, rf"a module .*\n  - Module 'net\.2': {SCALAR}", [[1], [0]]),
     "modules": (Net, ExpandableOnRankOne, {"modules": ["net.0"]}, r"a module .*\n  - NCCL registers", [[], []]),
     "optimizer": (NumberOnRankOne, Callback, {"optimizer": True}, "the optimizer's step .*AdamW is 0\\.01", [[8], [8]]),
+    # Captured in each third step, and out of date in the next. Rank 0 hears of a module in the step after the nineteenth.
+    "recaptured": (Net, NeverTheSameOnRankOne, {"warmup": 2}, f"the training step .*{IN_VAIN}.*`net.3.p` changed", [[6], [6]]),
+    "module recaptured": (
+        Net,
+        NeverTheSameOnRankOne,
+        {"warmup": 2, "modules": ["net.3"]},
+        rf"a module .*\n  - Module 'net\.3': Its graphs {IN_VAIN}",
+        [[4 + 5 + 5], [6]],
+    ),
+    # Captured in the fourth step; the sixth change is one too many. Rank 0 hears of it in the next step, the eleventh.
+    "update": (Fused, StateMovesOnRankOne, {"optimizer": True}, "the optimizer's step .*The state .* again", [[8, 7], [8, 1]]),
 }
 
 
@@ -345,6 +373,7 @@ def refused_on_rank_one(rank, world_size):
     options = {"devices": world_size, "strategy": strategy, "num_sanity_val_steps": 0}
     found = {}
     for name, (module, callback, captured, _, _) in ON_RANK_ONE.items():
+        options["max_epochs"] = 4 if callback is NeverTheSameOnRankOne else 2
         graphs = Counting(software=True, **captured)
         said, mine = warned(module(), callback(), graphs, **options)
         assert_same_run(mine, fit(module(), callback(), **options))

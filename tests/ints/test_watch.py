@@ -128,6 +128,14 @@ def test_a_rank_that_stood_still_counts_silence_from_then_on(monkeypatch):
     assert silences == [0, 1, 2, 0, 1, 2]
 
 
+def test_an_error_in_the_making_of_a_beat_is_none_of_the_stores(monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    beats = iter([BEAT])
+    Reports(dist.HashStore(), 0, 1, lambda: next(beats, None) or int("not a number"))._thread.join(20)
+    assert [args.exc_type for args in told] == [ValueError]
+
+
 def test_the_users_line_is_none_of_this_package(monkeypatch):
     wait = compile("def wait(look, *args, **kwargs):\n    raise Seen(look())", distributed_c10d.__file__, "exec")
     names = {"Seen": type("Seen", (Exception,), {})}
