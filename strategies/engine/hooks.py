@@ -43,12 +43,9 @@ def install(
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
     handles += _watch_autocast(unit)
-    for index, entry in enumerate(unit.trained):
-        handles.append(_on_grad(entry.parameter, collector(unit, index)))
-    for entry in unit.entries:
-        if not entry.trained and (entry.dtype.is_floating_point or entry.dtype.is_complex):
-            handles.append(_on_grad(entry.parameter, _dropper(entry.name, dropped)))
-    return handles
+    others = [e for e in unit.entries if not e.trained and (e.dtype.is_floating_point or e.dtype.is_complex)]
+    handles += [_on_grad(entry.parameter, collector(unit, index)) for index, entry in enumerate(unit.trained)]
+    return handles + [_on_grad(entry.parameter, _dropper(entry.name, dropped)) for entry in others]
 
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
@@ -62,13 +59,13 @@ def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
 
 def _watch_autocast(unit: Unit) -> list[RemovableHandle]:
     """Give modules whose weights are gathered for autocast, in its dtype, the full precision where that does not hold."""
-    lower = {id(e.parameter): e for chunk in unit.chunks if chunk.dtype != chunk.master_dtype for e in chunk.entries}
-    dtypes = {id(e.parameter): chunk.dtype for chunk in unit.chunks for e in chunk.entries}
+    chunks = [chunk for chunk in unit.chunks if chunk.dtype != chunk.master_dtype]
+    lower = {id(e.parameter): (e, chunk.dtype) for chunk in chunks for e in chunk.entries}
     handles = []
     for module in dict.fromkeys(m for member in unit.members for m in member.modules()):
-        entries = [lower[id(p)] for p in module._parameters.values() if id(p) in lower]
-        if entries:
-            handles.append(module.register_forward_pre_hook(_full_precision(unit, entries, dtypes[id(entries[0].parameter)])))
+        found = [lower[id(p)] for p in module._parameters.values() if id(p) in lower]
+        if found:
+            handles.append(module.register_forward_pre_hook(_full_precision(unit, [e for e, _ in found], found[0][1])))
     return handles
 
 
@@ -146,11 +143,9 @@ def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
 def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             value[key] = _replace(item, change)
-    elif isinstance(value, list):
-        value[:] = [_replace(item, change) for item in value]
     elif isinstance(value, tuple):
         items = [_replace(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,17 +1,15 @@
 """Tensors in slots that autograd saves for backward.
 
-In backward a slot may hold another unit than it held in forward. A saved view of a slot is therefore noted as a place, and
-looked up when backward reads it: in the slot if its unit is there, else gathered into memory of its own. So backward is
-right by whatever path it reaches a unit (a loss on an intermediate value, an output that no hook can be set on, a view that
-was changed in place); the hooks on outputs only make it fast.
+In backward a slot may hold another unit than in forward. A saved view of a slot is therefore noted as a place, and looked up
+when backward reads it: in the slot if its unit is there, else gathered into memory of its own. So backward is right by whatever
+path it reaches a unit (a loss on an intermediate value, a view changed in place); the hooks on outputs only make it fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache, wraps
+from contextlib import contextmanager
+from functools import cache, partial, wraps
 from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
+from .chunk import Entry
 from .hooks import copy_views, transform
 from .unit import Arena, Phase, Unit, apart
 
@@ -28,7 +27,6 @@ from .unit import Arena, Phase, Unit, apart
 # hooks. Detached, because an output that its own graph holds would live until the garbage collector comes.
 SavedOther = tuple[Tensor, int]  # not in a slot; its version
 SavedSlot = tuple[Tensor, int, Unit, int]  # an alias in the slot, its version, unit, version of the unit's weights
-
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -69,7 +67,7 @@ class SavedTensors:
     def enter_outside(self, unit: Unit) -> None:
         """``unit`` begins a forward outside of a step, or in another thread: nobody else watches what autograd saves."""
         # torch.func refuses such hooks, and keeps what it saves to itself.
-        if not unit.whole and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+        if not unit.whole and torch.is_grad_enabled() and transform() is None:
             hooks = saved_tensors_hooks(self.pack, self.unpack)
             hooks.__enter__()
             self._outside.append((unit, hooks))
@@ -97,8 +95,8 @@ class SavedTensors:
             return held, held._version
         offset = address - self._start
         kept = type(tensor._base) is RestingParameter  # a view of one that rests, whoever is in its place now
-        if kept and not torch._C._is_torch_function_enabled():
-            raise _read_past_its_class(tensor._base)
+        if kept:
+            _require_asked(tensor._base)
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         for unit in self._arena.in_use if graph_task() == NO_GRAPH_TASK else self._arena.holders:
             if offset in unit.region and not kept:
@@ -113,8 +111,7 @@ class SavedTensors:
 
     def _of_resting(self, parameter: RestingParameter) -> SavedSlot:
         """A custom Function saves a parameter that rests."""
-        if not torch._C._is_torch_function_enabled():
-            raise _read_past_its_class(parameter)
+        _require_asked(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             held = parameter.detach()
         unit = next(unit for unit in self._units if any(entry.parameter is parameter for entry in unit.entries))
@@ -129,9 +126,8 @@ class SavedTensors:
 
     def is_held(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, in a slot, stays there until its unit's backward is over; see backward.py."""
-        if type(tensor) is RestingParameter:
-            return False
-        return any(tensor.data_ptr() - self._start in unit.region for unit in self.recomputed)
+        resting = type(tensor) is RestingParameter
+        return not resting and any(tensor.data_ptr() - self._start in unit.region for unit in self.recomputed)
 
     def in_slot(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""
@@ -147,8 +143,13 @@ class SavedTensors:
         held, version = saved[0], saved[1]
         unit = saved[2] if len(saved) == 4 else None
         if unit is not None and saved[3] != unit.version:
-            _require_unchanged(held, unit, saved[3])
-        if held._version != version and not (unit is not None and self._is_aliased(held, unit)):
+            for entry in _entries(held, unit):
+                if entry.changed > saved[3]:
+                    raise ResidencyError(
+                        f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in forward, but an optimizer "
+                        "step, a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
+                    )
+        if held._version != version and not (unit is not None and any(is_aliased(e.parameter) for e in _entries(held, unit))):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
@@ -168,24 +169,15 @@ class SavedTensors:
             unit.arrive()
         return held
 
-    def _is_aliased(self, held: Tensor, unit: Unit) -> bool:
-        """Whether ``held`` is of a parameter that may have been written by its ``.data``: torch computes with the new value."""
-        with torch._C.DisableTorchFunctionSubclass():
-            parameters = [p for p in (entry.parameter for entry in unit.entries) if is_aliased(p)]
-            return any(0 <= held.data_ptr() - p.data_ptr() < p.nbytes for p in parameters)
 
-
-def _require_unchanged(held: Tensor, unit: Unit, since: int) -> None:
-    """Raise if the parameter that ``held`` is a view of was written after ``unit`` had version ``since``."""
+def _entries(held: Tensor, unit: Unit) -> Iterator[Entry]:
+    """That of the parameter in whose place in the slot ``held`` lies."""
     address = held.data_ptr()
     for chunk in unit.chunks:
         for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
             start = chunk.slot.data_ptr() + offset * chunk.dtype.itemsize
-            if entry.changed > since and start <= address < start + entry.size.numel() * chunk.dtype.itemsize:
-                raise ResidencyError(
-                    f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in forward, but an optimizer step, "
-                    "a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
-                )
+            if start <= address < start + entry.size.numel() * chunk.dtype.itemsize:
+                yield entry
 
 
 def _caller(error: Exception) -> str:
@@ -195,11 +187,12 @@ def _caller(error: Exception) -> str:
     return codes[inside[0] - 1 if inside else -1].co_name
 
 
-def _read_past_its_class(parameter: Tensor) -> ResidencyError:
-    return ResidencyError(
-        f"The memory of parameter {describe(parameter)} was read while it is sharded over the ranks, by a `__torch_function__` "
-        "that calls functions with what it was given. Give them a copy (`parameter.clone()`)."
-    )
+def _require_asked(parameter: Tensor) -> None:
+    if not torch._C._is_torch_function_enabled():
+        raise ResidencyError(
+            f"The memory of parameter {describe(parameter)} was read while it is sharded over the ranks, by a "
+            "`__torch_function__` that calls functions with what it was given. Give them a copy (`parameter.clone()`)."
+        )
 
 
 # ---- hooks of the user's own, which autograd asks instead ----------------------------------------
@@ -207,12 +200,8 @@ def _read_past_its_class(parameter: Tensor) -> ResidencyError:
 _WATCHING: WeakSet[SavedTensors] = WeakSet()
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What the user's hook kept lies in a slot; here is what ``owner`` keeps of it."""
-
-    owner: SavedTensors
-    saved: Tensor | SavedOther | SavedSlot
+class _Kept(partial):
+    """Called in backward, it looks up what the user's hook kept of a slot."""
 
 
 @cache
@@ -234,13 +223,18 @@ def _watch_others() -> None:
     torch.autograd._engine_run_backward = _watched(torch.autograd._engine_run_backward)  # what all ways to a backward call
 
 
+def _owner(tensor: Tensor) -> SavedTensors | None:
+    """Who has ``tensor`` in a slot."""
+    return next((saved for saved in _WATCHING if saved.covers(tensor)), None)
+
+
 def _lasting(tensor: Tensor) -> Tensor:
     """What a recomputation may save of ``tensor``: itself, or a copy of weights whose unit's backward may be over before."""
-    for saved in _WATCHING:
-        if saved.covers(tensor) and not saved.is_held(tensor):
-            with apart():
-                return tensor.detach().clone()
-    return tensor
+    owner = _owner(tensor)
+    if owner is None or owner.is_held(tensor):
+        return tensor
+    with apart():
+        return tensor.detach().clone()
 
 
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,30 +242,31 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        watched = not (create_graph and _WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        unwatched = not watched and transform() is None  # torch.func refuses such hooks, and keeps what it saves to itself
-        with saved_tensors_hooks(*_shelter(Tensor.detach, lambda kept: kept)) if unwatched else nullcontext():
+        anyone = next(iter(_WATCHING), None) if create_graph else None
+        # torch.func refuses such hooks, and keeps what it saves to itself.
+        if anyone is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or transform() is not None:
+            return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
+
+        def pack(tensor: Tensor) -> _Kept:
+            owner = _owner(tensor) or anyone  # who compares versions of all other tensors, too, as autograd would
+            return _Kept(owner.unpack, owner.pack(tensor))
+
+        with saved_tensors_hooks(pack, _Kept.__call__):
             return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
 
     return run_watched
 
 
-def _shelter(
-    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+def _shelter(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> tuple[Callable, Callable]:
     """Hooks like these, but what they keep of a slot is looked up when backward reads it, or a copy if it is in a container."""
 
     def pack_place(tensor: Tensor) -> Any:
-        owner = next((saved for saved in _WATCHING if saved.covers(tensor)), None)
-        packed = pack(tensor)
+        owner, packed = _owner(tensor), pack(tensor)
         if owner is None:
             return packed
         if isinstance(packed, Tensor):
-            return _Kept(owner, owner.pack(packed)) if owner.covers(packed) else packed
+            return _Kept(owner.unpack, owner.pack(packed)) if owner.covers(packed) else packed
         copied = copy_views(packed, owner.covers)
         return packed if copied is None else copied
 
-    def unpack_place(packed: Any) -> Tensor:
-        return unpack(packed.owner.unpack(packed.saved) if type(packed) is _Kept else packed)
-
-    return pack_place, unpack_place
+    return pack_place, lambda packed: unpack(packed() if type(packed) is _Kept else packed)

@@ -9,22 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .functions import name_of
 from .resting import ResidencyError
 
 _NORMS = frozenset(
     "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean nanmean dot vdot inner "
     "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile argmax argmin prod logsumexp softmax "
-    "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity".split()
+    "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity einsum tensordot linalg_vecdot "
+    "mse_loss l1_loss smooth_l1_loss huber_loss pairwise_distance cdist topk kthvalue sort cumsum histc".split()
 )
 _JOINS = ("cat", "concat", "concatenate", "hstack", "stack")
 
 
 class FlatGradient(Tensor):
-    """The gradient of a flat tensor, as the optimizer sees it. A norm of it would be of this rank's elements alone.
-
-    So would one of what is computed from it element by element, or of several, which therefore has the same class.
-    """
+    """The gradient of a flat tensor, as the optimizer sees it, and what is computed from it, or of several, by element."""
 
     what = "gradients"
     instead = "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`"
@@ -38,24 +35,19 @@ class FlatGradient(Tensor):
                 f"`{name}` would be of the {cls.what} that this rank holds a shard of: an optimizer's param groups hold flat "
                 f"shards. Use {cls.instead}."
             )
-        if name == "_amp_foreach_non_finite_check_and_unscale_":
-            _require_scaler_of_shards(sys._getframe(1).f_globals["__name__"])
+        if name == "_amp_foreach_non_finite_check_and_unscale_" and dist.is_initialized() and dist.get_world_size() > 1:
+            if sys._getframe(1).f_globals["__name__"] == "torch.amp.grad_scaler":  # others ask all ranks
+                raise ResidencyError(
+                    "A GradScaler would look for infinities in the gradients that this rank holds a shard of, and ranks would "
+                    "skip steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's "
+                    "ShardedGradScaler."
+                )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
-            if name_of(func) == "_base.__get__":
-                return result  # torch.compile asks for it until it is no view
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
-            return result.as_subclass(cls) if kept and type(result) is Tensor else result
-
-
-def _require_scaler_of_shards(module: str) -> None:
-    """Unless ``module``, which unscales gradients, asks all ranks for infinities in theirs."""
-    if module == "torch.amp.grad_scaler" and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ResidencyError(
-            "A GradScaler would look for infinities in the gradients that this rank holds a shard of, and ranks would skip "
-            "steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's "
-            "ShardedGradScaler."
-        )
+            if not kept or type(result) is not Tensor or func == Tensor._base.__get__:
+                return result  # torch.compile asks for `_base` until it is no view
+            return result.as_subclass(cls)
 
 
 class FlatValues(FlatGradient):
@@ -71,12 +63,10 @@ class FlatParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
-        name = name_of(func)
-        if name == "data.__set__":
+        if func == Tensor.data.__set__:
             raise ResidencyError(
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "
                 "`p.copy_(...)` under `torch.no_grad()`, and keep a copy of what is to come back."
             )
-        if name == "data.__get__":
-            func = Tensor.detach  # which counts what is written to it
-        return FlatValues.__torch_function__(func, types, args, kwargs)
+        # `detach` counts what is written to it.
+        return FlatValues.__torch_function__(Tensor.detach if func == Tensor.data.__get__ else func, types, args, kwargs)

@@ -10,15 +10,14 @@ T = TypeVar("T")
 # Questions that do not look at the value.
 METADATA = frozenset(
     f"{name}.__get__"
-    for name in "shape ndim device layout requires_grad is_leaf grad_fn names is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_mkldnn is_mps is_xpu is_nested is_sparse_csr output_nr _version "
-    "_post_accumulate_grad_hooks _backward_hooks retains_grad is_ipu is_vulkan is_maia is_mtia is_xla "
-    "volatile".split()
+    for name in "shape ndim device layout requires_grad is_leaf grad_fn names output_nr _version retains_grad volatile "
+    "is_nonzero is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_nested is_ipu is_vulkan "
+    "is_maia is_mtia is_xla _backward_hooks _post_accumulate_grad_hooks".split()
 ) | frozenset(
-    "size dim numel nelement stride is_contiguous is_floating_point is_complex is_signed register_hook "
-    "requires_grad_ requires_grad.__set__ get_device "
-    "ndimension is_inference is_shared __len__ __hash__ has_names is_same_size _is_view is_conj is_neg "
-    "retain_grad _backward_hooks.__set__ _post_accumulate_grad_hooks.__set__ is_nonzero.__get__".split()
+    "size dim ndimension numel nelement stride __len__ __hash__ get_device is_contiguous is_floating_point is_complex "
+    "is_signed is_inference is_shared is_same_size is_conj is_neg _is_view has_names requires_grad_ requires_grad.__set__ "
+    "retain_grad register_hook register_post_accumulate_grad_hook _backward_hooks.__set__ "
+    "_post_accumulate_grad_hooks.__set__".split()
 )
 # New tensors that take after a parameter, but not its value.
 LIKE = frozenset(

@@ -12,25 +12,13 @@ from .resting import ResidencyError, describe, gradient_of, keep_engine_last, no
 
 
 class _InUse:
-    """Makes ``parameter.data`` an alias that counts versions, as ``detach()`` does, and ``parameter.grad`` the whole gradient.
+    """Makes ``parameter.grad`` the whole gradient, and ``parameter.data`` an alias that counts versions, as ``detach()`` does.
 
-    Torch's own ``data`` hides writes: ``parameter.data.clamp_()`` leaves the version as it was, so nobody could tell that the
-    shards have to follow. Costs nothing but torch's look at the class of each operand.
+    Torch's own hides writes (``parameter.data.clamp_()``): nobody could tell that the shards have to follow.
     """
 
     _cls: type[nn.Parameter]  # the user's
-
-    @property
-    def grad(self) -> Tensor | None:
-        return gradient_of(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        set_gradient_of(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        set_gradient_of(self, None)
+    grad = property(gradient_of, set_gradient_of, lambda self: set_gradient_of(self, None))
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         handle = Tensor.register_post_accumulate_grad_hook(self, hook)
@@ -51,11 +39,9 @@ class _InUse:
                 self.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-            copied.__class__ = self._cls
-            memo[id(self)] = copied
-        return memo[id(self)]
+        copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied.__class__ = self._cls
+        return copied
 
 
 def refused_data(parameter: Tensor, value: Tensor) -> ResidencyError:

@@ -1,13 +1,9 @@
 """What a parameter is, outside its unit's use and in it: right or loud.
 
-A sharded parameter keeps its identity, name, shape, dtype and device for ever. While its unit is in use it is an ordinary
-``nn.Parameter`` that views the gathered slot. Otherwise its class is :class:`RestingParameter`, and every operation on it
-comes here first: questions about it (shape, dtype, hooks, ...) are answered, a read of its value gathers it and a change is
-stored (inside a step, where all ranks run the same code), or they raise; no operation sees memory that now belongs to
-another unit.
-
-The class of a tensor can be switched like that because both classes have the same layout; torch's own lazy parameters do
-the same. A parameter in use pays nothing but torch's look at its class.
+While its unit is in use a sharded parameter is an ordinary ``nn.Parameter`` that views the gathered slot. Otherwise its class
+is :class:`RestingParameter`, and every operation on it comes here first: questions about it (shape, dtype, hooks, ...) are
+answered, a read of its value gathers it and a change is stored (inside a step, where all ranks run the same code), or they
+raise; none sees memory that now belongs to another unit. Torch's own lazy parameters switch the class of a tensor, too.
 """
 
 from __future__ import annotations
@@ -41,6 +37,7 @@ class Sharded:
 
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
+is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter (resting or in use)
 
 # Torch's own, past the classes below.
 set_data = Tensor.data.__set__  # the parameter gets other memory
@@ -90,11 +87,6 @@ def class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
     return _SHARDED[parameter].cls if parameter in _SHARDED else type(parameter)
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether an engine owns ``parameter`` (resting or in use)."""
-    return parameter in _SHARDED
-
-
 def is_aliased(parameter: Tensor) -> bool:
     """Whether ``.data`` of ``parameter`` was read in use, so that changes may be of that, which autograd is not to see."""
     return _SHARDED[parameter].aliased
@@ -131,25 +123,17 @@ def told_of_gradient(parameter: nn.Parameter) -> str:
     )
 
 
-_Age = tuple[nn.Parameter, tuple[int, int]]  # a parameter, and its age when its value was read
-
-
 class ShardedCopy(Tensor):
     """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
     since: tuple[int, ...] = ()  # then: when it was read, see `Gradients.since`
     told: str = ""  # if it, or what views it, can only be read: what that is, and what to do instead
-    read: _Age | None = None  # if it is of a value: whose, and its age then
+    read: tuple[nn.Parameter, tuple[int, int]] | None = None  # if it is of a value: whose, and its age then
 
     @classmethod
     def of(
-        cls,
-        value: Tensor,
-        told: str,
-        parameter: nn.Parameter | None = None,
-        since: tuple[int, ...] = (),
-        read: _Age | None = None,
+        cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, since: tuple = (), read: tuple | None = None
     ) -> ShardedCopy:
         """``value``, with what is known of it."""
         copy = value.as_subclass(cls)
@@ -222,7 +206,7 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
 
 
-def _shield(result: Any, sources: list[tuple[Tensor, str, _Age | None]]) -> Any:
+def _shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
     """``result``, of which what lies in the memory of one of ``sources`` can only be read."""
     if type(result) in (tuple, list):
         return type(result)(_shield(each, sources) for each in result)
@@ -244,13 +228,17 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# What a parameter says of itself where its slot has another dtype, and a place among others.
-_SAID: dict[str, Callable[[nn.Parameter], Any]] = {
+# What a parameter says of itself, whose slot may have another dtype, and has a place among others.
+_ANSWERS: dict[str, Callable[..., Any]] = {
     "dtype.__get__": lambda p: _SHARDED[p].dtype,
     "itemsize.__get__": lambda p: _SHARDED[p].dtype.itemsize,
     "element_size": lambda p: _SHARDED[p].dtype.itemsize,
     "nbytes.__get__": lambda p: p.numel() * _SHARDED[p].dtype.itemsize,
     "storage_offset": lambda p: 0,
+    "grad.__get__": gradient_of,
+    "grad.__set__": set_gradient_of,
+    "grad.__delete__": lambda p: set_gradient_of(p, None),
+    "__repr__": lambda p: f"RestingParameter({describe(p)}, shape={tuple(p.shape)})",
 }
 
 
@@ -268,61 +256,49 @@ class RestingParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answer, gather or raise."""
         kwargs = kwargs or {}
-        name = name_of(func)
-        if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if name in _SAID:
-            return _SAID[name](args[0])
-        if name == "grad.__get__":
-            return gradient_of(args[0])
-        if name in ("grad.__set__", "grad.__delete__"):
-            return set_gradient_of(args[0], args[1] if len(args) > 1 else None)
-        if name == "__repr__":
-            return f"RestingParameter({describe(args[0])}, shape={tuple(args[0].shape)})"
-        if func is torch.equal and (args[0] is args[1] or args[0].shape != args[1].shape):
-            return args[0] is args[1]
+        name, target = name_of(func), args[0] if args else None
+        resting = isinstance(target, RestingParameter)
+        if name in _ANSWERS:
+            return _ANSWERS[name](*args)
+        if func is torch.equal and (target is args[1] or target.shape != args[1].shape):
+            return target is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
-        target = args[0] if args else None
-        if name in LIKE and isinstance(target, RestingParameter):
-            kwargs.setdefault("dtype", _SHARDED[args[0]].dtype)
+        if name in METADATA or (resting and name in LIKE):
+            if name in LIKE:
+                kwargs.setdefault("dtype", _SHARDED[target].dtype)
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
-            return materialize(args[0])  # and no view of it: this is how the node is found that accumulates the gradient
-        if name in ("view_as", "expand_as", "reshape_as") and not isinstance(target, RestingParameter):
+                result = func(*args, **kwargs)
+                if name == "register_post_accumulate_grad_hook":
+                    keep_engine_last(target)
+            return result
+        if name in ("view_as", "expand_as") and len(args) == 2 and target is args[1]:
+            return _home(target).read(target)  # and no view of it: this is how the node is found that accumulates the gradient
+        if name in ("view_as", "expand_as", "reshape_as") and not resting:
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
-        if name == "register_post_accumulate_grad_hook":
-            with torch._C.DisableTorchFunctionSubclass():
-                handle = func(*args, **kwargs)
-                keep_engine_last(target)
-            return handle
-        if name == "copy_" and isinstance(target, RestingParameter):
-            _home(target).write(target, materialize(args[1]))
+        if name == "copy_" and resting:
+            _home(target).write(target, _full(args[1], []))
             return target
         return _compute(func, name, args, kwargs)
 
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+    def __deepcopy__(self, memo: Any) -> Any:
         raise ResidencyError(
             f"Parameter {describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
             "module. Copy the module before training starts, or inside `with strategy.gathered(module):`."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({})
+    __reduce_ex__ = __deepcopy__
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of full values. What it writes to them is stored, or an error."""
-    target = args[0] if args else None
     raw = name in RAW
-    touched = instances(target if raw else written(func, args, kwargs), RestingParameter)
+    touched = instances(args[:1] if raw else written(func, args, kwargs), RestingParameter)
     never = raw or name in ABOUT_ITSELF or hasattr(func, "writes")
     if touched and (never or not all(map(_may_change, touched))):
         raise _refusal(name, touched[0])
     read: list[tuple[Tensor, nn.Parameter]] = []
-    result = func(*materialize(args, read), **materialize(kwargs, read))
+    result = func(*_full(args, read), **_full(kwargs, read))
     changed = {id(p): (copy, p) for copy, p in read if not copy.is_inference() and copy._version}
     if touched and len(changed) < len(touched):
         raise _refusal(name, touched[0])  # it writes past the counters of torch, or to one twice
@@ -362,20 +338,15 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch._C.DisableTorchFunctionSubclass():
         edges = tuple(get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
-    outputs = _plain(materialize(outputs))
+    outputs = _plain(_full(outputs, []))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
-    zeros = kwargs.pop("materialize_grads", False)
-    if zeros:
+    if zeros := kwargs.pop("materialize_grads", False):
         kwargs["allow_unused"] = True
-    grads = [_in_own_dtype(p, grad) for p, grad in zip(wanted, func(outputs, edges, *args, **kwargs), strict=True)]
-    return tuple(torch.zeros_like(p) if g is None and zeros else g for p, g in zip(wanted, grads, strict=True))
-
-
-def _in_own_dtype(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Autograd computes the gradient of a parameter in the dtype of its slot; an ordinary one's has its own."""
-    known = _SHARDED.get(parameter)
-    return grad if known is None or grad is None else grad.to(known.dtype)
+    found = list(zip(wanted, func(outputs, edges, *args, **kwargs), strict=True))
+    # In the dtype of the slot; an ordinary parameter's has its own.
+    grads = [(p, grad if grad is None or p not in _SHARDED else grad.to(_SHARDED[p].dtype)) for p, grad in found]
+    return tuple(torch.zeros_like(p) if grad is None and zeros else grad for p, grad in grads)
 
 
 def keep_engine_last(parameter: Tensor) -> None:
@@ -386,15 +357,13 @@ def keep_engine_last(parameter: Tensor) -> None:
             hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
 
 
-def materialize(value: Any, read: list[tuple[Tensor, nn.Parameter]] | None = None) -> Any:
+def _full(value: Any, read: list[tuple[Tensor, nn.Parameter]]) -> Any:
     """``value`` with full values in the place of resting parameters; ``read`` notes these, and of which they are."""
     if isinstance(value, RestingParameter):
-        full = _home(value).read(value)
-        if read is not None:
-            read.append((full, value))
-        return full
-    if isinstance(value, tuple | list):
-        return type(value)(materialize(item, read) for item in value) if type(value) in (tuple, list) else value
+        read.append((_home(value).read(value), value))
+        return read[-1][0]
+    if type(value) in (tuple, list):
+        return type(value)(_full(item, read) for item in value)
     if isinstance(value, dict):
-        return {key: materialize(item, read) for key, item in value.items()}
+        return {key: _full(item, read) for key, item in value.items()}
     return value
