@@ -19,6 +19,7 @@ from .engine import Zero3Engine
 from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
 from .long_vector import LongVector
+from .optimizer_uses import protect
 from .optimizers import Stepping, stepping
 from .owned import OwnedTensors
 from .substitution import Substitution
@@ -49,6 +50,7 @@ class ParamGroups:
             engine: built for them.
             states: of each optimizer, by parameter name, which it made with its parameters (Adagrad does).
         """
+        protect(self._optimizers, engine)
         for index, optimizer in enumerate(self._optimizers):
             if self._stepping[index] is Stepping.ELEMENTS:
                 take_over_state(engine, index, optimizer, states[index])
@@ -147,6 +149,7 @@ class ParamGroups:
         engine.adopt_gradients()
         engine.reducer.hide()
         new = self._shard()
+        protect(self._optimizers, new)
         for index, optimizer in enumerate(self._optimizers):
             if self._stepping[index] is Stepping.ELEMENTS:
                 _move_state(engine, new, index, optimizer, before[index])

@@ -24,47 +24,44 @@ from ..residency.resting import (
     settle,
     told_of_gradient,
 )
-from .chunk import Entry
 from .gradients import Gradients
+from .shards import Entry
 from .unit import Unit, apart
 
 
 class Access:
     """The home of all parameters of an engine; see :class:`~.residency.home.Home`."""
 
-    in_step: bool  # all ranks run the same code: a read may gather
+    in_step = False  # all ranks run the same code: a read may gather
 
     def __init__(
         self,
         units: list[Unit],
         collectives: LocalCollectives,
-        weights_changed: Callable[[dict[Unit, list[Entry]]], None],
         gradients: Gradients,
+        weights_changed: Callable[[list[Entry]], None],
         settle_gradients: Callable[[str], None],
         retire: Callable[[], None],
     ) -> None:
-        self._units, self._collectives, self._weights_changed = units, collectives, weights_changed
-        self._gradients, self._settle_gradients = gradients, settle_gradients
-        self.retire = retire
-        self._owner: dict[int, tuple[Unit, Entry]] = {}
+        self._units, self._collectives, self._gradients = units, collectives, gradients
+        self._weights_changed, self._settle_gradients, self.retire = weights_changed, settle_gradients, retire
+        self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self._held: WeakValueDictionary[str, ShardedCopy] = WeakValueDictionary()  # by the user, of each parameter
-        self.in_step = False
-        for unit in units:
-            for entry in unit.entries:
-                self._owner[id(entry.parameter)] = unit, entry
-                settle(entry.parameter, f"{entry.name!r} (unit {unit.name})", entry.cls, entry.dtype, self)
-                with torch._C.DisableTorchFunctionSubclass():
-                    set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
+        for entry in self._entries.values():
+            label = f"{entry.name!r} (unit {units[entry.unit].name})"
+            settle(entry.parameter, label, entry.cls, entry.dtype, self)
+            with torch._C.DisableTorchFunctionSubclass():
+                set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.residency.home.Home.read`."""
-        _, entry = self._owner[id(parameter)]
         if not (self.in_step or graph_task() != NO_GRAPH_TASK):
             raise ResidencyError(
-                f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside a step. Read it in "
-                "`training_step` (or another step), or inside `with strategy.gathered(module):` on all ranks."
+                f"The value of parameter {self._entries[id(parameter)].name!r} is sharded over the ranks and was read outside "
+                "a step. Read it in `training_step` (or another step), or inside `with strategy.gathered(module):` on all "
+                "ranks."
             )
-        differentiable = torch.is_grad_enabled() and entry.parameter.requires_grad
+        differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
             value = self.full_values([parameter])[0].clone()
             if differentiable:
@@ -75,30 +72,31 @@ class Access:
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See :meth:`~.residency.home.Home.full_values`."""
-        owners = [self._owner[id(p)] for p in parameters]
-        values = {unit: unit.values() for unit in dict.fromkeys(unit for unit, _ in owners)}
-        return [values[unit][entry.name] for unit, entry in owners]
+        entries = [self._entries[id(p)] for p in parameters]
+        values = {index: self._units[index].values() for index in dict.fromkeys(entry.unit for entry in entries)}
+        return [values[entry.unit][entry.name] for entry in entries]
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.residency.home.Home.write`."""
-        unit, entry = self._owner[id(parameter)]
+        entry = self._entries[id(parameter)]
+        unit = self._units[entry.unit]
         value = value.detach().broadcast_to(entry.size)
         if unit.announce is None and not unit.whole:  # else other ranks may have nothing to run, or there are none
             noted = self._collectives.diary.written if self.in_step else self._collectives.diary.stored
             noted[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
         entry.store(value, entry.group.data)
-        self._weights_changed({unit: [entry]})
+        self._weights_changed([entry])
 
     def age(self, parameter: nn.Parameter) -> tuple[int, int]:
         """See :meth:`~.residency.home.Home.age`."""
-        _, entry = self._owner[id(parameter)]
+        entry = self._entries[id(parameter)]
         return entry.changed, entry.written
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.home.Home.gradient`."""
-        unit, entry = self._owner[id(parameter)]
+        entry = self._entries[id(parameter)]
         self._settle_gradients(entry.name)
-        grad = self._gradients.full(unit, entry)
+        grad = self._gradients.full(entry)
         if grad is None:
             return None
         since, held = self._gradients.since(entry), self._held.get(entry.name)
@@ -111,17 +109,17 @@ class Access:
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.residency.home.Home.set_gradient`."""
-        _, entry = self._owner[id(parameter)]
+        entry = self._entries[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
             self._settle_gradients(entry.name)
-            entry.assigned += 1
             self._gradients.assign(entry, grad)
+            entry.assigned += 1
             if isinstance(grad, ShardedCopy) and grad.parameter is parameter:
                 grad.since, self._held[entry.name] = self._gradients.since(entry), grad
 
     def keep_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.keep_gradient`."""
-        _, entry = self._owner[id(gradient.parameter)]
+        entry = self._entries[id(gradient.parameter)]
         since = self._gradients.since(entry)
         if since[:2] != gradient.since[:2] or not self._gradients.has_gradient(entry):
             return  # it was cleared or replaced: an ordinary tensor, as in torch
@@ -136,54 +134,52 @@ class Access:
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
         """Inside, the parameters are ordinary and full; collective at entry, and at exit with ``modify``.
 
-        Args:
-            what: a module or parameters; those that this engine does not own are left alone.
-            modify: at exit rank 0's values are stored, whatever the other ranks wrote.
-
-        Raises:
-            ResidencyError: at entry, a parameter is in use; at exit, one was written without ``modify``.
+        At exit rank 0's values are stored with ``modify``, whatever the other ranks wrote; else a write is an error. Parameters
+        that this engine does not own are left alone.
         """
         parameters = what.parameters() if isinstance(what, nn.Module) else [what] if isinstance(what, Tensor) else what
-        found = {id(p): self._owner[id(p)] for p in parameters if id(p) in self._owner}  # once, however often it is named
-        wanted = [(unit, entry) for unit, entry in found.values() if not unit.whole]
-        values: dict[str, Tensor] = {}
-        if wanted and wanted[0][0].announce is None:  # else ranks that have nothing to run take part
+        found = {id(p): self._entries[id(p)] for p in parameters if id(p) in self._entries}  # once, however often it is named
+        wanted = [entry for entry in found.values() if not self._units[entry.unit].whole]
+        units = list(dict.fromkeys(self._units[entry.unit] for entry in wanted))
+        if units and units[0].announce is None:  # else ranks that have nothing to run take part
             self._collectives.meet(Meeting.GATHERED)
-        for unit in dict.fromkeys(unit for unit, _ in wanted):
+        values = {}
+        for unit in units:
             full = unit.values()
-            values.update({e.name: full[e.name].clone() for u, e in wanted if u is unit})
-        _require_unused(wanted)
-        aliased = [is_aliased(entry.parameter) for _, entry in wanted]
-        slots = [_lend(unit, entry, values[entry.name]) for unit, entry in wanted]
+            values.update({e.name: full[e.name].clone() for e in wanted if e.unit == unit.index})
+        for unit in units:
+            _require_unused(unit, wanted)
+        aliased = [is_aliased(entry.parameter) for entry in wanted]
+        slots = [_lend(entry, values[entry.name]) for entry in wanted]
+        for unit in units:
+            unit.lent = True
         try:
             yield
             if not modify:
                 _require_unwritten(wanted)
         finally:
-            for (_, entry), slot, was in zip(wanted, slots, aliased, strict=True):
+            for entry, slot, was in zip(wanted, slots, aliased, strict=True):
                 values[entry.name] = entry.parameter.detach()
                 set_data(entry.parameter, slot)
                 note_alias(entry.parameter, was)  # what was read meanwhile is no slot
-            for unit, _ in wanted:
+            for unit in units:
                 unit.lent = False
                 unit.rest()
-        if modify:
-            for _, entry in wanted:
-                value = values[entry.name].contiguous()
-                self.write(entry.parameter, self._collectives.broadcast(value))
+        for entry in wanted if modify else ():
+            self.write(entry.parameter, self._collectives.broadcast(values[entry.name].contiguous()))
 
 
-def _require_unused(wanted: list[tuple[Unit, Entry]]) -> None:
-    for unit, entry in wanted:
-        if unit.pins or unit.lent:
-            raise ResidencyError(
-                f"Parameter {entry.name!r} has its full value here, in a step or forward that uses it or another `gathered`, "
-                "and is not gathered once more: read it, or change it in place, as it is."
-            )
+def _require_unused(unit: Unit, wanted: list[Entry]) -> None:
+    if unit.pins or unit.lent:
+        name = next(entry.name for entry in wanted if entry.unit == unit.index)
+        raise ResidencyError(
+            f"Parameter {name!r} has its full value here, in a step or forward that uses it or another `gathered`, "
+            "and is not gathered once more: read it, or change it in place, as it is."
+        )
 
 
-def _require_unwritten(wanted: list[tuple[Unit, Entry]]) -> None:
-    for _, entry in wanted:
+def _require_unwritten(wanted: list[Entry]) -> None:
+    for entry in wanted:
         if entry.parameter._version != entry.seen:
             raise ResidencyError(
                 f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost. To store rank 0's values use "
@@ -191,9 +187,8 @@ def _require_unwritten(wanted: list[tuple[Unit, Entry]]) -> None:
             )
 
 
-def _lend(unit: Unit, entry: Entry, value: Tensor) -> Tensor:
+def _lend(entry: Entry, value: Tensor) -> Tensor:
     """Make the parameter an ordinary one that holds ``value``; returns its place in the slot."""
-    unit.lent = True
     entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
     slot = Tensor.data.__get__(entry.parameter)  # past the class, for which the user would have read it
     set_data(entry.parameter, value)

@@ -18,34 +18,30 @@ from .unit import Exchange, Unit
 class Agreement:
     """One small message of every rank: did all run the same, what has gradients, what is late, whose buffers changed."""
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives, used: bytearray, modules: int) -> None:
-        self._units, self._collectives, self._used = units, collectives, used
-        self._flags = torch.frombuffer(used, dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
-        self._message = torch.empty(2 + len(units) + modules + len(used), dtype=torch.int64, device="cpu")
+    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
+        self._units, self._collectives = units, collectives
         collectives.diary.describe = self.describe
 
-    def reach(self, late: bytes, changed: bytes) -> tuple[bytes, bytes, bytes]:
-        """Tell which units are ``late`` (gradients came after their reduction), which modules' buffers ``changed``; collective.
+    def reach(self, late: bytes, changed: bytes, used: bytes) -> tuple[bytes, bytes, bytes]:
+        """The same of all ranks together; collective.
 
-        ``changed`` is what :meth:`.Buffers.changed` says. Returns the same of all ranks together: which trained parameters any
-        used, and these two.
+        Args:
+            late: for each unit, whether gradients came after their reduction.
+            changed: what :meth:`.Buffers.changed` says.
+            used: for each trained parameter, whether it has a gradient.
 
         Raises:
             DivergenceError: the ranks did not exchange the same things in the same order since the last time, wrote other
                 values, or have other options in their optimizers.
         """
         if self._collectives.world_size == 1:
-            return bytes(self._used), late, changed
+            return late, changed, used
         diary = self._collectives.diary
         written = diary.checksums()
         digest = diary.digest(written)
-        message = self._message
-        message[0], message[1] = digest, -digest
-        units, modules = 2 + len(late), 2 + len(late) + len(changed)
-        message[2:modules] = torch.tensor(list(late + changed), device="cpu")
-        message[modules:].copy_(self._flags)
-        agreed = self._collectives.agree(message).tolist()
-        if agreed[0] != -agreed[1]:
+        mine = torch.tensor([digest, -digest, *late, *changed, *used], dtype=torch.int64, device="cpu")
+        most, least, *agreed = self._collectives.agree(mine).tolist()
+        if most != -least:
             mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.settings()
             traces, values, settings = zip(*self._collectives.all_gather_object(mine), strict=True)
             if not (difference := first_difference(traces, self.describe)):
@@ -53,7 +49,8 @@ class Agreement:
                 require_same_settings(settings)
             raise DivergenceError(difference)
         diary.agreed()
-        return bytes(agreed[modules:]), bytes(agreed[2:units]), bytes(agreed[units:modules])
+        flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
+        return flags[:units], flags[units:modules], flags[modules:]
 
     def describe(self, label: int) -> str:
         """What the label of an exchange stands for."""

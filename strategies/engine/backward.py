@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..residency.resting import ResidencyError, get_grad, set_grad
+from .access import Access
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
 from .order import BackwardSchedule
-from .reduce import Reducer
 from .saved import SavedTensors
 from .unit import Unit
 
@@ -27,23 +27,21 @@ class Backward:
     def __init__(
         self,
         units: list[Unit],
-        reducer: Reducer,
         gradients: Gradients,
         agreement: Agreement,
         buffers: Buffers,
         joint: JointSteps,
         saved: SavedTensors,
+        access: Access,
         adopt_values: Callable[[], None],
     ) -> None:
-        self._units, self._reducer, self._gradients = units, reducer, gradients
+        self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self._adopt_values = adopt_values
+        self._access, self._adopt_values = access, adopt_values
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
-        self.muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
-        self.used = gradients.used
-        self.in_step = False  # graphs may be differentiated later that have saved buffers as they are
-        self._owed = b""  # then: what other ranks lack of rank 0's buffers, as all ranks agreed
+        self._muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
+        self._owed = b""  # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them as saved
         self._current: Unit | None = None  # the unit whose backward runs
         self._holds = False  # its memory is its own meanwhile
         self._recomputed = saved.recomputed
@@ -57,7 +55,8 @@ class Backward:
         parameter where the garbage collector cannot look, so the model would never be freed.
         """
         where, name, number, views = unit.index, unit.trained[index].name, unit.trained[index].number, self._reducer.views
-        claimed, written, used, get_self = self._reducer.claimed, self._reducer.written, self.used, weakref.ref(self)
+        claimed, written, used = self._reducer.claimed, self._reducer.written, self._gradients.used
+        get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
             if (now := get_self()) is None:
@@ -71,7 +70,7 @@ class Backward:
                 if added:
                     set_grad(parameter, grad)
                 now.begin()
-            if grad is None or (now.muted and number in now.muted):  # a custom Function may return None
+            if grad is None or (now._muted and number in now._muted):  # a custom Function may return None
                 return
             used[number] = 1
             if not claimed[where]:
@@ -107,7 +106,7 @@ class Backward:
         if not self._explicit:
             self._adopt()
         self.active = True
-        self.muted = self._gradients.begin_windows()
+        self._muted = self._gradients.begin_windows()
         self.require_whole()
         if not self._explicit and not silent:
             Variable._execution_engine.queue_callback(self.end)
@@ -156,14 +155,13 @@ class Backward:
         if self._holds:
             unit.unuse()
         if self._recomputed:
-            self._drop_recomputed(unit)
+            self._drop_recomputed([unit])  # another's may still come, and by a way that nobody announces
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
         if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
             self._reducer.reduce(unit)
 
-    def _drop_recomputed(self, unit: Unit | None = None) -> None:
-        """Of `unit`, whose backward is over, or of all. Another's may still come, and by a way that nobody announces."""
-        for held in [held for held in self._recomputed if unit in (None, held)]:
+    def _drop_recomputed(self, over: list[Unit]) -> None:
+        for held in [held for held in self._recomputed if held in over]:
             self._recomputed.remove(held)
             held.unuse()
 
@@ -181,20 +179,20 @@ class Backward:
         while self.schedule.upcoming() is not None:
             self._visit(self._units[self.schedule.advance()])
         self._leave()
-        self._drop_recomputed()
+        self._drop_recomputed(self._units)
         for unit in reversed(self._units):
-            if unit.trained and unit.nested:
+            if unit.nested:
                 self._reducer.reduce(unit)
 
     def _conclude(self) -> None:
         """Agree with the other ranks on what was used, reduce what is left, and show the gradients."""
         late = bytes(self._reducer.is_open(unit) for unit in self._units)
         with self._joint.end_of_backward():
-            used, late, changed = self._agreement.reach(late, self._buffers.changed())
+            late, changed, used = self._agreement.reach(late, self._buffers.changed(), bytes(self._gradients.used))
             for unit in reversed(self._units):
-                if unit.trained and late[unit.index]:
+                if late[unit.index]:
                     self._reducer.reduce(unit)
-            if self.in_step and not self._joint.running:
+            if self._access.in_step and not self._joint.running:
                 self._owed = changed  # since the last time, so it holds what an earlier pass found
             elif any(changed):
                 self._buffers.synchronize(changed)
@@ -208,7 +206,7 @@ class Backward:
 
     def end_step(self) -> None:
         """No graph of the step is differentiated any more: buffers become rank 0's; collective if any changed."""
-        self.in_step, owed, self._owed = False, self._owed, b""
+        owed, self._owed = self._owed, b""
         if any(owed):
             self._buffers.synchronize(owed)
 
@@ -249,8 +247,7 @@ class Backward:
             self._reducer.abandon()
         self.schedule.clear()
         self._recomputed.clear()
-        self._current, self.active = None, False
-        self.in_step, self._owed = False, b""
+        self._current, self.active, self._owed = None, False, b""
 
     def require_whole(self) -> None:
         """Raise a RuntimeError if an exception left the gradients incomplete that the optimizers see."""

@@ -49,19 +49,16 @@ class Buffers:
         return len(self._tables)
 
     def changed(self) -> bytes:
-        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did.
-
-        Raises:
-            ResidencyError: a new buffer lies in the memory of gathered weights.
-        """
-        found = bytes(_difference(_look(t), seen) for t, seen in zip(self._tables, self._seen, strict=True))
+        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did."""
+        looks = [_look(table) for table in self._tables]
+        found = bytes(map(_difference, looks, self._seen))
         for k in (k for k, flag in enumerate(found) if flag):
-            self._require_own_memory(k)
+            self._require_own_memory(k, looks[k])
         return found
 
-    def _require_own_memory(self, k: int) -> None:
+    def _require_own_memory(self, k: int, look: list[_Seen]) -> None:
         known = {id(buffer) for _, buffer, *_ in self._seen[k]}
-        for name, buffer, *_ in _look(self._tables[k]):
+        for name, buffer, *_ in look:
             if id(buffer) not in known and is_gathered(buffer):
                 raise ResidencyError(
                     f"Buffer {(self._prefixes[k] + name)!r} was set to a view of a sharded parameter, whose memory will be "
@@ -105,8 +102,7 @@ class Buffers:
     def _compare(self, modules: list[int]) -> list[tuple[int, str]]:
         """Note which buffers of ``modules`` all ranks have in one shape; collective if there are any.
 
-        Returns:
-            These, but only one place of each that has several on every rank.
+        Returns these, but only one place of each that has several on every rank.
         """
         if not modules:
             return []
@@ -138,15 +134,9 @@ def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
 
 
 def _difference(now: list[_Seen], before: list[_Seen]) -> int:
-    if len(now) != len(before):
+    if [(name, *kind) for name, _, _, *kind in now] != [(name, *kind) for name, _, _, *kind in before]:
         return 2
-    found = 0
-    for (name, buffer, version, *kind), (known, other, then, *was) in zip(now, before, strict=True):
-        if (name, kind) != (known, was):
-            return 2
-        if buffer is not other or version != then:
-            found = 1
-    return found
+    return int(any(a[1] is not b[1] or a[2] != b[2] for a, b in zip(now, before, strict=True)))
 
 
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:

@@ -15,10 +15,10 @@ from ..collectives import LocalCollectives
 from ..residency.flat_gradient import FlatParameter
 from ..residency.resting import class_of, home_of, is_sharded, unsettle
 from .checked import CheckedUnit
-from .chunk import Chunk, Entry
+from .chunk import Chunk
 from .layout import ChunkLayout
 from .partition import UnitModules
-from .shards import FlatGroup, GroupKey
+from .shards import Entry, FlatGroup, GroupKey
 from .unit import Unit
 from .whole import WholeUnit
 
@@ -30,8 +30,7 @@ def optimizer_groups(
 ) -> tuple[dict[int, tuple[int, int]], list[list[list[str]]]]:
     """(optimizer, param group) of each parameter, by its ``id``; and the parameters' names, by optimizer and param group.
 
-    Raises:
-        ValueError: an optimizer holds a tensor that is no parameter of ``model``, or two optimizers hold the same one.
+    A ValueError if an optimizer holds a tensor that is no parameter of ``model``, or two optimizers hold the same one.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     home: dict[int, tuple[int, int]] = {}
@@ -73,7 +72,8 @@ def build_units(
             optimizer, number = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
             key = GroupKey(optimizer, number, p.dtype)
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
-            entry = Entry(name, p, class_of(p), p.dtype, p.shape, torch.empty_like(p, device="meta").stride(), group)
+            stride = torch.empty_like(p, device="meta").stride()
+            entry = Entry(name, p, class_of(p), p.dtype, p.shape, stride, group, index)
             slot = slot_dtype(name, p) if world_size > 1 else p.dtype
             wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
@@ -93,12 +93,14 @@ def _chunk(entries: list[Entry], dtypes: list[torch.dtype], world_size: int) -> 
 
 def _number(units: list[Unit], groups: Iterable[FlatGroup]) -> None:
     """Number trained parameters group by group, so that the flags of a group are one range."""
-    number = 0
+    for entry in (entry for unit in units for entry in unit.entries):
+        entry.group.entries.append(entry)
+    end = 0
     for group in groups:
-        group.first = number
-        for entry in (entry for unit in units for entry in unit.trained if entry.group is group):
-            entry.number, number = number, number + 1
-        group.last = number
+        start = end
+        for entry in group.entries if group.trained else ():
+            entry.number, end = end, end + 1
+        group.numbers = slice(start, end)
 
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
@@ -112,11 +114,9 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
 
 
 def check_memory(model: nn.Module) -> None:
-    """Parameters must have memory of their own.
+    """A ValueError if a parameter shares memory with another, a buffer or a tensor in an attribute of a module.
 
-    Raises:
-        ValueError: one shares it with another, with a buffer or with a tensor in an attribute of a module, which would see its
-            changes until it is sharded, but not after.
+    These would see its changes until it is sharded, but not after.
     """
     everything = (*model.named_parameters(), *model.named_buffers(), *_attributes(model))
     named = [(name, tensor) for name, tensor in everything if _has_memory(tensor)]
@@ -149,7 +149,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _place(tensor: Tensor) -> np.ndarray:
-    """An array where ``tensor`` lies. Nobody looks at its elements, so the memory may be a device's."""
+    """An array where ``tensor`` lies; nobody looks at its elements, so the memory may be a device's."""
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     place = {"version": 3, "typestr": f"|V{tensor.itemsize}", "data": (tensor.data_ptr(), True)}
     return np.asarray(SimpleNamespace(__array_interface__={**place, "shape": tuple(tensor.shape), "strides": strides}))
@@ -177,12 +177,18 @@ def check_same_structure(units: list[Unit], model: nn.Module, collectives: Local
                 )
 
 
-def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectives, device: torch.device) -> list[str]:
+def fill_shards(
+    units: list[Unit], groups: list[FlatGroup], model: nn.Module, collectives: LocalCollectives, device: torch.device
+) -> list[str]:
     """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks initialised; collective.
 
     An engine that had the parameters before retires. Returns the names of those whose value here was not rank 0's.
     """
-    earlier = {id(home): home for p in model.parameters() if (home := home_of(p)) is not None}
+    for chunk in (chunk for unit in units for chunk in unit.chunks):
+        chunk.own(groups, collectives.rank)
+    for group in groups:
+        group.allocate(device)
+    earlier = {home for p in model.parameters() if (home := home_of(p)) is not None}
     owners = {id(p): module for module in reversed(list(model.modules())) for p in module._parameters.values()}
     differing = []
     for unit in units:
@@ -190,21 +196,20 @@ def fill_shards(units: list[Unit], model: nn.Module, collectives: LocalCollectiv
         initial = _initial_values(unit)
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
-            views = chunk.views(buffer)
+            views = {entry.name: view for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True)}
             with torch.no_grad():
-                locals_ = [initial[entry.name] for entry in chunk.entries]
-                for value, view in zip(locals_, views, strict=True):
-                    view.copy_(value)
+                for name, view in views.items():
+                    view.copy_(initial[name])
                 collectives.broadcast(buffer)
-                for entry, value, view in zip(chunk.entries, locals_, views, strict=True):
-                    if collectives.global_rank and not torch.allclose(value.to(device), view, rtol=0, atol=0, equal_nan=True):
-                        differing.append(entry.name)
+                for name, view in views.items() if collectives.global_rank else ():
+                    if not torch.allclose(initial[name].to(device), view, rtol=0, atol=0, equal_nan=True):
+                        differing.append(name)
                 chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
             for entry in chunk.entries:
                 unsettle(entry.parameter)
                 entry.parameter.__class__ = entry.cls
                 entry.parameter.data = torch.empty(0, dtype=entry.dtype, device=entry.parameter.device)
-    for home in earlier.values():
+    for home in earlier:
         home.retire()
     return differing
 
@@ -217,9 +222,9 @@ def _initial_values(unit: Unit) -> dict[str, Tensor]:
         if home is None:
             values[entry.name] = entry.parameter.detach()
         else:
-            earlier.setdefault(home, []).append(entry)
-    for home, entries in earlier.items():
-        values.update(zip([e.name for e in entries], home.full_values(e.parameter for e in entries), strict=True))
+            earlier.setdefault(home, {})[entry.name] = entry.parameter
+    for home, parameters in earlier.items():
+        values.update(zip(parameters, home.full_values(parameters.values()), strict=True))
     return values
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives
 from ..residency.resting import ResidencyError
-from .chunk import Chunk, Entry
+from .chunk import Chunk
+from .shards import Entry
 from .streams import Lane
 from .unit import Arena, Phase, Unit
 

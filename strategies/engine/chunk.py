@@ -6,58 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..residency.in_use import class_while_used
-from .layout import ChunkLayout, Span
-from .shards import FlatGroup
-
-
-@dataclass(frozen=True)
-class Part:
-    """What this rank owns of one parameter."""
-
-    span: Span
-    start: int  # in the flat tensor of the parameter's group
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Its elements in a tensor that is laid out like that flat tensor."""
-        return flat[self.start : self.start + self.span.stop - self.span.start]
-
-
-@dataclass(eq=False)
-class Entry:
-    """One parameter of a unit."""
-
-    name: str
-    parameter: nn.Parameter
-    cls: type[nn.Parameter]  # the user's
-    dtype: torch.dtype  # the user's
-    size: torch.Size  # [...], the user's
-    stride: tuple[int, ...]  # of the dense memory order it is stored in
-    group: FlatGroup
-    part: Part | None = None  # None: this rank owns nothing of it
-    number: int = -1  # among all trained parameters of the engine
-    seen: int = 0  # version when its use began: a change in place shows
-    changed: int = 0  # its unit's version since its shards were written last
-    assigned: int = 0  # how often the user has replaced its gradient
-    written: int = 0  # how often its value
-
-    def __post_init__(self) -> None:
-        self.cls_while_used = class_while_used(self.cls)
-        self.trained = self.group.trained
-
-    def view(self, chunk: Tensor, offset: int) -> Tensor:
-        """The parameter inside a flat ``chunk`` [numel]."""
-        return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
-
-    def store(self, value: Tensor, flat: Tensor) -> None:
-        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of the group."""
-        value = value.reshape(self.size)
-        if self.part is not None:
-            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)  # as the parameter's memory
-            self.view(ordered, 0).copy_(value)
-            self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
+from .layout import ChunkLayout
+from .shards import Entry, FlatGroup, Part
 
 
 @dataclass(eq=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -20,17 +19,15 @@ from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
-from .chunk import Entry
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
 from .layout import ArenaLayout
-from .optimizer_uses import protect, settings
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
 from .saved import SavedTensors
-from .shards import FlatGroup, attach
+from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
 from .unit import Arena, Unit
@@ -56,8 +53,7 @@ class Zero3Engine:
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on every rank.
 
     Raises:
-        ValueError: see :func:`~.partition.find_units`, :func:`~.build.optimizer_groups`,
-            :func:`~.build.check_memory`, :func:`~.build.check_same_structure`.
+        ValueError: see :mod:`~.partition` and :mod:`~.build`.
     """
 
     units: list[Unit]
@@ -86,12 +82,7 @@ class Zero3Engine:
         self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
         check_memory(model)
         check_same_structure(self.units, model, collectives)
-        for unit in self.units:
-            for chunk in unit.chunks:
-                chunk.own(self.groups, collectives.rank)
-        for group in self.groups:
-            group.allocate(device)
-        self.differing = fill_shards(self.units, model, collectives, device)
+        self.differing = fill_shards(self.units, self.groups, model, collectives, device)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype, debug)
@@ -99,17 +90,11 @@ class Zero3Engine:
         self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
-        self._stepped_by = {
-            id(o): self._of_groups([group for group in self.groups if group.key.optimizer == i])
-            for i, o in enumerate(optimizers)
-        }
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
         self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
-        self._handles += protect(optimizers, self.units, collectives.global_rank)
-        collectives.diary.settings = partial(settings, tuple(optimizers))
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
@@ -129,14 +114,12 @@ class Zero3Engine:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
             guard(self.arena.memory)
         self._saved = SavedTensors(self.units, self.arena)
-        used = bytearray(max((g.last for g in self.groups), default=0))
-        self.gradients = Gradients(self.units, self.groups, used, self.reducer)
-        agreement = Agreement(self.units, self.collectives, used, len(self.buffers))
+        self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
-        self.passes = Backward(
-            self.units, self.reducer, self.gradients, agreement, self.buffers, self.joint, self._saved, self._adopt_flat_values
-        )
-        self.access = Access(self.units, self.collectives, self.weights_changed, self.gradients, self.passes.settle, self.close)
+        callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
+        self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
+        passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
+        self.passes = Backward(self.units, *passes, self._adopt_flat_values)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -165,9 +148,8 @@ class Zero3Engine:
     def step(self, gradients_over: bool = False) -> Iterator[None]:
         """Around everything that runs the model: the forward and loss of a micro-batch, an evaluation step.
 
-        Args:
-            gradients_over: those of the last step will be cleared before the backward. Between ranks on the CPU their memory is
-                free from here on, which is when activations begin to need it.
+        ``gradients_over``: those of the last step will be cleared before the backward. Between ranks on the CPU their memory is
+        free from here on, which is when activations begin to need it.
         """
         if self.access.in_step:
             yield
@@ -180,7 +162,7 @@ class Zero3Engine:
             self.collectives.diary.resume()
         self._thread = get_ident()
         try:
-            self.access.in_step = self.passes.in_step = True
+            self.access.in_step = True
             if gradients_over:
                 self.gradients.take_away()
             if self._root is not None and self._root.gather():
@@ -239,6 +221,16 @@ class Zero3Engine:
             self.abandon()
             raise
 
+    def abandon(self) -> None:
+        """Drop all that is open after an exception; the next step starts clean."""
+        for unit in tuple(self.arena.in_use):
+            unit.abandon()
+        self.passes.abandon()
+        self.collectives.diary.forget()
+        self._saved.forget()
+
+    # ------------------------------------------------------------------------------------------------ optimizers
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if graph_task() != NO_GRAPH_TASK:
             raise RuntimeError(
@@ -263,14 +255,6 @@ class Zero3Engine:
         self.guard(optimizer, True)
         self._adopt_flat_values(self.stepped_by(optimizer))
 
-    def stepped_by(self, optimizer: Optimizer) -> dict[Unit, list[Entry]]:
-        """The parameters that ``optimizer`` has, unit by unit."""
-        return self._stepped_by[id(optimizer)]
-
-    def _of_groups(self, groups: Collection[FlatGroup]) -> dict[Unit, list[Entry]]:
-        found = {unit: [entry for entry in unit.entries if entry.group in groups] for unit in self.units}
-        return {unit: entries for unit, entries in found.items() if entries}
-
     def end_closure(self, optimizer: Optimizer) -> None:
         """The closure that ``optimizer`` was given is over; what comes next is its own, unless a user calls it elsewhere."""
         if self._stepping is optimizer:
@@ -278,10 +262,17 @@ class Zero3Engine:
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
         """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps, which may be compiled."""
-        for group in self.groups:
-            if group.owner is not None and group.owner[0] is optimizer:
-                group.adopt()
-                group.guard(guarded)
+        for group in self._groups_of(optimizer):
+            group.guard(guarded)
+
+    def stepped_by(self, optimizer: Optimizer) -> list[Entry]:
+        """The parameters that ``optimizer`` has."""
+        return [entry for group in self._groups_of(optimizer) for entry in group.entries]
+
+    def _groups_of(self, optimizer: Optimizer) -> list[FlatGroup]:
+        return [group for group in self.groups if group.owner is not None and group.owner[0] is optimizer]
+
+    # ------------------------------------------------------------------------------------------------ values
 
     def _adopt_values(self) -> None:
         """What the user wrote to parameters in use, to ``.data`` on one rank, or to flat tensors, becomes known."""
@@ -292,38 +283,30 @@ class Zero3Engine:
                 unit.adopt()
         self._adopt_flat_values()
 
-    def _adopt_flat_values(self, changed: Mapping[Unit, Sequence[Entry]] | None = None) -> None:
-        """Parameters whose flat tensors somebody wrote to are ``changed``, besides those that are known to be."""
-        written = [group for group in self.groups if group.version != group.public._version]
-        for group in written:
-            group.version = group.public._version
-        if written or changed:
-            every = self._of_groups(written)
-            for unit, entries in (changed or {}).items():
-                every[unit] = list(dict.fromkeys([*every.get(unit, ()), *entries]))
-            self.weights_changed(every)
+    def _adopt_flat_values(self, changed: Iterable[Entry] = ()) -> None:
+        """Parameters whose flat tensors somebody wrote to are changed, besides those that are known to be."""
+        found = dict.fromkeys(changed)
+        for group in self.groups:
+            if group.version != group.public._version:
+                group.version = group.public._version
+                found.update(dict.fromkeys(group.entries))
+        if found:
+            self.weights_changed(found)
 
-    def abandon(self) -> None:
-        """Drop all that is open after an exception; the next step starts clean."""
-        for unit in tuple(self.arena.in_use):
-            unit.abandon()
-        self.passes.abandon()
-        self.collectives.diary.forget()
-        self._saved.forget()
-
-    def weights_changed(self, changed: Mapping[Unit, Sequence[Entry]] | None = None) -> None:
+    def weights_changed(self, changed: Iterable[Entry] | None = None) -> None:
         """Shards were written, of all parameters unless ``changed`` says which: nothing gathered of them before is true."""
         self._saved.forget()
         self.gradients.forget()
-        if changed is None:
-            changed = {unit: unit.entries for unit in self.units}
-        for unit, entries in changed.items():
-            unit.version += 1
+        by_unit: dict[int, list[Entry]] = {}
+        for entry in (entry for unit in self.units for entry in unit.entries) if changed is None else changed:
+            by_unit.setdefault(entry.unit, []).append(entry)
+        for index, entries in by_unit.items():
+            self.units[index].version += 1
             for entry in entries:
-                entry.changed = unit.version
+                entry.changed = self.units[index].version
         for unit in tuple(self.arena.holders):
-            if unit in changed:
-                unit.refresh(changed[unit])
+            if unit.index in by_unit:
+                unit.refresh(by_unit[unit.index])
 
     # ------------------------------------------------------------------------------------------------ forward
 

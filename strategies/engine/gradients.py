@@ -7,9 +7,8 @@ import sys
 from torch import Tensor, nn
 
 from ..residency.resting import ResidencyError
-from .chunk import Entry
 from .reduce import Reducer
-from .shards import FlatGroup
+from .shards import Entry, FlatGroup
 from .unit import Unit
 
 
@@ -18,10 +17,11 @@ class Gradients:
 
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
-    def __init__(self, units: list[Unit], groups: list[FlatGroup], used: bytearray, reducer: Reducer) -> None:
-        self._units, self._groups, self._reducer = units, groups, reducer
-        self.used = used
-        self._shown = bytearray(len(used))  # to the optimizers: any rank has one
+    def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer) -> None:
+        self._units, self.reducer = units, reducer
+        self._groups = [group for group in groups if group.trained]
+        self.used = bytearray(sum(len(group.entries) for group in self._groups))
+        self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self.over = False  # freed before the user cleared them
@@ -29,24 +29,24 @@ class Gradients:
 
     def begin_windows(self) -> frozenset[int]:
         """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off."""
-        trained = [group for group in self._groups if group.trained]
-        for group in trained:
+        muted: frozenset[int] = frozenset()
+        for group in self._groups:
             if group.begin_window():
-                numbers = slice(group.first, group.last)
-                self.used[numbers] = self._reducer.written[numbers] = bytes(group.last - group.first)
-                self._reducer.begin_window(group)
-        muted = [group for group in trained if not any(p.requires_grad for p in group.parameters)]  # by `toggle_optimizer`
-        return frozenset(number for group in muted for number in range(group.first, group.last))
+                self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
+                self.reducer.begin_window(group)
+            if group.switched_off:
+                muted = muted.union(entry.number for entry in group.entries)
+        return muted
 
     def give_back(self) -> None:
         """A loss is about to be differentiated, which is when the most memory is in use."""
-        if not self._reducer.lasting:
+        if not self.reducer.lasting:
             for group in self._groups:
                 group.give_back()
 
     def take_away(self) -> None:
         """Free gradients that will be cleared before anything is added to them; who asks for one until then is told."""
-        if not self._reducer.lasting and self.any_shown():
+        if not self.reducer.lasting and self.any_shown():
             self.over, self._full = True, {}
             for group in self._groups:
                 group.clear()
@@ -54,9 +54,9 @@ class Gradients:
 
     def any_shown(self) -> bool:
         """Whether a backward has ended since some gradients were cleared."""
-        return any(group.trained and group.shows_gradients for group in self._groups)
+        return any(group.shows_gradients for group in self._groups)
 
-    def full(self, unit: Unit, entry: Entry) -> Tensor | None:
+    def full(self, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
         if self.over and entry.trained:
             if not _is_clearing():
@@ -70,6 +70,7 @@ class Gradients:
         if not entry.trained or not self.has_gradient(entry):
             return None
         self._adopt_replaced()
+        unit = self._units[entry.unit]
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         if entry.name not in self._full:
@@ -78,6 +79,10 @@ class Gradients:
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
+        if grad is not None and grad.shape != entry.size:
+            raise RuntimeError(
+                f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient of shape {tuple(grad.shape)}."
+            )
         self._adopt_replaced()
         self.mark_gradient(entry, grad is not None)
         if grad is None:
@@ -93,7 +98,7 @@ class Gradients:
     def adopt(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
         self._adopt_replaced()
-        changed = self._reducer.changed()  # on one rank, where parameters are ordinary
+        changed = self.reducer.changed()  # on one rank, where parameters are ordinary
         for entry, grad in changed:
             if grad is None:
                 self.mark_gradient(entry, False)  # all of them before any is written: a group may have none left
@@ -103,29 +108,28 @@ class Gradients:
         self._full = {}  # whoever asked for this may go on to change the flat gradients
         for group in dict.fromkeys(assigned):
             if group.shows_gradients:
-                group.bind(self._unused_ranges(group, bytes(self._shown)))
+                group.bind(self._unused_ranges(group, self._shown))
 
     def _adopt_replaced(self) -> None:
         """Gradients that were put in the place of the flat ones are the flat ones from here on."""
-        if any([group.adopt() for group in self._groups if group.trained]):
+        if any([group.adopt() for group in self._groups]):
             self._full = {}
 
     def owned(self, group: FlatGroup) -> list[Entry]:
         """Parameters of ``group`` that this rank owns a part of."""
-        return [e for unit in self._units for e in unit.entries if e.group is group and e.part is not None]
+        return [entry for entry in group.entries if entry.part is not None]
 
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
         self._shown, self._full = bytearray(used), {}
         self._passes += 1
-        self._reducer.show(used)
+        self.reducer.show(used)
         for group in self._groups:
-            if group.trained:
-                flags = used[group.first : group.last]
-                if any(flags):
-                    group.bind([] if all(flags) else self._unused_ranges(group, used))
-                else:
-                    group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
+            flags = used[group.numbers]
+            if any(flags):
+                group.bind([] if all(flags) else self._unused_ranges(group, used))
+            else:
+                group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
 
     def has_gradient(self, entry: Entry) -> bool:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
@@ -146,15 +150,15 @@ class Gradients:
             if not present:
                 return
             group.grad.zero_()
-            self.used[group.first : group.last] = self._shown[group.first : group.last] = bytes(group.last - group.first)
+            self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
             group.segments[-1].show(group.grad)
         self.used[entry.number] = self._shown[entry.number] = present
-        if any(self._shown[group.first : group.last]):
+        if any(self._shown[group.numbers]):
             self._assigned.append(group)
         else:
             group.clear()
 
-    def _unused_ranges(self, group: FlatGroup, used: bytes) -> list[tuple[int, int]]:
+    def _unused_ranges(self, group: FlatGroup, used: bytes | bytearray) -> list[tuple[int, int]]:
         """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
         parts = [entry.part for entry in self.owned(group) if not used[entry.number]]
         return [(part.start, part.start + part.span.stop - part.span.start) for part in parts]

@@ -40,8 +40,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             function gets the model and returns the units, each a module or a list of modules.
 
     Raises:
-        ValueError: the model has no parameters; a class matches no module; a function leaves a parameter without a
-            unit, or returns a module that is not in the model.
+        ValueError: a parameter would have no unit, or no shape; the policy names what is not in the model.
     """
     if next(model.parameters(), None) is None:
         raise ValueError(
@@ -129,7 +128,7 @@ def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
         place = result.index(tied[0]) if tied else len(result)
         for other in reversed(tied):
             result.remove(other)
-            joined = _merge(other, unit)
+            joined = UnitModules(other.members + unit.members, other.names + unit.names)
             ids[joined] = ids[other] | ids[unit]
             unit = joined
         result.insert(place, unit)
@@ -143,20 +142,13 @@ def _is_inside(inner: UnitModules, outer: UnitModules) -> bool:
 def _join_small(units: list[UnitModules]) -> list[UnitModules]:
     result: list[UnitModules] = []
     for unit in units:
-        joined = _merge(result[-1], unit) if result else unit
-        if result and _numel(joined) <= SMALL_NUMEL:
+        joined = UnitModules(result[-1].members + unit.members, result[-1].names + unit.names) if result else unit
+        numels = {id(p): p.numel() for m in joined.members for p in m.parameters()}
+        if result and sum(numels.values()) <= SMALL_NUMEL:
             result[-1] = joined
         else:
             result.append(unit)
     return result
-
-
-def _numel(unit: UnitModules) -> int:
-    return sum({id(p): p.numel() for m in unit.members for p in m.parameters()}.values())
-
-
-def _merge(a: UnitModules, b: UnitModules) -> UnitModules:
-    return UnitModules(a.members + b.members, a.names + b.names)
 
 
 def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: bool) -> None:

@@ -16,16 +16,21 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Pending
-from .chunk import Chunk, Entry
+from .chunk import Chunk
 from .layout import ArenaLayout, overlap
-from .shards import FlatGroup
+from .shards import Entry, FlatGroup
 from .streams import Lane
 from .unit import Exchange, Unit
 
 
-def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+def _dtype(chunk: Chunk) -> torch.dtype:
     """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
-    return dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+    own = chunk.master_dtype
+    return own if own in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+
+
+def _nbytes(unit: Unit) -> int:
+    return sum(chunk.layout.numel * _dtype(chunk).itemsize for chunk in unit.chunks if chunk.trained)
 
 
 class _Range:
@@ -33,33 +38,24 @@ class _Range:
 
     def __init__(self, unit: Unit, buffer: Tensor, region: range) -> None:
         self.unit, self.region = unit, region
-        offset = region.start
+        memory = buffer[region.start : region.start + _nbytes(unit)]
         self.chunks: list[tuple[Chunk, Tensor]] = []
         self.views: list[Tensor] = []  # of each trained parameter
         self.gaps: list[Tensor] = []
-        for chunk in unit.chunks:
-            if not chunk.trained:
-                continue
-            dtype = reduce_dtype(chunk.master_dtype)
-            nbytes = chunk.layout.numel * dtype.itemsize
-            part = buffer[offset : offset + nbytes].view(dtype)
-            offset += nbytes
+        for chunk in (chunk for chunk in unit.chunks if chunk.trained):
+            nbytes = chunk.layout.numel * _dtype(chunk).itemsize
+            part, memory = memory[:nbytes].view(_dtype(chunk)), memory[nbytes:]
             self.chunks.append((chunk, part))
             self.views += chunk.views(part)
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.pending: list[Pending] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
 
-    @staticmethod
-    def nbytes(unit: Unit) -> int:
-        return sum(c.layout.numel * reduce_dtype(c.master_dtype).itemsize for c in unit.chunks if c.trained)
-
 
 class Reducer:
-    """Owns the reduce buffer and everything in flight out of it.
+    """Owns the reduce buffer and everything in flight out of it, in ``lane``.
 
     Args:
-        lane: where the exchange runs.
         once: room for the gradients of all units, so that they can be held.
         wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
     """
@@ -87,7 +83,7 @@ class Reducer:
         self.once, self.lasting = once, device.type != "cpu"
         trained = [u for u in units if u.trained]
         ends = 2 if lane.on_device else 1  # 2: a unit's reduction overlaps the next unit's backward
-        layout = ArenaLayout.build([_Range.nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends)
+        layout = ArenaLayout.build([_nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)}
         views = {e.number: view for u in trained for e, view in zip(u.trained, self._ranges[u.index].views, strict=True)}

@@ -22,6 +22,55 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..residency.flat_gradient import FlatGradient, FlatParameter
+from ..residency.in_use import class_while_used
+from .layout import Span
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank owns of one parameter."""
+
+    span: Span
+    start: int  # in the flat tensor of the parameter's group
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements in a tensor that is laid out like that flat tensor."""
+        return flat[self.start : self.start + self.span.stop - self.span.start]
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter of a unit."""
+
+    name: str
+    parameter: nn.Parameter
+    cls: type[nn.Parameter]  # the user's
+    dtype: torch.dtype  # the user's
+    size: torch.Size  # [...], the user's
+    stride: tuple[int, ...]  # of the dense memory order it is stored in
+    group: FlatGroup
+    unit: int  # index of its unit
+    part: Part | None = None  # None: this rank owns nothing of it
+    number: int = -1  # among all trained parameters of the engine
+    seen: int = 0  # version when its use began: a change in place shows
+    changed: int = 0  # its unit's version since its shards were written last
+    assigned: int = 0  # how often the user has replaced its gradient
+    written: int = 0  # how often its value
+
+    def __post_init__(self) -> None:
+        self.cls_while_used = class_while_used(self.cls)
+        self.trained = self.group.trained
+
+    def view(self, chunk: Tensor, offset: int) -> Tensor:
+        """The parameter inside a flat ``chunk`` [numel]."""
+        return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
+
+    def store(self, value: Tensor, flat: Tensor) -> None:
+        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of the group."""
+        if self.part is not None:
+            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)  # as the parameter's memory
+            self.view(ordered, 0).copy_(value)
+            self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
 
 
 @dataclass(frozen=True)
@@ -39,19 +88,19 @@ class FlatGroup:
     key: GroupKey
     index: int  # among all groups
     trained: bool  # an optimizer has it
+    entries: list[Entry]  # its parameters, in unit order
     data: Tensor  # [numel], the master values
     public: Tensor  # the same memory as the optimizer sees it
     version: int  # of `public`, when it was last known what is written there
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
     idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh
-    first: int  # its trained parameters have the numbers [first, last)
-    last: int
+    numbers: slice  # of its parameters, among all that are trained; empty if it is not
 
     def __init__(self, key: GroupKey, index: int) -> None:
         self.key, self.index = key, index
         self.trained = key.optimizer is not None
-        self.numel, self.window, self.segments = 0, 0, []
+        self.numel, self.window, self.segments, self.entries = 0, 0, [], []
         self._grad: Tensor | None = None
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
 
@@ -70,12 +119,10 @@ class FlatGroup:
     @property
     def grad(self) -> Tensor:
         """The gradients [numel], of the same dtype; None where the group is not ``trained``."""
-        if self._grad is None:
-            if not self.trained:
-                return None  # type: ignore[return-value]
+        if self._grad is None and self.trained:
             self._grad = torch.empty_like(self.data)
-            self._zero_idle()
-        return self._grad
+            self._zero_idle(self._grad)
+        return self._grad  # type: ignore[return-value]
 
     @property
     def grad_nbytes(self) -> int:
@@ -87,11 +134,19 @@ class FlatGroup:
         """What belongs in the optimizer's param group, in order."""
         return [segment.parameter for segment in self.segments]
 
+    # The class of a flat tensor is the user's to ask: the engine looks past it, which saves Python calls in each step.
+
     @property
     def shows_gradients(self) -> bool:
         """Whether a backward has ended since the gradients were cleared; the same on all ranks."""
-        with torch._C.DisableTorchFunctionSubclass():  # else the class of a flat tensor is asked, in Python
+        with torch._C.DisableTorchFunctionSubclass():
             return self.segments[-1].parameter.grad is not None  # the tail is never unused
+
+    @property
+    def switched_off(self) -> bool:
+        """Whether no gradient is wanted, by ``toggle_optimizer``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not any([segment.parameter.requires_grad for segment in self.segments])
 
     def begin_window(self) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
@@ -100,7 +155,7 @@ class FlatGroup:
             return False
         self.window += 1
         if self._grad is not None:
-            self._zero_idle()
+            self._zero_idle(self._grad)
         return True
 
     def give_back(self) -> None:
@@ -108,9 +163,9 @@ class FlatGroup:
         if not self.shows_gradients:
             self._grad = None
 
-    def _zero_idle(self) -> None:
+    def _zero_idle(self, gradients: Tensor) -> None:
         for start, stop in self.idle:
-            self.grad[start:stop].zero_()
+            gradients[start:stop].zero_()
 
     def clear(self) -> None:
         """Take all gradients away from the optimizer."""
@@ -125,7 +180,7 @@ class FlatGroup:
         grad = self.grad
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
-                if any(start <= segment.start and segment.stop <= stop for start, stop in unused):
+                if unused and any(start <= segment.start and segment.stop <= stop for start, stop in unused):
                     segment.parameter.grad = None
                 elif segment.parameter.grad is None:
                     segment.show(grad)
@@ -152,6 +207,7 @@ class FlatGroup:
 
     def guard(self, guarded: bool) -> None:
         """Whether a norm of values or gradients is an error: not while the optimizer steps, which may be compiled."""
+        self.adopt()
         for segment in self.segments:
             segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
@@ -162,11 +218,7 @@ class FlatGroup:
         """Split segments at ``edges``, and with them the optimizer's state."""
         assert self.owner is not None  # nobody looks at the segments of a group that is not trained
         optimizer, group = self.owner
-        result: list[Segment] = []
-        for segment in self.segments:
-            inner = [edge for edge in edges if segment.start < edge < segment.stop]
-            bounds = [segment.start, *inner, segment.stop]
-            result += self._split(segment, bounds, optimizer.state) if inner else [segment]
+        result = [part for segment in self.segments for part in self._split(segment, edges, optimizer.state)]
         if len(result) == len(self.segments):
             return
         self.segments = result
@@ -175,18 +227,18 @@ class FlatGroup:
         others = [p for p in group["params"] if p.untyped_storage().data_ptr() not in mine]
         group["params"][:] = [*others, *self.parameters]
 
-    def _split(self, segment: Segment, bounds: list[int], states: dict[Tensor, Any]) -> list[Segment]:
-        parts = [
-            Segment(a, b, type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad))
-            for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
-        state = states.pop(segment.parameter, None)
-        for part in parts:
-            low, high = part.start - segment.start, part.stop - segment.start
+    def _split(self, segment: Segment, edges: list[int], states: dict[Tensor, Any]) -> list[Segment]:
+        inner = [edge for edge in edges if segment.start < edge < segment.stop]
+        if not inner:
+            return [segment]
+        parts, state = [], states.pop(segment.parameter, None)
+        for a, b in zip([segment.start, *inner], [*inner, segment.stop], strict=True):
+            parameter = type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad)
+            parts.append(Segment(a, b, parameter))
             if segment.parameter.grad is not None:
-                part.show(self.grad)
+                parts[-1].show(self.grad)
             if state is not None:
-                states[part.parameter] = {k: _part(v, segment, low, high) for k, v in state.items()}
+                states[parameter] = {k: _part(v, segment, a - segment.start, b - segment.start) for k, v in state.items()}
         return parts
 
 
@@ -214,7 +266,7 @@ class Segment:
 
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""
-        self.parameter.grad = self.view(gradients).as_subclass(FlatGradient)
+        self.parameter.grad = gradients[self.start : self.stop].as_subclass(FlatGradient)
 
 
 def _part(value: Any, segment: Segment, low: int, high: int) -> Any:

@@ -6,11 +6,6 @@ from itertools import chain
 
 from torch import nn
 
-_REMEDY = (
-    "Parameters must exist, for good, when the strategy shards the model: create or replace them in `__init__`, "
-    "`configure_model` or `setup`."
-)
-
 
 class Structure:
     """Remembers which objects a model consists of. A check compares identities only, and costs microseconds."""
@@ -23,20 +18,24 @@ class Structure:
         # The parameters and the children of every module. Scripted modules have other tables, which do not change.
         tables = [table for module in self.model.modules() for table in (module._parameters, module._modules)]
         self._tables = [table for table in tables if isinstance(table, dict)]
-        self._seen = self._identities()
-        self._names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
+        self._seen, self._names = self._identities(), self._find_names()
 
     def check(self) -> None:
         """Raise a ValueError if a parameter was added, replaced or removed."""
         if self._identities() == self._seen:
             return
-        now = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
+        now = self._find_names()
         for found, expected, what in ((now, self._names, "added or replaced"), (self._names, now, "removed")):
-            for key, name in found.items():
-                if key not in expected:
-                    raise ValueError(f"Parameter {name!r} was {what} after the model was sharded. {_REMEDY}")
+            for name in (name for key, name in found.items() if key not in expected):
+                raise ValueError(
+                    f"Parameter {name!r} was {what} after the model was sharded. Parameters must exist, for good, when the "
+                    "strategy shards the model: create or replace them in `__init__`, `configure_model` or `setup`."
+                )
         self._look()  # only names changed (pruning does that), or modules without parameters: nothing that is sharded
 
     def _identities(self) -> list[int]:
         # Without a Python loop: this runs in every step.
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
+
+    def _find_names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}

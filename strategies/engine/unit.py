@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
 from ..residency.resting import ResidencyError, RestingParameter, set_data
-from .chunk import Chunk, Entry
+from .chunk import Chunk
 from .partition import UnitModules
-from .shards import FlatGroup
+from .shards import Entry, FlatGroup
 from .streams import Lane
 
 _modes, _inference = torch._C._len_torch_dispatch_stack, torch.is_inference_mode_enabled  # C functions: each gather asks
@@ -118,8 +118,7 @@ class Unit:
     def gather(self, ahead: bool = False) -> bool:
         """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there.
 
-        Args:
-            ahead: of its use, while another unit runs.
+        ``ahead``: of its use, while another unit runs.
         """
         if not ahead:
             self._collectives.diary.progress[0] = self.index  # before anything that may wait for other ranks
@@ -208,13 +207,12 @@ class Unit:
         for entry, place in self.lifted:
             set_data(entry.parameter, place)
         self.lifted, self._master = [], {}
-        written = None
+        written = False
         for entry in self.entries:
-            if entry.parameter._version != entry.seen:
-                written = [*(written or []), entry]
+            written |= entry.parameter._version != entry.seen
             entry.parameter.__class__ = RestingParameter
         if written:
-            self._store(written)
+            self.keep_written()
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
@@ -230,18 +228,10 @@ class Unit:
                     set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
 
     def keep_written(self) -> None:
-        """What was written during this use, so far, reaches the shards: somebody is about to read or change them."""
-        written = [entry for entry in self.entries if entry.parameter._version != entry.seen]
-        if written:
-            self._store(written)
-        for entry in written:
-            entry.seen = entry.parameter._version
-
-    def _store(self, written: list[Entry]) -> None:
-        """Parameters were changed in place during use: the shards get the new values, which the ranks compare afterwards."""
+        """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
         for chunk in self.chunks:
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
-                if entry not in written:
+                if entry.parameter._version == entry.seen:
                     continue
                 entry.written += 1
                 if chunk.wire_dtype != chunk.master_dtype:
@@ -253,10 +243,10 @@ class Unit:
                 if self.announce is None:  # else other ranks may have nothing to run
                     values = chunk.slot[offset : offset + entry.size.numel()]
                     self._collectives.diary.written[entry.name] = checksum(values)
-                if entry.part is None:
-                    continue
-                with torch.no_grad():
-                    entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))
+                if entry.part is not None:
+                    with torch.no_grad():
+                        entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))
+                entry.seen = entry.parameter._version
 
     def rest(self) -> None:
         """From now on every operation on the parameters is answered by :class:`RestingParameter`."""
@@ -305,11 +295,9 @@ class Unit:
             self.release()
 
     def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Name -> tensor of the parameter's full shape, in memory of its own, of optimizer state and the like; collective.
+        """Name -> full tensor, in memory of its own, of what ``flat`` says each group has (None: zeros); collective.
 
-        Args:
-            flat: the flat tensor of each group to take the elements from; None gives zeros.
-            dtype: of the result; the parameters' own if None.
+        Of ``dtype``, or the parameters' own.
         """
         result = {}
         for chunk in self.chunks:

@@ -12,9 +12,8 @@ from torch.autograd.graph import increment_version
 from ..collectives import LocalCollectives
 from ..residency.in_use import refused_data
 from ..residency.resting import keep_engine_last
-from .chunk import Entry
 from .reduce import Reducer
-from .shards import FlatGroup
+from .shards import Entry, FlatGroup
 from .streams import Lane
 from .unit import Arena, Unit
 
@@ -118,7 +117,7 @@ class WholeReducer(Reducer):
 
     def begin_window(self, group: FlatGroup) -> None:
         """See :meth:`Reducer.begin_window`."""
-        entries = self._entries[group.first : group.last]
+        entries = group.entries
         if self.captured or _tensors_in(group.grad) == self._tensors[group]:
             self._leave(entries)
         else:
