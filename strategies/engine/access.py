@@ -63,12 +63,15 @@ class Access:
             )
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
-            value = self.full_values([parameter])[0].clone()
-            if differentiable:
-                # A transform that runs has not wrapped the parameter.
-                with torch.enable_grad(), temporarily_clear_interpreter_stack():
-                    return _Read.apply(parameter, value)
-        return value
+            value = self.full_values([parameter])[0]
+            if not differentiable:
+                return value.clone()
+            # A transform that runs has not wrapped the parameter. A node of torch's own, not of a Python function: it outlives
+            # the copy, as whoever looks for `p.expand_as(p).grad_fn.next_functions` needs it.
+            with torch.enable_grad(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunctionSubclass():
+                read = parameter.to(value.dtype, copy=True)
+            read.data.copy_(value)
+        return read
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See :meth:`~.residency.home.Home.full_values`."""
@@ -194,15 +197,3 @@ def _lend(entry: Entry, value: Tensor) -> Tensor:
     set_data(entry.parameter, value)
     entry.seen = entry.parameter._version
     return slot
-
-
-class _Read(torch.autograd.Function):
-    """Connects a copy of a resting parameter's value to the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

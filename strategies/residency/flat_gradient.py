@@ -44,6 +44,8 @@ class FlatGradient(Tensor):
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
+            if name.startswith("_foreach") and result is not None:
+                return [each.as_subclass(cls) for each in result]
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
             if not kept or type(result) is not Tensor or func == Tensor._base.__get__:
                 return result  # torch.compile asks for `_base` until it is no view

@@ -260,7 +260,7 @@ class RestingParameter(nn.Parameter):
         resting = isinstance(target, RestingParameter)
         if name in _ANSWERS:
             return _ANSWERS[name](*args)
-        if func is torch.equal and (target is args[1] or target.shape != args[1].shape):
+        if func is torch.equal and len(args) == 2 and (target is args[1] or target.shape != args[1].shape):
             return target is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
@@ -276,7 +276,7 @@ class RestingParameter(nn.Parameter):
             return _home(target).read(target)  # and no view of it: this is how the node is found that accumulates the gradient
         if name in ("view_as", "expand_as", "reshape_as") and not resting:
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
-        if name == "copy_" and resting:
+        if name == "copy_" and resting and len(args) > 1:
             _home(target).write(target, _full(args[1], []))
             return target
         return _compute(func, name, args, kwargs)

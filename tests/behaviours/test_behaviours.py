@@ -14,6 +14,7 @@ from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
 load_cases()
+pytestmark = pytest.mark.timeout(1500)  # the first test waits for all cells
 CELLS = [
     pytest.param((name, world_size), id=f"{name}-{world_size}") for name, case in CASES.items() for world_size in case.worlds
 ]

@@ -47,3 +47,27 @@ def _input_gradient(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_by_way_of_outputs_without_hooks(world_size):
     run_ranks(_input_gradient, world_size)
+
+
+def _changed_between_two_backwards(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+
+    def differentiate_twice():
+        x, weights = torch.ones(4, 6, requires_grad=True), torch.ones(4, 6)
+        (gradient,) = torch.autograd.grad(torch.tanh(model(x)), x, weights, create_graph=True)
+        weights.mul_(3)  # the graph of the gradient has saved them
+        torch.autograd.grad(gradient.sum(), x)
+
+    for sharded in (False, True):
+        if sharded:
+            device = torch.device("cpu")
+            group = dist.group.WORLD if dist.is_initialized() else None
+            Zero3Engine(model, device=device, collectives=make_collectives(group, device))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            differentiate_twice()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_graph_of_gradients_has_saved_must_not_change(world_size):
+    run_ranks(_changed_between_two_backwards, world_size)

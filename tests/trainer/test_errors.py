@@ -237,6 +237,11 @@ NORMS = (
     lambda grad: torch.isfinite(grad).all(),
     lambda grad: torch.cat([grad, grad]).norm(),
     lambda grad: torch.stack([grad.square()]).sum(),
+    lambda grad: torch._foreach_abs([grad])[0].sum(),
+    lambda grad: torch.einsum("i,i", grad, grad),
+    lambda grad: torch.nn.functional.mse_loss(grad, torch.zeros_like(grad)),
+    lambda grad: grad.abs().topk(1),
+    lambda grad: grad.sort(),
 )
 
 
