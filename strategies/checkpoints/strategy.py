@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -117,7 +118,12 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        """Write a checkpoint, all ranks together."""
+        """Write a checkpoint, all ranks together.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written, or an exception has ended the run.
+        """
+        self._require_group(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
         if "optimizer_states" in checkpoint:
             self._save_gradients(checkpoint)
@@ -128,6 +134,15 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_sharded(checkpoint, filepath, storage_options)
         else:
             self._save_full(checkpoint, filepath, storage_options)
+
+    def _require_group(self, doing: str) -> None:
+        """Raise if an exception has ended the ranks' process group: each would save its part and take it for the whole."""
+        if self.engine is not None and self.engine.collectives.world_size > 1 and not dist.is_initialized():
+            raise CheckpointError(
+                f"{doing}: an exception ended this run, and the process group with it, so the ranks cannot save together any "
+                "more. `OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` save before that. A further "
+                "`trainer.fit` starts a new group; here the weights can be read in `with trainer.strategy.gathered(module):`."
+            )
 
     def _save_gradients(self, checkpoint: dict[str, Any]) -> None:
         """In the middle of an accumulation window; collective. With manual optimization Lightning knows of none."""
@@ -339,6 +354,7 @@ class CheckpointStrategy(ProcessStrategy):
         """
         from .weights import SafetensorsWriter, renamed
 
+        self._require_group(f"Saving {folder}")
         path, state = Path(folder), renamed(self.lightning_module_state_dict(), key_mapping)
         keys: dict[int, list[str]] = {}
         for key, value in state.items():

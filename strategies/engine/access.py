@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,8 +57,8 @@ class Access:
         if not (self.in_step or graph_task() != NO_GRAPH_TASK):
             raise ResidencyError(
                 f"The value of parameter {self._entries[id(parameter)].name!r} is sharded over the ranks and was read outside "
-                "a step. Read it in `training_step` (or another step), or inside `with strategy.gathered(module):` on all "
-                "ranks."
+                "a step. Read it in `training_step` (or another step), or inside `with trainer.strategy.gathered(module):` on "
+                "all ranks; to save the model call `trainer.save_checkpoint(path)` there."
             )
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():

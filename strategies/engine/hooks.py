@@ -78,7 +78,7 @@ def _full_precision(unit: Unit, entries: list[Entry], dtype: torch.dtype) -> Cal
         if torch.is_grad_enabled():  # in every step, not now and then in an evaluation
             warnings.warn(
                 f"Module {pattern!r} runs where autocast is off or not {dtype}: its unit {unit.name} is gathered once more, "
-                f"in full precision. `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
+                f"in full precision. If it does so in each step, `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
                 stacklevel=2,
             )
         unit.lift(entries)

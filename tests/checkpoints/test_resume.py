@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints.runs import Shuffled, Watch, full_weights, optimizer_states, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -11,6 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.checkpoints import CheckpointOptions
+from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.checkpoints.manifest import damage
 
 STOP = 4  # steps, of 6 in an epoch
 
@@ -52,6 +55,22 @@ def stopped(world_size, folder):
         warnings.simplefilter("always")
         runner.fit(Shuffled())
     return [str(w.message) for w in caught if "micro-batches" in str(w.message)]
+
+
+def too_late(rank, world_size, folder):
+    runner = trainer(zero3(unit_policy=None), world_size, callbacks=[Stop(f"{folder}/in_time.ckpt")])
+    with pytest.raises(KeyError, match="mine"):
+        runner.fit(Shuffled())
+    dist.destroy_process_group()  # as zero3 does then with a group that it has made
+    for save in (runner.save_checkpoint, runner.strategy.save_weights):
+        with pytest.raises(CheckpointError, match="an exception ended this run.*OnExceptionCheckpoint"):
+            save(f"{folder}/too_late.ckpt")
+
+
+def test_a_rank_without_a_group_does_not_save_its_part_as_the_whole(tmp_path):
+    run_ranks(too_late, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["in_time.ckpt"]
+    assert damage(tmp_path / "in_time.ckpt") is None
 
 
 def test_the_rest_of_the_run_is_the_same_to_the_bit(tmp_path):

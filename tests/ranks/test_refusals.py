@@ -111,7 +111,21 @@ def hooked_after_the_engine():
     loss.backward()
 
 
+def gradient_of_another_shape():
+    model, _, engine = engine_of(nn.Linear(6, 4), nn.Linear(4, 6))
+    model[0].weight.grad = torch.zeros(4, 6).t()
+
+
+def gradient_turned():
+    model, _, engine = engine_of(nn.Linear(6, 4), nn.Linear(4, 6))
+    with engine.backward():
+        loss_of(model, engine).backward()
+    model[0].weight.grad.t_().mul_(2)
+
+
 SHARDED = [
+    (gradient_of_another_shape, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
+    (gradient_turned, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
     (gathered_in_its_forward, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
     (gathered_twice, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
     (
