@@ -385,7 +385,8 @@ def main():
         "ranks": world_size,
         "rounds": options.rounds,
     }
-    part = [*([] if options.sizes == list(CASES) else options.sizes), *([f"{world_size}-ranks"] if options.ranks else [])]
+    part = [] if options.sizes == list(CASES) else [*options.sizes]
+    part += [*(options.cases or []), *([f"{world_size}-ranks"] if options.ranks else [])]
     stem = options.out / "-".join(["train", options.kind, *part])
     with tempfile.TemporaryDirectory() as folder:
         counter = build_counter(folder) if options.kind == "cpu" else None
