@@ -109,6 +109,7 @@ class CheckpointStrategy(ProcessStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """In torch's layout, by parameter name, with a slice of each tensor; collective."""
+        self._require_group("Saving a checkpoint")  # before the first exchange
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -136,12 +137,11 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_full(checkpoint, filepath, storage_options)
 
     def _require_group(self, doing: str) -> None:
-        """Raise if an exception has ended the ranks' process group: each would save its part and take it for the whole."""
+        """Raise if the ranks' process group has ended: each would save its part and take it for the whole."""
         if self.engine is not None and self.engine.collectives.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
-                f"{doing}: an exception ended this run, and the process group with it, so the ranks cannot save together any "
-                "more. `OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` save before that. A further "
-                "`trainer.fit` starts a new group; here the weights can be read in `with trainer.strategy.gathered(module):`."
+                f"{doing}: the ranks' process group has ended, as it does when an exception ends a run, so they cannot save "
+                "together any more. `OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` save before that."
             )
 
     def _save_gradients(self, checkpoint: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ class Access:
             # A transform that runs has not wrapped the parameter. A node of torch's own, not of a Python function: it outlives
             # the copy, as whoever looks for `p.expand_as(p).grad_fn.next_functions` needs it.
             with torch.enable_grad(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunctionSubclass():
-                read = parameter.to(value.dtype, copy=True)
+                # The backward of `to` takes no sparse gradients.
+                read = parameter.clone() if parameter.dtype == value.dtype else parameter.to(value.dtype)
             read.data.copy_(value)
         return read
 

@@ -39,7 +39,9 @@ class Agreement:
         diary = self._collectives.diary
         written = diary.checksums()
         digest = diary.digest(written)
-        mine = torch.tensor([digest, -digest, *late, *changed, *used], dtype=torch.int64, device="cpu")
+        flags = late + changed + used
+        mine = torch.empty(2 + len(flags), dtype=torch.int64, device="cpu")
+        mine[0], mine[1], mine[2:] = digest, -digest, torch.frombuffer(bytearray(flags), dtype=torch.uint8)
         most, least, *agreed = self._collectives.agree(mine).tolist()
         if most != -least:
             mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.settings()

@@ -186,13 +186,13 @@ class Backward:
 
     def _conclude(self) -> None:
         """Agree with the other ranks on what was used, reduce what is left, and show the gradients."""
-        late = bytes(self._reducer.is_open(unit) for unit in self._units)
+        late, joint = bytes(self._reducer.is_open(unit) for unit in self._units), self._joint.running
         with self._joint.end_of_backward():
             late, changed, used = self._agreement.reach(late, self._buffers.changed(), bytes(self._gradients.used))
             for unit in reversed(self._units):
                 if late[unit.index]:
                     self._reducer.reduce(unit)
-            if self._access.in_step and not self._joint.running:
+            if self._access.in_step and not joint:
                 self._owed = changed  # since the last time, so it holds what an earlier pass found
             elif any(changed):
                 self._buffers.synchronize(changed)

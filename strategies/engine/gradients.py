@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import Tensor, nn
 
 from ..residency.resting import ResidencyError
@@ -83,6 +84,8 @@ class Gradients:
             raise RuntimeError(
                 f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient of shape {tuple(grad.shape)}."
             )
+        if grad is not None and grad.layout != torch.strided:
+            grad = grad.to_dense()  # before ranks part that own nothing of it
         self._adopt_replaced()
         self.mark_gradient(entry, grad is not None)
         if grad is None:

@@ -8,7 +8,7 @@ path it reaches a unit (a loss on an intermediate value, a view changed in place
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from traceback import walk_tb
 from typing import Any
@@ -150,11 +150,7 @@ class SavedTensors:
                         "step, a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
                     )
         if held._version != version and not (unit is not None and any(is_aliased(e.parameter) for e in _entries(held, unit))):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
-                "instead. Find it with torch.autograd.set_detect_anomaly(True)."
-            )
+            raise _modified(held, version)
         if unit is None:
             return held
         if unit.phase is Phase.RESTING:
@@ -168,6 +164,14 @@ class SavedTensors:
         if unit.phase is Phase.GATHERING:
             unit.arrive()
         return held
+
+
+def _modified(held: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
+        "instead. Find it with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def _entries(held: Tensor, unit: Unit) -> Iterator[Entry]:
@@ -242,19 +246,29 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        anyone = next(iter(_WATCHING), None) if create_graph else None
+        watched = not (create_graph and _WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         # torch.func refuses such hooks, and keeps what it saves to itself.
-        if anyone is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or transform() is not None:
-            return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
-
-        def pack(tensor: Tensor) -> _Kept:
-            owner = _owner(tensor) or anyone  # who compares versions of all other tensors, too, as autograd would
-            return _Kept(owner.unpack, owner.pack(tensor))
-
-        with saved_tensors_hooks(pack, _Kept.__call__):
+        with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, _unpack_any):
             return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
 
     return run_watched
+
+
+def _pack_any(tensor: Tensor) -> _Kept | SavedOther:
+    owner = _owner(tensor)
+    if owner is not None:
+        return _Kept(owner.unpack, owner.pack(tensor))
+    held = tensor.detach()
+    return held, held._version
+
+
+def _unpack_any(packed: _Kept | SavedOther) -> Tensor:
+    if type(packed) is _Kept:
+        return packed()
+    held, version = packed
+    if held._version != version:  # autograd compares versions itself only where there are no hooks
+        raise _modified(held, version)
+    return held
 
 
 def _shelter(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> tuple[Callable, Callable]:
