@@ -316,14 +316,15 @@ def plot(summary, added, by_ranks, path):
         axes[1][column].legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     if added:
         axes[0][-1].barh(list(added), list(added.values()))
-        axes[0][-1].set_title("ms that a block of width 16 adds")
+        axes[0][-1].set_title("ms a block of width 16 adds")
     if added or by_ranks:
         axes[0][-1].set_visible(bool(added))
         axes[1][-1].set_visible(bool(by_ranks))
-    for entry, sizes in by_ranks.items():
-        axes[1][-1].plot(list(sizes), [peak / 1e6 for _, peak in sizes.values()], marker="o", label=entry)
-        axes[1][-1].set_title("tiny plain: peak of a rank, MB, by ranks")
-        axes[1][-1].set(xscale="log", xticks=WORLD_SIZES, xticklabels=WORLD_SIZES, ylim=(0, None))
+    for (entry, sizes), style in zip(by_ranks.items(), ("-", "-", ":"), strict=False):  # two may lie on each other
+        axes[1][-1].plot(list(sizes), [peak / 1e6 for _, peak in sizes.values()], style, marker="o", label=entry)
+    if by_ranks:
+        axes[1][-1].set(title="tiny plain: peak MB, by ranks", xticks=WORLD_SIZES)
+        axes[1][-1].set_ylim(bottom=0)
         axes[1][-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=90)
