@@ -42,7 +42,8 @@ class Zero3Engine:
 
     Args:
         model: any module; its parameters stay the same objects with the same names.
-        optimizers: built on the parameters of ``model``; each param group is re-pointed to its flat shard.
+        optimizers: built on the parameters of ``model``; each param group is re-pointed to its flat shard. Their options
+            must be the same on all ranks, which the strategy checks; see optimizer_uses.py.
         device: where shards, slots and computation live.
         collectives: the door to the other ranks.
         unit_policy: see :func:`~.partition.find_units`.
