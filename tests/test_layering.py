@@ -75,6 +75,7 @@ LAYERS = [
             "strategies/engine/build",
             "strategies/engine/hooks",
             "strategies/engine/joint",
+            "strategies/engine/kept",
             "strategies/engine/structure",
         ],
         TORCH,

@@ -16,8 +16,9 @@ from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
+from .kept import KeptViews
 from .order import BackwardSchedule
-from .saved import SavedTensors
+from .saved import SavedTensors, graph_stays
 from .unit import Unit
 
 
@@ -33,11 +34,12 @@ class Backward:
         joint: JointSteps,
         saved: SavedTensors,
         access: Access,
+        kept: KeptViews,
         adopt_values: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self._access, self._adopt_values = access, adopt_values
+        self._access, self._kept, self._adopt_values = access, kept, adopt_values
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
         self._muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
@@ -170,6 +172,8 @@ class Backward:
         self.begin(silent=True)
         self.complete()
         self._conclude()
+        if not graph_stays():  # else there is much to look through, and the next one does
+            self._kept.check(graphs_over=False)
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.

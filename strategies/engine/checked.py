@@ -38,7 +38,7 @@ class CheckedUnit(Unit):
         return [chunk.slot for chunk in self.chunks if chunk.dtype.is_floating_point or chunk.dtype.is_complex]
 
     def unuse(self) -> None:
-        """See :meth:`Unit.unuse`; what was written past torch (by a pointer, as a numpy array) would not reach the shards."""
+        """See :meth:`Unit.unuse`; what was written past torch (by a pointer) would not reach the shards."""
         super().unuse()
         if self.pins:
             return

@@ -22,6 +22,7 @@ from .build import SlotDtype, build_units, check_memory, check_same_structure, f
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
+from .kept import KeptViews
 from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
@@ -113,14 +114,15 @@ class Zero3Engine:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
-            guard(self.arena.memory)
+            guard(self.arena.memory, self.arena.in_arrays)
         self._saved = SavedTensors(self.units, self.arena)
+        self._kept = KeptViews(self.units, self.arena)
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
         self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
-        self.passes = Backward(self.units, *passes, self._adopt_flat_values)
+        self.passes = Backward(self.units, *passes, self._kept, self._adopt_flat_values)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -186,6 +188,7 @@ class Zero3Engine:
         """What precedes the first operation of a step."""
         if self.passes.active:
             self.abandon()  # a backward without `backward()` around it raised, and the user went on
+        self._kept.check(graphs_over=True)
         self.structure.check()
         self._adopt_values()
         self._forward.begin()

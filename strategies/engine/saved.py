@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
 from .chunk import Entry
 from .hooks import copy_views, transform
+from .kept import kept_view
 from .unit import Arena, Phase, Unit, apart
 
 # Bare tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no
@@ -102,12 +104,7 @@ class SavedTensors:
             if offset in unit.region and not kept:
                 held = tensor.detach()
                 return held, held._version, unit, unit.version
-        places = ", ".join(unit.name for unit in self._units if offset in unit.region)
-        raise ResidencyError(
-            f"A view (shape {tuple(tensor.shape)}) of a sharded parameter was kept from an earlier forward and is used where "
-            f"its unit is not: its memory belongs to others now. It was made in one of the units {places}. "
-            "Keep a copy (`.clone()`), or use the parameter itself."
-        )
+        raise kept_view(tensor, self._start, self._units)
 
     def _of_resting(self, parameter: RestingParameter) -> SavedSlot:
         """A custom Function saves a parameter that rests."""
@@ -202,6 +199,12 @@ def _require_asked(parameter: Tensor) -> None:
 # ---- hooks of the user's own, which autograd asks instead ----------------------------------------
 
 _WATCHING: WeakSet[SavedTensors] = WeakSet()
+_LAST = SimpleNamespace(graph_stays=False)  # the backward that runs, or ran last
+
+
+def graph_stays() -> bool:
+    """Whether a backward that runs, or ran last, leaves its graph for another."""
+    return _LAST.graph_stays
 
 
 class _Kept(partial):
@@ -242,10 +245,14 @@ def _lasting(tensor: Tensor) -> Tensor:
 
 
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_backward``, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread."""
+    """``run_backward``, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread.
+
+    It tells whether the graph stays.
+    """
 
     @wraps(run_backward)
     def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        _LAST.graph_stays = keep_graph
         watched = not (create_graph and _WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         # torch.func refuses such hooks, and keeps what it saves to itself.
         with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, _unpack_any):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
+from ..residency.past_python import Alias
 from ..residency.resting import ResidencyError, RestingParameter, set_data
 from .chunk import Chunk
 from .partition import UnitModules
@@ -63,6 +64,7 @@ class Arena:
     memory: Tensor  # [bytes]
     holders: list[Unit] = field(default_factory=list)  # whose values are in their slots, or on their way there; always few
     in_use: list[Unit] = field(default_factory=list)  # those among them whose memory no other unit may take
+    in_arrays: list[Alias] = field(default_factory=list)  # of which the user made arrays
 
 
 class Unit:
@@ -109,6 +111,10 @@ class Unit:
             for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
                 entry.parameter.data = view
         self.rest()
+
+    def own_views(self) -> list[Tensor]:
+        """Tensors of the engine's in the slot, but for the parameters."""
+        return [view for chunk in self.chunks for view in (chunk.slot, chunk.bytes)] + [target for target, _ in self._fills]
 
     def _illegal(self, phase: Phase) -> None:
         raise RuntimeError(
@@ -207,12 +213,14 @@ class Unit:
         for entry, place in self.lifted:
             set_data(entry.parameter, place)
         self.lifted, self._master = [], {}
-        written = False
+        written = bool(self._arena.in_arrays)
         for entry in self.entries:
             written |= entry.parameter._version != entry.seen
             entry.parameter.__class__ = RestingParameter
         if written:
             self.keep_written()
+            start, arrays = self._arena.memory.data_ptr(), self._arena.in_arrays
+            arrays[:] = [array for array in arrays if array[0].data_ptr() - start not in self.region]
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
@@ -229,6 +237,7 @@ class Unit:
 
     def keep_written(self) -> None:
         """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
+        self._note_arrays()
         for chunk in self.chunks:
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
                 if entry.parameter._version == entry.seen:
@@ -247,6 +256,16 @@ class Unit:
                     with torch.no_grad():
                         entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))
                 entry.seen = entry.parameter._version
+
+    def _note_arrays(self) -> None:
+        """Find what was written to arrays of the user's: nothing counts that."""
+        changed = [alias.data_ptr() for alias, before in self._arena.in_arrays if not torch.equal(alias, before)]
+        for chunk in self.chunks if changed else ():
+            start, size = chunk.slot.data_ptr(), chunk.dtype.itemsize
+            for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
+                place = range(start + offset * size, start + (offset + entry.size.numel()) * size)
+                if any(address in place for address in changed):
+                    entry.seen = -1
 
     def rest(self) -> None:
         """From now on every operation on the parameters is answered by :class:`RestingParameter`."""

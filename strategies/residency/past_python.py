@@ -21,8 +21,8 @@ from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._device import _device_constructors
 
-from .functions import instances
-from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
+from .functions import instances, name_of
+from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, refusal
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -34,13 +34,17 @@ _EXCHANGES = (
 )
 _SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
 _NOTHING = slice(0)  # is written to
-_ARENAS: set[int] = set()  # addresses of the memory that slots lie in
+Alias = tuple[Tensor, Tensor]  # a weight in its slot, or a part of one, and a copy of what it was
+_ARENAS: dict[int, list[Alias]] = {}  # where the memory begins that slots lie in; what of it is in arrays of the user's
 
 
-def guard(memory: Tensor) -> None:
-    """Watch these ways for an engine whose slots lie in ``memory`` [bytes]."""
-    _ARENAS.add(memory.data_ptr())
-    weakref.finalize(memory, _ARENAS.discard, memory.data_ptr())
+def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
+    """Watch these ways for an engine whose slots lie in ``memory`` [bytes].
+
+    ``in_arrays`` gets what became an array of numpy: nobody tells whether that is written to.
+    """
+    _ARENAS[memory.data_ptr()] = in_arrays
+    weakref.finalize(memory, _ARENAS.pop, memory.data_ptr(), None)
     _wrap_all()
 
 
@@ -60,6 +64,9 @@ def _wrap_all() -> None:
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
     for name in _SPARSE.split():
         _wrap(torch, name, _asked)
+    for name, instead in {"new": _taken, "set_": _taken, "new_tensor": _copied, "numpy": _as_array}.items():
+        _wrap(Tensor, name, instead)
+    Tensor.data = _Data(Tensor.data.__get__, Tensor.data.__set__)
     # It calls what it was given to call, whatever else is among the arguments.
     NestedTensor.__torch_function__ = classmethod(_wrapped(NestedTensor.__torch_function__.__func__, _asked))
 
@@ -106,6 +113,46 @@ def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: t
     for value in (*args[:1], *kwargs.values()):
         if isinstance(value, RestingParameter) and torch._C._is_torch_function_enabled():
             return value.__torch_function__(call, (), args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _copied(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``tensor.new_tensor(parameter)``: of its value."""
+    if torch._C._is_torch_function_enabled():
+        args = (*args[:1], *(each.detach() if isinstance(each, RestingParameter) else each for each in args[1:]))
+        kwargs = {name: each.detach() if isinstance(each, RestingParameter) else each for name, each in kwargs.items()}
+    return function(*args, **kwargs)
+
+
+def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``tensor.new(parameter)`` and the like: two would have one memory."""
+    _require_own_memory(call, (*args[1:], *kwargs.values()))
+    return function(*args, **kwargs)
+
+
+class _Data(property):
+    """``tensor.data``, which cannot be set to a parameter that rests."""
+
+    __name__ = "data"
+
+    def __set__(self, tensor: Tensor, value: Any) -> None:
+        _require_own_memory(self.__set__, (value,))
+        super().__set__(tensor, value)
+
+
+def _require_own_memory(function: Any, given: tuple) -> None:
+    if torch._C._is_torch_function_enabled():
+        for parameter in given:
+            if isinstance(parameter, RestingParameter):
+                raise refusal(name_of(function), parameter)
+
+
+def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What was written to an array of a weight in use is stored when the use ends."""
+    if _ARENAS and not isinstance(args[0], RestingParameter | ShardedCopy) and args[0].layout == torch.strided:
+        in_arrays = _ARENAS.get(args[0].untyped_storage().data_ptr())
+        if in_arrays is not None:
+            in_arrays.append((args[0].detach(), args[0].detach().clone()))
     return function(*args, **kwargs)
 
 

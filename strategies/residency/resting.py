@@ -296,12 +296,12 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     touched = instances(args[:1] if raw else written(func, args, kwargs), RestingParameter)
     never = raw or name in ABOUT_ITSELF or hasattr(func, "writes")
     if touched and (never or not all(map(_may_change, touched))):
-        raise _refusal(name, touched[0])
+        raise refusal(name, touched[0])
     read: list[tuple[Tensor, nn.Parameter]] = []
     result = func(*_full(args, read), **_full(kwargs, read))
     changed = {id(p): (copy, p) for copy, p in read if not copy.is_inference() and copy._version}
     if touched and len(changed) < len(touched):
-        raise _refusal(name, touched[0])  # it writes past the counters of torch, or to one twice
+        raise refusal(name, touched[0])  # it writes past the counters of torch, or to one twice
     for copy, parameter in changed.values():
         if not _may_change(parameter) or copy.requires_grad or copy.shape != parameter.shape:
             raise ResidencyError(f"{in_words(name)} would change {_told(parameter)}")
@@ -322,7 +322,8 @@ _CHANGE = (
 )
 
 
-def _refusal(name: str, parameter: nn.Parameter) -> ResidencyError:
+def refusal(name: str, parameter: nn.Parameter) -> ResidencyError:
+    """What to raise when the function ``name`` would touch the memory of ``parameter``."""
     return ResidencyError(
         f"{in_words(name)} would touch the memory of parameter {describe(parameter)}, which is sharded over the ranks. Inside "
         f"a step read `parameter.detach()` and {_CHANGE}"

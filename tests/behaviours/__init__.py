@@ -14,7 +14,7 @@ THEMES = (
     "layers",
     "graphs",
     "optimizers",
-    "unseen",
+    "memory",
 )
 
 

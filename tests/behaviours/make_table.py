@@ -36,7 +36,7 @@ TITLES = {
     "layers": "Layers of researchers",
     "graphs": "Graphs of other shapes",
     "optimizers": "Optimizers",
-    "unseen": "Past torch's dispatcher and autograd",
+    "memory": "Past torch's dispatcher and autograd",
 }
 TOLD = {  # kinds of zero3's outcomes that have a text, and the section with these
     "refused": "What zero3 says when it refuses",

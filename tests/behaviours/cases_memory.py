@@ -1,21 +1,22 @@
-"""Ways to the memory of a weight past torch's dispatcher and autograd: without `debug` zero3 sees none of them.
+"""Ways to the memory of a weight past torch's dispatcher and autograd."""
 
-A row whose program becomes right or an error loses its `unseen`, and may move to another file.
-"""
+import ctypes
 
 import torch
+from torch import nn
 
 from .cases_outputs import Blocks, NoneOutput
 from .harness import DIM, NAN, Block, Case, case
 
-WRITTEN_AT_REST = r"The memory of unit blocks\.\d was written while its parameters rested.*gathered\(module, modify=True\)"
+KEPT = r"A view .* of a sharded parameter was kept(?: \(`kept`\))? after the forward.*blocks\.\d.*clone"
+TAKEN = r"would touch the memory of parameter 'blocks\.0\.up\.weight'.*read `parameter\.detach\(\)`"
 WRITTEN_IN_USE = r"Parameters of unit blocks\.\d \(blocks\.\d\.up\.bias\) were changed through a raw alias.*torch.no_grad"
 
 
 class KeptBias(Blocks):
     """Every block keeps a view of its bias, which `use` sees after the model's forward"""
 
-    unseen = NAN
+    refused = KEPT
     pitfalls = (7,)
 
     def use(self, out, kept):
@@ -67,8 +68,6 @@ class KeptViewAddedInAnotherUnit(KeptBias):
 class KeptViewWritten(KeptBias):
     """A view of a weight kept by the module and written to after its forward"""
 
-    unseen = WRITTEN_AT_REST
-
     def use(self, out, kept):
         with torch.no_grad():
             kept.zero_()
@@ -77,9 +76,7 @@ class KeptViewWritten(KeptBias):
 
 @case
 class WrittenAsNumpy(Blocks):
-    """A weight written as a numpy array, or by a pointer, in its own forward"""
-
-    unseen = WRITTEN_IN_USE
+    """A weight written as a numpy array in its own forward"""
 
     def run(self, block, x):
         block.up.bias.detach().numpy()[:] = 0.5
@@ -87,24 +84,89 @@ class WrittenAsNumpy(Blocks):
 
 
 @case
-class DataOfAnotherTensor(Case):
-    """`other.data = weight` outside its unit's forward, then read"""
+class WrittenByAddress(Blocks):
+    """A weight written at its address (`data_ptr`), as a kernel of one's own would, in its own forward"""
 
-    unseen = NAN
+    unseen = WRITTEN_IN_USE
+
+    def run(self, block, x):
+        (ctypes.c_float * (2 * DIM)).from_address(block.up.bias.data_ptr())[:] = [0.5] * (2 * DIM)
+        return Block.forward(block, x)
+
+
+class Taken(Case):
+    """`read` takes the memory of a weight outside its unit's forward"""
+
+    refused = TAKEN
+
+    def read(self, weight):
+        raise NotImplementedError
+
+    def loss(self, model, batch):
+        out = model(batch)
+        return out.square().mean() + self.read(model.blocks[0].up.weight).sum() / 8
+
+
+@case
+class DataOfAnotherTensor(Taken):
+    """`other.data = weight` outside its unit's forward, then read"""
 
     def read(self, weight):
         other = torch.empty(0)
         other.data = weight
         return other
 
-    def loss(self, model, batch):
-        out = model(batch)
-        return out.square().mean() + self.read(model.blocks[0].up.weight).square().mean()
+
+@case
+class SetToWeight(Taken):
+    """`other.set_(weight)` outside its unit's forward, then read"""
+
+    def read(self, weight):
+        with torch.no_grad():
+            return torch.empty(0).set_(weight)
 
 
 @case
-class NewTensorOfWeight(DataOfAnotherTensor):
+class NewOfWeight(Taken):
+    """`other.new(weight)` outside its unit's forward"""
+
+    def read(self, weight):
+        return torch.empty(0).new(weight)
+
+
+@case
+class LegacyConstructor(Taken):
+    """`torch.Tensor(weight)`, the constructor of old, outside its unit's forward"""
+
+    refused = None
+    unseen = NAN
+
+    def read(self, weight):
+        return torch.Tensor(weight)
+
+
+@case
+class FrozenNumber(Case):
+    """A frozen 0-dim weight as a number (`torch.add(x, y, alpha=weight)`) outside its unit's forward"""
+
+    unseen = NAN
+
+    def model(self):
+        model = super().model()
+        for k, block in enumerate(model.blocks):
+            block.scale = nn.Parameter(torch.tensor(0.2 + k), requires_grad=False)
+        return model
+
+    def loss(self, model, batch):
+        out = model(batch)
+        return torch.add(out, out, alpha=model.blocks[0].scale).square().mean()
+
+
+@case
+class NewTensorOfWeight(Taken):
     """`other.new_tensor(weight)` outside its unit's forward"""
+
+    refused = None
 
     def read(self, weight):
         return torch.empty(0).new_tensor(weight)
@@ -114,7 +176,7 @@ class NewTensorOfWeight(DataOfAnotherTensor):
 class FunctionKeepingView(Blocks):
     """A custom Function that keeps a view of a weight on `ctx`, the result left in an attribute"""
 
-    unseen = r"NaN"
+    refused = KEPT.replace("`kept`", "`view`")
     pitfalls = (7, 13)
 
     class Product(torch.autograd.Function):

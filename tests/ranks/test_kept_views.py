@@ -1,0 +1,183 @@
+"""Views of weights that outlive their unit's use, and arrays of weights: found when there are any, and what is none passes."""
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.contracts import IN_THE_SLOTS, ON_THE_WIRE, WIDTH, Block, build, micro_batch
+from helpers.ranks import run_ranks
+
+
+class Recomputed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Kept(Block):
+    def forward(self, x):
+        self.kept = self.first.bias[:3]
+        return super().forward(x)
+
+
+VARIANTS = {
+    "plain": {},
+    "bf16 on the wire": ON_THE_WIRE,
+    "bf16 in the slots": IN_THE_SLOTS,
+    "recomputed": {"block": Recomputed},
+    "reduced once": {"reduce_once": True},
+    "debug": {"debug": True},
+}
+
+
+def count_searches(rank, world_size, variant):
+    from lightning_zero3.strategies.engine import kept
+
+    model, optimizer, engine = build(rank, world_size, **VARIANTS[variant])
+    searches = []
+    kept.gc = SimpleNamespace(get_objects=lambda: searches.append(1) or [], collect=gc.collect)
+    for step in range(4):
+        with engine.accumulate():
+            micro_batch(model, engine, rank, 2 * step)
+        micro_batch(model, engine, rank, 2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), engine.step():
+            model(torch.ones(2, WIDTH))
+    ordinary = len(searches)
+    kept_view = engine.arena.memory[:8]
+    with torch.no_grad(), engine.step():
+        pass
+    del kept_view
+    return ordinary, len(searches)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_ordinary_training_nobody_looks_for_them(variant):
+    assert run_ranks(count_searches, 2, variant) == [(0, 1), (0, 1)]
+
+
+def keep_in_evaluation(rank, world_size):
+    model, _, engine = build(rank, world_size, block=Kept)
+    with torch.no_grad(), engine.step():
+        model(torch.ones(2, WIDTH))
+    with pytest.raises(RuntimeError, match=r"A view \(shape \(3,\)\) .* was kept \(`kept`\)") as raised:
+        micro_batch(model, engine, rank, 0)
+    for block in model:
+        del block.kept
+    del raised, block
+    gc.collect()  # the traceback holds none
+    with torch.no_grad(), engine.step():
+        pass
+    return True
+
+
+def test_one_that_an_evaluation_keeps_is_an_error_of_the_next_step():
+    assert run_ranks(keep_in_evaluation, 2) == [True, True]
+
+
+def keep_graph(rank, world_size):
+    """Two forwards in steps of their own, and one backward of both, beside one rank's whole model."""
+    model, optimizer, engine = build(rank, world_size)
+    torch.manual_seed(0)
+    alone = nn.Sequential(*[Block() for _ in range(len(model))])
+    losses, expected = [], []
+    for seed in range(2):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        with engine.step():
+            losses.append(model(x).square().mean())
+        expected.append(alone(x).square().mean())
+    with engine.backward():
+        sum(losses).backward()
+    sum(expected).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    return True
+
+
+def test_a_graph_that_is_kept_until_a_later_step_is_right():
+    assert run_ranks(keep_graph, 2) == [True, True]
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps a view of a weight as long as its graph lives."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.view = weight[:1]
+        return x * ctx.view.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.view.sum(), None
+
+
+class OfFunction(Block):
+    def forward(self, x):
+        return super().forward(Doubled.apply(x, self.first.bias))
+
+
+def keep_on_ctx(rank, world_size):
+    gc.disable()  # nobody else frees its cycles
+    model, optimizer, engine = build(rank, world_size, block=OfFunction)
+    for step in range(3):
+        micro_batch(model, engine, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return True
+
+
+def test_on_the_ctx_of_a_function_it_may_stay_while_the_graph_does():
+    assert run_ranks(keep_on_ctx, 2) == [True, True]
+
+
+def write_to_arrays(rank, world_size, options):
+    """Values that a forward wrote to an array of a weight: of the model, and of a copy in plain torch."""
+    model, _, engine = build(rank, world_size, **options)
+    torch.manual_seed(0)
+    alone = nn.Sequential(*[Block() for _ in range(len(model))])
+
+    def write(module, args):
+        weight = module.first.weight.detach().numpy()  # also looked at, and left alone
+        if rank == 0:
+            print(module.second.weight.detach().numpy())
+        module.first.bias.detach().numpy()[5:7] = weight[0, 0] + 2.0
+
+    for blocks in (model, alone):
+        blocks[1].register_forward_pre_hook(write)
+        blocks[2].register_forward_pre_hook(lambda module, args: print(module.second.weight.detach().numpy().sum()))
+    alone(torch.ones(2, WIDTH))
+    micro_batch(model, engine, rank, 0)
+    with engine.access.gathered(model, modify=False):
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0)
+    with engine.access.gathered(model, modify=True):
+        if rank == 0:
+            model[1].first.bias.detach().numpy()[:] = 3.0
+    with engine.access.gathered(model[1].first.bias, modify=False):
+        return engine.arena.in_arrays, model[1].first.bias.sum().item()
+
+
+@pytest.mark.parametrize("options", [{}, {"debug": True}], ids=["plain", "debug"])
+def test_what_is_written_to_an_array_of_a_weight_is_stored(options):
+    assert run_ranks(write_to_arrays, 2, options) == [([], 3.0 * 4 * WIDTH)] * 2
+
+
+def write_rounded(rank, world_size):
+    model, _, engine = build(rank, world_size, slot_dtype=lambda name, parameter: torch.float16)
+    for write in (print, lambda array: array.fill(1.0)):
+        hook = model[1].register_forward_pre_hook(lambda module, args, write=write: write(module.first.bias.detach().numpy()))
+        told = "'1.first.bias' was changed in place while it is gathered in torch.float16"
+        with nullcontext() if write is print else pytest.raises(RuntimeError, match=told):
+            with torch.autocast("cpu", torch.float16), torch.no_grad(), engine.step():
+                model(torch.ones(2, WIDTH))
+        hook.remove()
+    return True
+
+
+def test_one_of_a_rounded_weight_can_be_read_and_a_write_is_an_error():
+    assert run_ranks(write_rounded, 2) == [True, True]
