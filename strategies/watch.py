@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
 from .collectives import DivergenceError, LocalCollectives, board, first_difference, group, pairwise, shared
+from .collectives.diary import LOOK_FOR
 from .device_waits import DeviceWaits
 from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, STOOD_STILL_S, Report, Reports
@@ -308,9 +309,7 @@ class Watch:
             inside, outside = (f"rank {r} is in {self._describe(beats[r].place)} ({beats[r].code})" for r in pair)
             self._condemn(
                 pair[1],
-                f"The ranks wait for each other for ever: {inside}, {outside}. All ranks must take the same number of "
-                "steps and run the same modules in the same order; look for loaders of different length, and for a branch or "
-                "a loop that depends on a rank's own data.",
+                f"The ranks wait for each other for ever: {inside}, {outside}. {LOOK_FOR}",
                 stuck=True,
             )
         elif warning := self._standstill.find(beats, self.unit_name) or self._straggler.find(beats, self.unit_name):

@@ -55,6 +55,8 @@ DIVERGENCES = [
     ("fewer batches", "end", 0, 3),
     ("lonely barrier", "end", 1, 2),
     ("lonely save", "end", 0, 3),
+    ("lonely forward", "end", 0, 2),
+    ("lonely load", "end", 0, 2),
     ("other order", "device", 1, 3),
     ("lonely barrier", "device", 1, 2),
     ("fewer batches", "device", 0, 2),
@@ -90,6 +92,7 @@ started again from its last checkpoint.
 | skipped step | returns None from `training_step` |
 | fewer batches | has half as many batches as the others |
 | lonely barrier, lonely save | calls `strategy.barrier()`, `trainer.save_checkpoint()` alone |
+| lonely forward, lonely load | calls the network, its `load_state_dict` alone |
 
 *Seconds* are from the fault to the end of the last process, *codes* the exit codes of all ranks in order. *Workers* are the
 processes that ranks had started: in the phases "forward" and "validation" each has a loader with one worker, which also holds
