@@ -30,7 +30,7 @@ from .collectives import DivergenceError, LocalCollectives, board, first_differe
 from .collectives.diary import LOOK_FOR
 from .device_waits import DeviceWaits
 from .position import Activity, Neighbour, Place, Position, machine
-from .reports import BEAT_S, STOOD_STILL_S, Report, Reports
+from .reports import BEAT_S, STOOD_STILL_S, Report, Reports, first_line
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, aligned
 
 _NOBODY = -1  # alone is behind it
@@ -110,9 +110,7 @@ class Watch:
         elif _is_about_a_connection(error) and (behind := self._who_broke_it()):
             error.args = (f"{behind} What this rank saw of it: {error}",)
             return
-        words = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:500]
-        words = f"Rank {self._rank} raised {words!r} in {self._describe(self.position.place())}."
-        self._condemn(self._rank, words)
+        self._condemn(self._rank, f"Rank {self._rank} raised {first_line(error)!r} in {self._describe(self.position.place())}.")
         self._deadline = time.monotonic() + self._options.lost  # its own clean-up may wait for the others
 
     def all_end_with(self, error: BaseException) -> bool:

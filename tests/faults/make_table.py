@@ -46,6 +46,8 @@ DEATHS = [
     ("run out", "writing", 0, 2),
     ("freeze", "forward", 1, 3),
     ("freeze", "validation", 0, 2),
+    ("mute", "callback", 0, 2),
+    ("mute", "callback", 1, 3),
 ]
 DIVERGENCES = [
     ("other order", "forward", 1, 3),
@@ -85,6 +87,7 @@ started again from its last checkpoint.
 | interrupt | SIGINT (Ctrl-C) on this rank alone |
 | fail, run out | `ValueError`, `MemoryError` in the user's code |
 | freeze | SIGSTOP: the process is there and does nothing (given up after `lost=5` seconds, ended after `grace=3` more) |
+| mute | its watch can tell the others nothing any more |
 | doze | sleeps for seven seconds (`slow=3`) |
 | wait apart | waits in `torch.distributed.recv`, the others in `barrier`, until the warning has been seen (`slow=3`) |
 | pause | all ranks are stopped for seven seconds (Ctrl-Z and `fg`, `docker pause`) and go on, this one first |

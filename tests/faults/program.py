@@ -179,6 +179,10 @@ class Model(pl.LightningModule):
         if self.fault is not None and self.fault.kind == "wait apart" and self.global_step == FAULT_STEP:
             self.wait_apart((self.fault.rank + 1) % self.world_size)
 
+        if self.here("mute"):
+            self.trainer.strategy.watch._number = None  # no beat can be made
+            time.sleep(60)
+
     def wait_apart(self, helper):
         """One rank waits for a message, the others for each other, until the harness lets ``helper`` send it."""
         if self.global_rank == helper:
