@@ -37,11 +37,11 @@ AT_ONCE = {
     Fault("crash", "backward", 0, 2): ("Rank 0 died without a word", "in backward, unit ", -11),
     Fault("leave", "callback", 1, 2): ("Rank 1 died without a word", "in the loop between steps", 7),
 }
-ALONE = "look for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save)"
 AT_ONCE |= {
     Fault("mute", "callback", rank, 2): (f"Rank {rank} has stopped reporting: its watch .* raised .TypeError", "says where.", 1)
     for rank in (0, 1)  # rank 0 serves what the other asks
 }
+ALONE = "look for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save)"
 DIVERGENCES = [Fault("other order", "forward", 1, 3), Fault("skipped unit", "forward", 0, 2)]
 ON_DEVICES = {
     Fault("fewer batches", "device", 0, 2): ("rank 0 came to end its training", "rank 1 to gather unit "),
