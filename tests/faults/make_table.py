@@ -104,7 +104,7 @@ are there 15 seconds after the last rank's end (a frozen one and its worker asid
 all ranks of the second run began (10: nothing was left to do), and *loss* the largest difference of any rank's loss in any of
 the ten steps from the run without a fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody compares
 them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by rounding. The
-machine has two cores and was busy.
+machine has two cores.
 """
 RESTARTS = "Where an attempt has begun to train: at these steps, told of each rank where they differ."
 
