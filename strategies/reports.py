@@ -34,6 +34,11 @@ class Report:
     read: float
 
 
+def first_line(error: BaseException) -> str:
+    """Its kind and what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:500]
+
+
 class Reports:
     """Sends this rank's beats, keeps those of others, and passes on the first verdict on the run.
 
@@ -77,6 +82,17 @@ class Reports:
         self._thread.join(2 * BEAT_S)
 
     def _run(self) -> None:
+        try:
+            self._report()
+        except Exception as error:  # this thread's; the others, who hear no more, would take the process or the store for gone
+            if self.verdict is None and not self._stopping:
+                what = f"its watch (not its model) raised {first_line(error)!r}; its own output says where"
+                self.verdict = {"rank": self._rank, "text": f"Rank {self._rank} has stopped reporting: {what}."}
+                with suppress(RuntimeError):
+                    self._store.compare_set("verdict", "", self._mine or json.dumps(self.verdict))
+            raise
+
+    def _report(self) -> None:
         beat = self._beat().pack()
         with suppress(RuntimeError):  # some come later, or the store is gone: what follows asks again
             self._store.set(str(self._rank), beat)

@@ -27,9 +27,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
 from .collectives import DivergenceError, LocalCollectives, board, first_difference, group, pairwise, shared
+from .collectives.diary import LOOK_FOR
 from .device_waits import DeviceWaits
 from .position import Activity, Neighbour, Place, Position, machine
-from .reports import BEAT_S, STOOD_STILL_S, Report, Reports
+from .reports import BEAT_S, STOOD_STILL_S, Report, Reports, first_line
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, aligned
 
 _NOBODY = -1  # alone is behind it
@@ -109,9 +110,7 @@ class Watch:
         elif _is_about_a_connection(error) and (behind := self._who_broke_it()):
             error.args = (f"{behind} What this rank saw of it: {error}",)
             return
-        words = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:500]
-        words = f"Rank {self._rank} raised {words!r} in {self._describe(self.position.place())}."
-        self._condemn(self._rank, words)
+        self._condemn(self._rank, f"Rank {self._rank} raised {first_line(error)!r} in {self._describe(self.position.place())}.")
         self._deadline = time.monotonic() + self._options.lost  # its own clean-up may wait for the others
 
     def all_end_with(self, error: BaseException) -> bool:
@@ -308,9 +307,7 @@ class Watch:
             inside, outside = (f"rank {r} is in {self._describe(beats[r].place)} ({beats[r].code})" for r in pair)
             self._condemn(
                 pair[1],
-                f"The ranks wait for each other for ever: {inside}, {outside}. All ranks must take the same number of "
-                "steps and run the same modules in the same order; look for loaders of different length, and for a branch or "
-                "a loop that depends on a rank's own data.",
+                f"The ranks wait for each other for ever: {inside}, {outside}. {LOOK_FOR}",
                 stuck=True,
             )
         elif warning := self._standstill.find(beats, self.unit_name) or self._straggler.find(beats, self.unit_name):

@@ -57,6 +57,7 @@ class CheckpointStrategy(ProcessStrategy):
     _background: BackgroundSave | None = None  # while the model is trained
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
     _set_up = False  # the model is sharded for the run that goes on
+    _group: dist.ProcessGroup | None = None  # of all ranks, when that was done
     _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
 
     def _follow_groups(self) -> None:
@@ -137,8 +138,8 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_full(checkpoint, filepath, storage_options)
 
     def _require_group(self, doing: str) -> None:
-        """Raise if the ranks' process group has ended: each would save its part and take it for the whole."""
-        if self.engine is not None and self.engine.collectives.world_size > 1 and not dist.is_initialized():
+        """Raise if the process group of the engine's ranks has ended: each would save its part and take it for the whole."""
+        if self.engine is not None and self.engine.collectives.world_size > 1 and self._group is not dist.group.WORLD:
             raise CheckpointError(
                 f"{doing}: the ranks' process group has ended, as it does when an exception ends a run, so they cannot save "
                 "together any more. `OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` save before that."
@@ -310,6 +311,8 @@ class CheckpointStrategy(ProcessStrategy):
     def _load_weights(self) -> None:
         assert self.engine is not None and self.lightning_module is not None
         self._set_up = True
+        if self.engine.collectives.world_size > 1:  # which keep it, too; one rank's would be in the way of a fork
+            self._group = dist.group.WORLD
         if self._weights is not None:
             (state, strict), self._weights = self._weights, None
             missing, unexpected = load_state_dict(self.engine, self.lightning_module, state, strict, self._source)

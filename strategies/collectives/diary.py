@@ -12,6 +12,11 @@ from torch import Tensor
 Written = tuple[str, int, bool]  # a parameter's name, the checksum of what was written there, whether in a step
 Setting = tuple[str, int, str, float]  # an optimizer's class, the number of a param group, an option and its value
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
+LOOK_FOR = (
+    "All ranks must run the same modules in the same order, load and save together, and take the same number of steps; look "
+    "for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save), for loaders of different "
+    "length, and for a branch or a loop that depends on a rank's own data."
+)
 
 
 class DivergenceError(RuntimeError):
@@ -52,8 +57,7 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
             if a != b:
                 return (
                     f"The ranks ran different things. At exchange {number} of this step rank 0 came to {describe(a)}, rank "
-                    f"{rank} to {describe(b)}. All ranks must run the same modules in the same order; look for a branch or a "
-                    "loop that depends on a rank's own data."
+                    f"{rank} to {describe(b)}. {LOOK_FOR}"
                 )
     return ""
 

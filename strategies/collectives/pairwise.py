@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .diary import DivergenceError, Meeting
+from .diary import LOOK_FOR, DivergenceError, Meeting
 from .group import GroupCollectives, Pending
 
 # Bound here, so that nobody who watches the group's methods is asked in each exchange.
@@ -95,8 +95,7 @@ class PairwiseCollectives(GroupCollectives):
             here, there = self._names[self.rank], self._names[rank]
             raise DivergenceError(
                 f"The ranks run different things: rank {here} is about to {self.diary.describe(label)}, rank {there} to "
-                f"{self.diary.describe(other)}. All ranks must run the same modules in the same order and take the same number "
-                "of steps; look for loaders of different length, and for a branch or a loop that depends on a rank's own data."
+                f"{self.diary.describe(other)}. {LOOK_FOR}"
             )
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:

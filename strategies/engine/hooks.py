@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -20,6 +22,7 @@ from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
 Collector = Callable[[Tensor], None]
+_NOT_USER_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))
 
 
 def install(
@@ -79,7 +82,7 @@ def _full_precision(unit: Unit, entries: list[Entry], dtype: torch.dtype) -> Cal
             warnings.warn(
                 f"Module {pattern!r} runs where autocast is off or not {dtype}: its unit {unit.name} is gathered once more, "
                 f"in full precision. If it does so in each step, `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
-                stacklevel=2,
+                stacklevel=_users_level(),
             )
         unit.lift(entries)
 
@@ -89,6 +92,14 @@ def _full_precision(unit: Unit, entries: list[Entry], dtype: torch.dtype) -> Cal
             lift()
 
     return _ModuleHook(hook)
+
+
+def _users_level() -> int:
+    """`stacklevel` of the innermost line that is neither torch's nor this package's: where a module is called."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class _ModuleHook(partial):

@@ -62,9 +62,16 @@ def too_late(rank, world_size, folder):
     with pytest.raises(KeyError, match="mine"):
         runner.fit(Shuffled())
     dist.destroy_process_group()  # as zero3 does then with a group that it has made
+    refuses_to_save(runner, f"{folder}/too_late.ckpt")
+    # Another run's group is not the engine's.
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", world_size), rank=rank, world_size=world_size)
+    refuses_to_save(runner, f"{folder}/too_late.ckpt")
+
+
+def refuses_to_save(runner, path):
     for save in (runner.save_checkpoint, runner.strategy.save_weights):
         with pytest.raises(CheckpointError, match="process group has ended.*OnExceptionCheckpoint"):
-            save(f"{folder}/too_late.ckpt")
+            save(path)
 
 
 def test_a_rank_without_a_group_does_not_save_its_part_as_the_whole(tmp_path):

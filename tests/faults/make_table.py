@@ -46,6 +46,8 @@ DEATHS = [
     ("run out", "writing", 0, 2),
     ("freeze", "forward", 1, 3),
     ("freeze", "validation", 0, 2),
+    ("mute", "callback", 0, 2),
+    ("mute", "callback", 1, 3),
 ]
 DIVERGENCES = [
     ("other order", "forward", 1, 3),
@@ -55,6 +57,8 @@ DIVERGENCES = [
     ("fewer batches", "end", 0, 3),
     ("lonely barrier", "end", 1, 2),
     ("lonely save", "end", 0, 3),
+    ("lonely forward", "end", 0, 2),
+    ("lonely load", "end", 0, 2),
     ("other order", "device", 1, 3),
     ("lonely barrier", "device", 1, 2),
     ("fewer batches", "device", 0, 2),
@@ -83,6 +87,7 @@ started again from its last checkpoint.
 | interrupt | SIGINT (Ctrl-C) on this rank alone |
 | fail, run out | `ValueError`, `MemoryError` in the user's code |
 | freeze | SIGSTOP: the process is there and does nothing (given up after `lost=5` seconds, ended after `grace=3` more) |
+| mute | its watch can tell the others nothing any more |
 | doze | sleeps for seven seconds (`slow=3`) |
 | wait apart | waits in `torch.distributed.recv`, the others in `barrier`, until the warning has been seen (`slow=3`) |
 | pause | all ranks are stopped for seven seconds (Ctrl-Z and `fg`, `docker pause`) and go on, this one first |
@@ -90,6 +95,7 @@ started again from its last checkpoint.
 | skipped step | returns None from `training_step` |
 | fewer batches | has half as many batches as the others |
 | lonely barrier, lonely save | calls `strategy.barrier()`, `trainer.save_checkpoint()` alone |
+| lonely forward, lonely load | calls the network, its `load_state_dict` alone |
 
 *Seconds* are from the fault to the end of the last process, *codes* the exit codes of all ranks in order. *Workers* are the
 processes that ranks had started: in the phases "forward" and "validation" each has a loader with one worker, which also holds
@@ -98,7 +104,7 @@ are there 15 seconds after the last rank's end (a frozen one and its worker asid
 all ranks of the second run began (10: nothing was left to do), and *loss* the largest difference of any rank's loss in any of
 the ten steps from the run without a fault; 0 is bitwise. In the phase "device" exchanges are as with NCCL: nobody compares
 them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by rounding. The
-machine has two cores and was busy.
+machine has two cores.
 """
 RESTARTS = "Where an attempt has begun to train: at these steps, told of each rank where they differ."
 

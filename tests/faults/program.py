@@ -172,8 +172,16 @@ class Model(pl.LightningModule):
             self.trainer.strategy.barrier()
         if self.here("lonely save"):
             self.trainer.save_checkpoint(self.folder / "lonely.ckpt")
+        if self.here("lonely forward"):
+            self.net(self.trainer.train_dataloader.dataset[:2][0])
+        if self.here("lonely load"):
+            self.net.load_state_dict(make(TinyLm).state_dict())
         if self.fault is not None and self.fault.kind == "wait apart" and self.global_step == FAULT_STEP:
             self.wait_apart((self.fault.rank + 1) % self.world_size)
+
+        if self.here("mute"):
+            self.trainer.strategy.watch._number = None  # no beat can be made
+            time.sleep(60)
 
     def wait_apart(self, helper):
         """One rank waits for a message, the others for each other, until the harness lets ``helper`` send it."""

@@ -37,11 +37,16 @@ AT_ONCE = {
     Fault("crash", "backward", 0, 2): ("Rank 0 died without a word", "in backward, unit ", -11),
     Fault("leave", "callback", 1, 2): ("Rank 1 died without a word", "in the loop between steps", 7),
 }
+AT_ONCE |= {
+    Fault("mute", "callback", rank, 2): (f"Rank {rank} has stopped reporting: its watch .* raised .TypeError", "says where.", 1)
+    for rank in (0, 1)  # rank 0 serves what the other asks
+}
+ALONE = "look for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save)"
 DIVERGENCES = [Fault("other order", "forward", 1, 3), Fault("skipped unit", "forward", 0, 2)]
 ON_DEVICES = {
     Fault("fewer batches", "device", 0, 2): ("rank 0 came to end its training", "rank 1 to gather unit "),
     Fault("other order", "device", 1, 3): ("In step 5: The ranks ran different things. At exchange ", "rank 1 to gather unit "),
-    Fault("lonely barrier", "device", 1, 2): ("to gather unit ", "rank 1 to wait for the others at a barrier."),
+    Fault("lonely barrier", "device", 1, 2): ("to gather unit ", "rank 1 to wait for the others at a barrier.", ALONE),
 }
 PAUSES = [Fault("pause", "forward", rank, 2) for rank in (0, 1)]  # rank 0 serves what the other asks
 APART = Fault("wait apart", "callback", 1, 3)
@@ -101,6 +106,13 @@ def test_diverging_ranks_all_say_so(fault):
     for rank, said in outcome.said.items():
         assert "DivergenceError: In step 5" in said and f"rank {rank} is about to gather unit" in said, said
     assert goes_on(outcome, fault, 4) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["lonely forward", "lonely save"])
+def test_what_one_rank_does_alone_is_what_to_look_for(kind, tmp_path):
+    outcome = attempt(tmp_path, Fault(kind, "end", 0, 2), 2, LIMIT_S)
+    assert outcome.codes == {0: 1, 1: 1} and outcome.orphans == 0 and outcome.seconds < 8
+    assert all("DivergenceError: In step 4" in said and ALONE in said for said in outcome.said.values()), outcome.said
 
 
 def test_nobody_ends_well_where_one_rank_has_fewer_batches():

@@ -1,6 +1,7 @@
 """Errors that no behaviour of the table leads to: what they say, on every rank."""
 
 import gc
+import linecache
 
 import pytest
 import torch
@@ -162,6 +163,18 @@ def test_every_rank_says(index):
 @pytest.mark.parametrize("index", range(len(WHOLE)), ids=lambda index: WHOLE[index][0].__name__)
 def test_one_rank_says(index):
     run_ranks(raising, 1, index, timeout=30)
+
+
+def warned_where_it_is_called(rank, world_size):
+    model, _, engine = engine_of(slot_dtype=lambda name, p: torch.bfloat16)
+    with pytest.warns(UserWarning, match="runs where autocast is off") as caught:
+        loss_of(model, engine)
+    told = next(w for w in caught if "keep_in_fp32" in str(w.message))
+    assert told.filename == __file__ and "model(" in linecache.getline(told.filename, told.lineno)
+
+
+def test_a_layer_without_autocast_is_told_at_the_users_line():
+    run_ranks(warned_where_it_is_called, 2, timeout=30)
 
 
 @pytest.mark.parametrize("option", ["gather_dtype", "reduce_dtype"])
