@@ -116,13 +116,13 @@ class Zero3Engine:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
             guard(self.arena.memory, self.arena.in_arrays)
         self._saved = SavedTensors(self.units, self.arena)
-        self._kept = KeptViews(self.units, self.arena)
+        self.kept = KeptViews(self.units, self.arena)
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
         self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
-        self.passes = Backward(self.units, *passes, self._kept, self._adopt_flat_values)
+        self.passes = Backward(self.units, *passes, self.kept, self._adopt_flat_values)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -188,7 +188,9 @@ class Zero3Engine:
         """What precedes the first operation of a step."""
         if self.passes.active:
             self.abandon()  # a backward without `backward()` around it raised, and the user went on
-        self._kept.check(graphs_over=True)
+        if not self.arena.in_use:
+            self.arena.in_arrays.clear()  # made of a view that is kept: what follows is about that
+        self.kept.check(graphs_over=True)
         self.structure.check()
         self._adopt_values()
         self._forward.begin()

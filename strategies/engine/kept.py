@@ -18,6 +18,8 @@ class KeptViews:
     Torch counts the tensors that share a memory. Only when there are more than the engine's own does anybody look for them.
     """
 
+    captured = False  # CUDA graphs hold views, too, and know what is there when they are replayed
+
     def __init__(self, units: list[Unit], arena: Arena) -> None:
         self._units, self._arena = units, arena
         self._storage = arena.memory.untyped_storage()
@@ -43,7 +45,7 @@ class KeptViews:
             raise error
 
     def _look(self, graphs_over: bool) -> ResidencyError | None:
-        if not self._arena.memory.numel() or self._count() <= self._usual:
+        if self.captured or not self._arena.memory.numel() or self._count() <= self._usual:
             return None
         own = [view for unit in self._units for view in unit.own_views()]
         passed = {id(self._arena.memory), *map(id, own), *(id(view._base) for view in own)}
