@@ -40,7 +40,7 @@ REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}
 PEER, MINE = "L:fsdp2", "L:zero3"
 BY_BLOCK = "L:zero3+unit_policy=Block"  # by default neighbours as small as the thin models' blocks are one unit
 BY_RANKS, WORLD_SIZES = ["L:ddp", "L:fsdp2", "L:zero3"], (1, 2, 4)
-CASES = {size: ["plain", "acc4", "frozen"] for size in ("tiny", "small", "medium")}
+CASES = {size: ["plain", "frozen", "acc4"] for size in ("tiny", "small", "medium")}
 CASES |= {"thin8": ["plain"], "thin48": ["plain"]}
 TARGETS = {  # of times: over the reference, over FSDP2, in case "plain" alone
     "cpu": ({"plain": 1.05, "acc4": 1.10, "frozen": 1.25}, 0.70),

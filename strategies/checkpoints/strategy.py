@@ -310,9 +310,9 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _load_weights(self) -> None:
         assert self.engine is not None and self.lightning_module is not None
-        self._set_up = True
-        if self.engine.collectives.world_size > 1:  # which keep it, too; one rank's would be in the way of a fork
+        if not self._set_up and self.engine.collectives.world_size > 1:  # one rank's would be in the way of a fork
             self._group = dist.group.WORLD
+        self._set_up = True
         if self._weights is not None:
             (state, strict), self._weights = self._weights, None
             missing, unexpected = load_state_dict(self.engine, self.lightning_module, state, strict, self._source)

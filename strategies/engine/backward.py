@@ -18,7 +18,7 @@ from .gradients import Gradients
 from .joint import JointSteps
 from .kept import KeptViews
 from .order import BackwardSchedule
-from .saved import SavedTensors, graph_stays
+from .saved import SavedTensors
 from .unit import Unit
 
 
@@ -48,7 +48,7 @@ class Backward:
         self._holds = False  # its memory is its own meanwhile
         self._recomputed = saved.recomputed
         self._explicit = False  # run() will close the pass; else a callback of autograd does
-        self._broken = False  # an exception left the gradients of this window incomplete
+        self._broken = False  # an exception left the gradients of this window incomplete, or wrong
 
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the reducer, and drops it.
@@ -172,8 +172,9 @@ class Backward:
         self.begin(silent=True)
         self.complete()
         self._conclude()
-        if not graph_stays():  # else there is much to look through, and the next one does
-            self._kept.check(graphs_over=False)
+        self._broken = True
+        self._kept.check(between_steps=False)
+        self._broken = False
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.

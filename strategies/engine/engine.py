@@ -190,7 +190,7 @@ class Zero3Engine:
             self.abandon()  # a backward without `backward()` around it raised, and the user went on
         if not self.arena.in_use:
             self.arena.in_arrays.clear()  # made of a view that is kept: what follows is about that
-        self.kept.check(graphs_over=True)
+        self.kept.check(between_steps=True)
         self.structure.check()
         self._adopt_values()
         self._forward.begin()

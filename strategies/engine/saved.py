@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from traceback import walk_tb
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -199,12 +198,6 @@ def _require_asked(parameter: Tensor) -> None:
 # ---- hooks of the user's own, which autograd asks instead ----------------------------------------
 
 _WATCHING: WeakSet[SavedTensors] = WeakSet()
-_LAST = SimpleNamespace(graph_stays=False)  # the backward that runs, or ran last
-
-
-def graph_stays() -> bool:
-    """Whether a backward that runs, or ran last, leaves its graph for another."""
-    return _LAST.graph_stays
 
 
 class _Kept(partial):
@@ -245,14 +238,10 @@ def _lasting(tensor: Tensor) -> Tensor:
 
 
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_backward``, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread.
-
-    It tells whether the graph stays.
-    """
+    """``run_backward``, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread."""
 
     @wraps(run_backward)
     def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        _LAST.graph_stays = keep_graph
         watched = not (create_graph and _WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         # torch.func refuses such hooks, and keeps what it saves to itself.
         with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, _unpack_any):

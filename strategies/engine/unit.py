@@ -218,9 +218,11 @@ class Unit:
             written |= entry.parameter._version != entry.seen
             entry.parameter.__class__ = RestingParameter
         if written:
-            self.keep_written()
-            start, arrays = self._arena.memory.data_ptr(), self._arena.in_arrays
-            arrays[:] = [array for array in arrays if array[0].data_ptr() - start not in self.region]
+            try:
+                self.keep_written()
+            finally:
+                start, arrays = self._arena.memory.data_ptr(), self._arena.in_arrays
+                arrays[:] = [array for array in arrays if array[0].data_ptr() - start not in self.region]
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
@@ -259,7 +261,7 @@ class Unit:
 
     def _note_arrays(self) -> None:
         """Find what was written to arrays of the user's: nothing counts that."""
-        changed = [alias.data_ptr() for alias, before in self._arena.in_arrays if not torch.equal(alias, before)]
+        changed = [now.data_ptr() for now, before in self._arena.in_arrays if not torch.equal(_bits(now), _bits(before))]
         for chunk in self.chunks if changed else ():
             start, size = chunk.slot.data_ptr(), chunk.dtype.itemsize
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
@@ -351,3 +353,7 @@ class Unit:
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

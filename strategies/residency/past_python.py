@@ -149,11 +149,12 @@ def _require_own_memory(function: Any, given: tuple) -> None:
 
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
-    if _ARENAS and not isinstance(args[0], RestingParameter | ShardedCopy) and args[0].layout == torch.strided:
-        in_arrays = _ARENAS.get(args[0].untyped_storage().data_ptr())
-        if in_arrays is not None:
-            in_arrays.append((args[0].detach(), args[0].detach().clone()))
-    return function(*args, **kwargs)
+    array, tensor = function(*args, **kwargs), args[0]
+    if _ARENAS and not isinstance(tensor, RestingParameter | ShardedCopy) and array.size and is_gathered(tensor):
+        in_arrays = _ARENAS.get(tensor.untyped_storage().data_ptr())
+        if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
+            in_arrays.append((tensor.detach(), tensor.detach().clone()))
+    return array
 
 
 def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

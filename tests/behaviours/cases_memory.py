@@ -176,7 +176,7 @@ class NewTensorOfWeight(Taken):
 class FunctionKeepingView(Blocks):
     """A custom Function that keeps a view of a weight on `ctx`, the result left in an attribute"""
 
-    refused = KEPT.replace("`kept`", "`view`")
+    unseen = NAN
     pitfalls = (7, 13)
 
     class Product(torch.autograd.Function):

@@ -121,18 +121,90 @@ class OfFunction(Block):
         return super().forward(Doubled.apply(x, self.first.bias))
 
 
-def keep_on_ctx(rank, world_size):
-    gc.disable()  # nobody else frees its cycles
-    model, optimizer, engine = build(rank, world_size, block=OfFunction)
-    for step in range(3):
-        micro_batch(model, engine, rank, step)
+class InClosure(Block):
+    """A checkpoint whose function finds the view in its closure."""
+
+    reentrant = False
+
+    def forward(self, x):
+        weight, bias = self.first.weight[:WIDTH], self.first.bias[:WIDTH]
+        views = {"bias": [bias]}
+        return super().forward(checkpoint(lambda t: t @ weight.t() + views["bias"][0], x, use_reentrant=self.reentrant))
+
+
+class InReentrantClosure(InClosure):
+    reentrant = True
+
+
+def keep_in_graphs(rank, world_size, block):
+    """Losses of two graphs, one of which lives while the other is differentiated, beside plain torch."""
+    from lightning_zero3.strategies.engine import kept
+
+    gc.disable()  # nobody else frees their cycles
+    model, optimizer, engine = build(rank, world_size, block=block)
+    torch.manual_seed(0)
+    alone = nn.Sequential(*[block() for _ in range(len(model))])
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    looks, look = [], kept.KeptViews._look
+    kept.KeptViews._look = lambda self: looks.append(1) or look(self)
+    for step in range(4):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        with engine.step():
+            losses = [model(x).square().mean(), model(2 * x).mean()]
+        for loss in losses:
+            with engine.backward():
+                loss.backward()
+        (alone(x).square().mean() + alone(2 * x).mean()).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    with engine.access.gathered(model, modify=False):
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach())
+    return len(looks)
+
+
+@pytest.mark.parametrize("block", [OfFunction, InClosure, InReentrantClosure])
+def test_what_a_graph_holds_may_stay(block):
+    for looks in run_ranks(keep_in_graphs, 2, block):
+        assert looks <= 8, "at most at each step's beginning, and once in a backward"
+
+
+def test_two_losses_are_looked_through_once():
+    assert run_ranks(keep_in_graphs, 2, Block) == [1, 1]
+
+
+class Raising(Block):
+    def forward(self, x):
+        view = self.first.weight.t()
+        if x.isnan().any():
+            raise FloatingPointError(f"of {len(view)} rows")
+        return super().forward(x)
+
+
+def keep_traceback(rank, world_size):
+    model, _, engine = build(rank, world_size, block=Raising)
+    with pytest.raises(FloatingPointError) as held, engine.step():
+        model(torch.full((2, WIDTH), torch.nan))
+    micro_batch(model, engine, rank, 0)
+    return str(held.value)
+
+
+def test_a_traceback_that_is_kept_may_hold_some():
+    assert run_ranks(keep_traceback, 2) == [f"of {WIDTH} rows"] * 2
+
+
+def skip_batch(rank, world_size):
+    model, optimizer, engine = build(rank, world_size, block=Kept)
+    with pytest.raises(RuntimeError, match="was kept"):
+        micro_batch(model, engine, rank, 0)
+    with pytest.raises(RuntimeError, match="An exception ended a backward pass.*zero_grad"):
         optimizer.step()
-        optimizer.zero_grad()
     return True
 
 
-def test_on_the_ctx_of_a_function_it_may_stay_while_the_graph_does():
-    assert run_ranks(keep_on_ctx, 2) == [True, True]
+def test_gradients_that_may_be_of_other_memory_are_not_stepped_on():
+    assert run_ranks(skip_batch, 2) == [True, True]
 
 
 def write_to_arrays(rank, world_size, options):
@@ -143,10 +215,12 @@ def write_to_arrays(rank, world_size, options):
 
     def write(module, args):
         weight = module.first.weight.detach().numpy()  # also looked at, and left alone
-        if rank == 0:
+        if rank == 0:  # a write would have to be the same on all ranks
             print(module.second.weight.detach().numpy())
         module.first.bias.detach().numpy()[5:7] = weight[0, 0] + 2.0
 
+    with torch.no_grad(), engine.access.gathered(model, modify=True):
+        model[1].second.weight[0, 0] = alone[1].second.weight[0, 0] = torch.nan
     for blocks in (model, alone):
         blocks[1].register_forward_pre_hook(write)
         blocks[2].register_forward_pre_hook(lambda module, args: print(module.second.weight.detach().numpy().sum()))
@@ -154,7 +228,7 @@ def write_to_arrays(rank, world_size, options):
     micro_batch(model, engine, rank, 0)
     with engine.access.gathered(model, modify=False):
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0)
+            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0, equal_nan=True)
     with engine.access.gathered(model, modify=True):
         if rank == 0:
             model[1].first.bias.detach().numpy()[:] = 3.0
