@@ -6,6 +6,7 @@ import gc
 from functools import partial
 from types import CellType, FrameType, FunctionType, GeneratorType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import _CheckpointFrame
 from ..residency.resting import ResidencyError, is_sharded
 from .unit import Arena, Phase, Unit
 
+_IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)
 _CONTAINERS = (dict, list, tuple, set, CellType, partial)
 
 
@@ -22,7 +24,7 @@ class KeptViews:
     """Finds them where no use of a unit goes on: at the end of a backward, and when a step begins.
 
     Torch counts the tensors that share a memory. Only when there are more than the engine's own does anybody look for them.
-    What a graph holds, and finds again where it was, may stay; so may what only a traceback holds.
+    What a graph alone holds, and finds again where it was, may stay; so may what only a traceback holds.
     """
 
     captured = False  # CUDA graphs hold views, too, and know what is there when they are replayed
@@ -31,7 +33,9 @@ class KeptViews:
         self._units, self._arena = units, arena
         self._storage = arena.memory.untyped_storage()
         self._start = arena.memory.data_ptr()
-        self._usual = self._innocent = self._count()
+        self._usual = self._count()
+        self._nth = 0  # backward of a step
+        self._innocent: dict[int, int] = {}  # after the nth: how many there were when only graphs held them
 
     def _count(self) -> int:
         return torch._C._storage_Use_Count(self._storage._cdata)
@@ -40,9 +44,10 @@ class KeptViews:
         """Raise a ResidencyError if anybody keeps a view of a unit that is not in use.
 
         Args:
-            between_steps: few graphs are left. In a backward what others hold is looked through once, and when it is more.
+            between_steps: few graphs are left. Else what others hold is looked through once, and when it is more.
         """
-        least = self._usual if between_steps else self._innocent
+        self._nth = 0 if between_steps else self._nth + 1
+        least = self._innocent.get(self._nth, self._usual)
         if self.captured or not self._arena.memory.numel() or self._count() <= least:
             return
         error = self._look()
@@ -52,29 +57,38 @@ class KeptViews:
                 error = self._look()
         if error is not None:
             raise error
-        if not between_steps:
-            self._innocent = self._count()
+        if self._nth:
+            self._innocent[self._nth] = self._count()
 
     def _look(self) -> ResidencyError | None:
-        own = [view for unit in self._units for view in unit.own_views()]
-        passed = {id(self._arena.memory), *map(id, own), *(id(view._base) for view in own)}
-        found: list[Tensor] = []
         with torch._C.DisableTorchFunctionSubclass():
-            for each in gc.get_objects():
-                kind = type(each)
-                if kind is tuple and len(each) == 4:
-                    parts = gc.get_referents(each)  # C code may still be filling it
-                    if any(issubclass(type(part), Unit) for part in parts):
-                        passed.update(map(id, parts))  # saved by a graph, which knows where it lies; see saved.py
-                elif issubclass(kind, BackwardCFunction | _CheckpointFrame):
-                    _pass_what_is_in(vars(each), passed)
-                elif issubclass(kind, Tensor) and not is_sharded(each) and self._lies_in_slot(each):
-                    found.append(each)
-            for view in found:
-                holders = [h for h in gc.get_referrers(view) if h is not found and not isinstance(h, FrameType | GeneratorType)]
-                if holders and id(view) not in passed:
-                    return kept_view(view, self._start, self._units, _names(holders, view))
+            found, passed = self._find()
+            numbers = set(map(id, found))
+            for holder in gc.get_referrers(*found):
+                running = isinstance(holder, FrameType) or (isinstance(holder, GeneratorType) and holder.gi_running)
+                if holder is not found and not running and id(holder) not in passed:
+                    view = next(part for part in gc.get_referents(holder) if id(part) in numbers)
+                    return kept_view(view, self._start, self._units, _names(holder, view))
         return None
+
+    def _find(self) -> tuple[list[Tensor], set[int]]:
+        """Tensors in slots, but for the engine's own; ids of what holds some as a part of a graph."""
+        own = [view for unit in self._units for view in unit.own_views()]
+        known = {id(self._arena.memory), *map(id, own), *(id(view._base) for view in own)}
+        found: list[Tensor] = []
+        passed: set[int] = set()
+        for each in gc.get_objects():
+            kind = type(each)
+            if kind is tuple and len(each) == 4:
+                # Saved by a graph, which knows where it lies; see saved.py. C code may still be filling such a tuple.
+                if any(issubclass(type(part), Unit) for part in gc.get_referents(each)):
+                    passed.add(id(each))
+            elif issubclass(kind, _IN_GRAPHS):
+                passed.add(id(each))
+                _pass_what_is_in(vars(each), passed)
+            elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each):
+                found.append(each)
+        return found, passed
 
     def _lies_in_slot(self, tensor: Tensor) -> bool:
         """Of a unit that nobody uses, and nothing arrives at."""
@@ -87,24 +101,28 @@ class KeptViews:
 
 
 def _pass_what_is_in(attributes: dict[str, Any], passed: set[int]) -> None:
-    """Add the ids of what these hold, by containers and closures."""
+    """Add the ids of the containers and closures in there."""
     todo: list[Any] = [attributes]
     while todo:
         each = todo.pop()
         if id(each) in passed:
             continue
-        passed.add(id(each))
-        if isinstance(each, _CONTAINERS):
+        kind = type(each)
+        if issubclass(kind, _CONTAINERS):
             todo += gc.get_referents(each)
-        elif isinstance(each, FunctionType):
+        elif kind is WeakKeyDictionary:
+            todo.append(each.data)
+        elif kind is FunctionType:
             todo += [each.__closure__, each.__defaults__, each.__kwdefaults__]  # not its module's globals
+        else:
+            continue
+        passed.add(id(each))
 
 
-def _names(holders: list[Any], view: Tensor) -> str:
-    """Those of attributes, among others, that it is held by."""
-    tables = [holder if type(holder) is dict else getattr(holder, "__dict__", {}) for holder in holders]
-    names = (key for table in tables for key, value in table.items() if value is view and isinstance(key, str))
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+def _names(holder: Any, view: Tensor) -> str:
+    """That of an attribute, among others."""
+    table = holder if type(holder) is dict else getattr(holder, "__dict__", {})
+    return ", ".join(f"`{key}`" for key, value in table.items() if value is view and isinstance(key, str))
 
 
 def kept_view(view: Tensor, start: int, units: list[Unit], names: str = "") -> ResidencyError:

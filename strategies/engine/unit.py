@@ -293,6 +293,7 @@ class Unit:
     def refresh(self, changed: Sequence[Entry]) -> None:
         """The shards of ``changed`` did: what is in the slot is no longer true."""
         if self.phase is Phase.IN_USE:
+            self._note_arrays()
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:
                     raise ResidencyError(
@@ -303,6 +304,7 @@ class Unit:
             self.phase = Phase.GATHERING
             self.arrive()
             self.phase = Phase.IN_USE
+            self._arena.in_arrays[:] = [(now, now.clone()) for now, _ in self._arena.in_arrays]
         else:
             self.release()
 
@@ -356,4 +358,4 @@ class Unit:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -150,7 +150,7 @@ def _require_own_memory(function: Any, given: tuple) -> None:
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
-    if _ARENAS and not isinstance(tensor, RestingParameter | ShardedCopy) and array.size and is_gathered(tensor):
+    if _ARENAS and not isinstance(tensor, RestingParameter | ShardedCopy) and is_gathered(tensor) and array.size:
         in_arrays = _ARENAS.get(tensor.untyped_storage().data_ptr())
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
             in_arrays.append((tensor.detach(), tensor.detach().clone()))

@@ -2,7 +2,6 @@
 
 import gc
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def count_searches(rank, world_size, variant):
 
     model, optimizer, engine = build(rank, world_size, **VARIANTS[variant])
     searches = []
-    kept.gc = SimpleNamespace(get_objects=lambda: searches.append(1) or [], collect=gc.collect)
+    kept.KeptViews._look = lambda self: searches.append(1)
     for step in range(4):
         with engine.accumulate():
             micro_batch(model, engine, rank, 2 * step)
@@ -104,16 +103,16 @@ def test_a_graph_that_is_kept_until_a_later_step_is_right():
 
 
 class Doubled(torch.autograd.Function):
-    """Keeps a view of a weight as long as its graph lives."""
+    """Keeps views of a weight as long as its graph lives."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.view = weight[:1]
-        return x * ctx.view.sum()
+        ctx.views = [weight, weight[:1]]
+        return x * ctx.views[1].sum()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * ctx.view.sum(), None
+        return grad * ctx.views[1].sum(), None
 
 
 class OfFunction(Block):
@@ -174,6 +173,83 @@ def test_two_losses_are_looked_through_once():
     assert run_ranks(keep_in_graphs, 2, Block) == [1, 1]
 
 
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.second(x), self.third(x)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.two = TwoOutputs()
+
+    def forward(self, x):
+        return checkpoint(self.two, x, use_reentrant=False)
+
+
+def recompute_for_each(rank, world_size):
+    """What the first backward recomputes, and does not read, stays in the checkpoint."""
+    model, _, engine = build(rank, world_size, block=Branching, blocks=1)
+    torch.manual_seed(0)
+    alone = Branching()
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+    with engine.step():
+        outputs = model[0](x)
+    for stays, output in zip((True, False), outputs, strict=True):
+        with engine.backward():
+            output.square().mean().backward(retain_graph=stays)
+    sum(output.square().mean() for output in alone(x)).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    return True
+
+
+def test_what_a_checkpoint_recomputed_may_stay():
+    assert run_ranks(recompute_for_each, 2) == [True, True]
+
+
+def keep_beside_graph(rank, world_size, way):
+    """Kept in the second step, when what graphs hold has been looked through: an error before the optimizer steps."""
+    model, optimizer, engine = build(rank, world_size)
+    kept = []
+
+    def keep(module, args):
+        view = module.first.bias[:3]
+        if way == "attribute":
+            module.kept = view
+        elif way == "generator":
+            kept.append(number * view for number in range(3))
+            next(kept[-1])
+        elif way == "shared with a graph":
+            kept.append(view)
+            return (Doubled.apply(args[0], view),)
+
+    for step in range(2):
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        with engine.step(), model[1].register_forward_pre_hook(keep) if step else nullcontext():
+            losses = [model(x).square().mean(), model(2 * x).mean()]
+        for loss in losses:
+            try:
+                with engine.backward():
+                    loss.backward()
+            except RuntimeError as error:
+                return step, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("way", ["attribute", "generator", "shared with a graph"])
+def test_one_that_is_kept_later_is_an_error_before_the_optimizer_steps(way):
+    for step, error in run_ranks(keep_beside_graph, 2, way):
+        assert step == 1 and error.startswith("A view (shape (3,)) of a sharded parameter was kept"), error
+
+
 class Raising(Block):
     def forward(self, x):
         view = self.first.weight.t()
@@ -216,7 +292,7 @@ def write_to_arrays(rank, world_size, options):
     def write(module, args):
         weight = module.first.weight.detach().numpy()  # also looked at, and left alone
         if rank == 0:  # a write would have to be the same on all ranks
-            print(module.second.weight.detach().numpy())
+            print(module.second.weight.detach().numpy(), module.second.weight[:, 1].detach().numpy())
         module.first.bias.detach().numpy()[5:7] = weight[0, 0] + 2.0
 
     with torch.no_grad(), engine.access.gathered(model, modify=True):
