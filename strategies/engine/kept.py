@@ -66,8 +66,9 @@ class KeptViews:
             numbers = set(map(id, found))
             for holder in gc.get_referrers(*found):
                 running = isinstance(holder, FrameType) or (isinstance(holder, GeneratorType) and holder.gi_running)
-                if holder is not found and not running and id(holder) not in passed:
-                    view = next(part for part in gc.get_referents(holder) if id(part) in numbers)
+                held = [part for part in gc.get_referents(holder) if id(part) in numbers]
+                if held and holder is not found and not running and id(holder) not in passed:
+                    view = held[0]
                     return kept_view(view, self._start, self._units, _names(holder, view))
         return None
 

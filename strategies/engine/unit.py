@@ -261,7 +261,11 @@ class Unit:
 
     def _note_arrays(self) -> None:
         """Find what was written to arrays of the user's: nothing counts that."""
-        changed = [now.data_ptr() for now, before in self._arena.in_arrays if not torch.equal(_bits(now), _bits(before))]
+        start, arrays, changed = self._arena.memory.data_ptr(), self._arena.in_arrays, []
+        for k, (now, before) in enumerate(arrays):
+            if now.data_ptr() - start in self.region and not torch.equal(_bits(now), _bits(before)):
+                changed.append(now.data_ptr())
+                arrays[k] = now, now.clone()  # it is stored once
         for chunk in self.chunks if changed else ():
             start, size = chunk.slot.data_ptr(), chunk.dtype.itemsize
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
@@ -304,7 +308,9 @@ class Unit:
             self.phase = Phase.GATHERING
             self.arrive()
             self.phase = Phase.IN_USE
-            self._arena.in_arrays[:] = [(now, now.clone()) for now, _ in self._arena.in_arrays]
+            for k, (now, _) in enumerate(self._arena.in_arrays):
+                if now.data_ptr() - self._arena.memory.data_ptr() in self.region:
+                    self._arena.in_arrays[k] = now, now.clone()
         else:
             self.release()
 

@@ -317,6 +317,57 @@ def test_what_is_written_to_an_array_of_a_weight_is_stored(options):
     assert run_ranks(write_to_arrays, 2, options) == [([], 3.0 * 4 * WIDTH)] * 2
 
 
+class Scaled(nn.Sequential):
+    """With a weight of its own, in use during the whole step."""
+
+    def __init__(self):
+        super().__init__(Block(), Block())
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def step_after_arrays(rank, world_size, wire, write):
+    """An optimizer steps inside the step, after the array of a weight in use was made."""
+    import torch.distributed as dist
+
+    from lightning_zero3.strategies.collectives import make_collectives
+    from lightning_zero3.strategies.engine import Zero3Engine
+
+    torch.manual_seed(0)
+    model, alone = Scaled(), Scaled()
+    alone.load_state_dict(model.state_dict())
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone))
+    place = torch.device("cpu")
+    doors = make_collectives(dist.group.WORLD, place)
+    options = {"wire_dtype": lambda name, parameter: torch.bfloat16} if wire else {}
+    engine = Zero3Engine(model, [optimizer], device=place, collectives=doors, unit_policy=[Block], **options)
+
+    def train(module, stepping, backward):
+        array = module.scale.detach().numpy()
+        if write:
+            array[1:3] = 0.5
+        with backward():
+            module(torch.ones(2, WIDTH)).square().mean().backward()
+        stepping.step()
+        return array[0]
+
+    with engine.step():
+        train(model, optimizer, engine.backward)
+    train(alone, plain, nullcontext)
+    if not wire:
+        with engine.access.gathered(model, modify=False):
+            for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine.detach(), theirs.detach())
+    return True
+
+
+@pytest.mark.parametrize(("wire", "write"), [(False, False), (False, True), (True, False)])
+def test_an_optimizer_may_step_while_there_is_an_array(wire, write):
+    assert run_ranks(step_after_arrays, 2, wire, write) == [True, True]
+
+
 def write_rounded(rank, world_size):
     model, _, engine = build(rank, world_size, slot_dtype=lambda name, parameter: torch.float16)
     for write in (print, lambda array: array.fill(1.0)):
