@@ -12,10 +12,10 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from datetime import date
 
 import torch
 import torch.distributed as dist
+from about import in_a_line
 from entries import SIZES, Job, batches, build, optimizer_of
 from fake_ranks import WARMUP, step_of
 from rich.console import Console
@@ -106,7 +106,7 @@ def main():
         table.add_row(kind, f"{per_block[kind] - per_block['single']:.0f}", collectives, f"{found['nbytes'] / least:.3f}")
     with (HERE / "results" / "calls.txt").open("w") as file:
         for console in (Console(width=140), Console(file=file, width=140)):
-            console.print(f"{date.today()}: python benchmarks/{' '.join(['calls.py', *sys.argv[1:]])}")
+            console.print(in_a_line())
             console.print(table)
 
 

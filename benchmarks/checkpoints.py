@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from about import in_a_line
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -145,6 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     parameters = args.depth * (8 * args.width**2 + 5 * args.width)
     share = parameters * 12 / args.devices / 2**20
+    print(in_a_line())
     print(f"{parameters:,} parameters, {args.devices} processes; weights and Adam state of one: {share:,.0f} MiB")
     print(f"{'':18}{'save s':>9}{'load s':>9}{'save MiB':>11}{'load MiB':>11}{'on disk MiB':>13}")
     for name in ("fsdp2", "zero3", "zero3 background"):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from about import in_a_line
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40, help="pairs of passes")
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.\n")
+    print(f"{in_a_line()}.\n")
     print("| | ours, us a batch | theirs | ratio of time | fastest CPU time |\n|---|---|---|---|---|")
     print("\n".join(by_batch(pairs)), flush=True)
     with tempfile.TemporaryDirectory() as folder:

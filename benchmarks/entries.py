@@ -96,6 +96,7 @@ class Meter:
     def __init__(self, job):
         self.job, self.marks, self.losses, self.wire = job, [], [], 0
         self.first = 0.0  # seconds from the start of the processes to the end of the first step
+        self.imported, self.ready = time.time() - job.started, 0.0  # to when torch and Lightning were there, the first batch
         self.mark_memory = lambda: (0, 0)
         self.memory = (0, 0)  # bytes at the end of the last step, and the most within it
 
@@ -118,6 +119,8 @@ class Meter:
         return {
             "wall": [b[0] - a[0] for a, b in pairs],
             "cpu": [b[1] - a[1] for a, b in pairs],
+            "imported": self.imported,
+            "ready": self.ready,
             "first": self.first,
             "losses": [float(loss) for loss in self.losses],
             "wire": (loopback_bytes() - self.wire) / len(pairs) / max(1, int(os.environ["WORLD_SIZE"])),
@@ -143,6 +146,9 @@ class Lit(pl.LightningModule):
 
     def configure_optimizers(self):
         return optimizer_of(self)
+
+    def on_train_start(self):
+        self.meter.ready = time.time() - self.job.started
 
     def training_step(self, tokens):
         loss = self.net(tokens)
@@ -171,6 +177,10 @@ def strategy_of(name):
         from lightning.pytorch.strategies import DDPStrategy
 
         return DDPStrategy(gradient_as_bucket_view=True)  # as Lightning's guide advises: less memory, no copies
+    if name == "fsdp":
+        from lightning.pytorch.strategies import FSDPStrategy
+
+        return FSDPStrategy(auto_wrap_policy={Block})  # else all of the model is one unit
     if name.startswith("zero3"):
         from lightning_zero3 import Zero3Strategy
 
@@ -209,6 +219,8 @@ def bare(job, meter, rank):
         last = (index + 1) % every == 0
         if job.entry == "B:ddp":
             net.require_backward_grad_sync = last
+        if job.entry == "B:fsdp2":
+            net.set_requires_gradient_sync(last)
         loss = net(tokens.to(job.device))
         (loss / every).backward()
         meter.losses.append(loss.detach())

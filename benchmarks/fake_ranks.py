@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 
 import torch
 import torch.distributed as dist
+from about import in_a_line
 from entries import SIZES, Job, batches, build, mapped, optimizer_of, shard_by_fsdp2
 from rich.console import Console
 from rich.table import Table
@@ -135,7 +135,7 @@ def main():
     stem = HERE / "results" / f"fake-ranks-{options.device}-{options.size}"
     with stem.with_suffix(".txt").open("w") as file:
         for console in (Console(), Console(file=file, width=120)):
-            console.print(f"{date.today()}: python benchmarks/fake_ranks.py {' '.join(sys.argv[1:])}")
+            console.print(in_a_line())
             console.print(table)
 
 

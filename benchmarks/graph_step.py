@@ -11,15 +11,14 @@ costs the host before each replay, a part of the step.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 import time
 from collections.abc import Callable
 
-import lightning
 import torch
 import torch.distributed as dist
+from about import in_a_line
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -183,8 +182,7 @@ def main() -> None:
     Gpt.forward = Gpt.loss  # type: ignore[method-assign]  # FSDP2 hooks the call of a module
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
-    device, today = torch.cuda.get_device_name(), datetime.date.today()
-    print(f"{device}, torch {torch.__version__}, lightning {lightning.__version__}, {today}; ms of a step, bf16\n")
+    print(f"{in_a_line()}; ms of a step, bf16\n")
     print("| model | way | median | turns | graph pool | `Guard.changed()`, µs |\n|---|---|---|---|---|---|")
     for size in arguments.sizes:
         results: dict[str, list[Found]] = {name: [] for name in WAYS}

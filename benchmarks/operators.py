@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 
+from about import in_a_line
 from entries import SIZES, Job
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +41,7 @@ def show(found, size, case, longest=25):
     by_size = sorted(names, key=lambda name: -max(rows.get(name, 0) for rows in found.values()))
     for name in by_size[:longest]:
         table.add_row(name, *(f"{rows.get(name, 0):.2f}" for rows in found.values()))
-    Console(width=150).print(table)
+    Console(width=150).print(in_a_line(), table)
 
 
 def main():

@@ -12,7 +12,6 @@ itself, on its own batches. Results go to benchmarks/results as JSON, a table an
 import argparse
 import json
 import os
-import platform
 import re
 import socket
 import statistics
@@ -21,11 +20,10 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 
-import lightning
 import torch
+from about import about
 from entries import GPT, SIZES, Job
 from rich.console import Console
 from rich.progress import Progress, track
@@ -331,7 +329,7 @@ def plot(summary, added, by_ranks, path):
     pyplot.close(figure)
 
 
-def write(about, results, by_ranks, kind, stem):
+def write(setting, results, by_ranks, kind, stem):
     """What was measured until now, as ``stem``.json, .txt and .png."""
     reference = REFERENCE[kind]
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -339,11 +337,11 @@ def write(about, results, by_ranks, kind, stem):
     added = per_unit(summary)
     raw = {s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()} for s, cases in results.items()}
     stem.with_suffix(".json").write_text(
-        json.dumps({**about, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
+        json.dumps({**setting, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
     )
     with stem.with_suffix(".txt").open("w") as file:
         console = Console(file=file, width=180)
-        console.print(json.dumps(about, indent=1))
+        console.print(json.dumps(setting, indent=1))
         for size, cases in summary.items():
             for case, rows in cases.items():
                 console.print(show(size, case, rows, reference))
@@ -351,7 +349,7 @@ def write(about, results, by_ranks, kind, stem):
             console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
         if by_ranks:
             console.print(show_by_ranks(by_ranks))
-        found = against_targets(summary, added, kind) + against_contract(summary, about["ranks"])
+        found = against_targets(summary, added, kind) + against_contract(summary, setting["ranks"])
         console.print(show_targets(found))
     plot(summary, added, by_ranks, stem.with_suffix(".png"))
 
@@ -372,17 +370,8 @@ def main():
         ENTRIES[options.kind] = options.entries
     REFERENCE[options.kind] = options.reference or REFERENCE[options.kind]
     world_size = options.ranks or (2 if options.kind == "cpu" else 1)
-    load = os.getloadavg()[0]
-    about = {
-        "date": date.today().isoformat(),
-        "commit": subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
-        + (f", {torch.cuda.get_device_name()}" if options.kind == "gpu" else ""),
-        "load_before": load,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__},
-        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    setting = {
+        **about(),
         "ranks": world_size,
         "rounds": options.rounds,
     }
@@ -393,7 +382,7 @@ def main():
         counter = build_counter(folder) if options.kind == "cpu" else None
         by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
         for results in measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter):
-            write(about, results, by_ranks, options.kind, stem)  # a run that is cut short leaves the cases before
+            write(setting, results, by_ranks, options.kind, stem)  # a run that is cut short leaves the cases before
     print(stem.with_suffix(".txt").read_text())
 
 

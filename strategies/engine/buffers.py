@@ -44,10 +44,6 @@ class Buffers:
         self._seen = [_look(table) for table in self._tables]
         self._alike = [[name for name, *_ in seen] for seen in self._seen]  # names of those that all ranks have in one shape
 
-    def __len__(self) -> int:
-        """Number of modules that have buffers."""
-        return len(self._tables)
-
     def changed(self) -> bytes:
         """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did."""
         looks = [_look(table) for table in self._tables]

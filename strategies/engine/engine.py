@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
 from ..residency.past_python import guard
-from ..residency.resting import NO_GRAPH_TASK, graph_task, is_sharded, unsettle
+from ..residency.resting import NO_GRAPH_TASK, ResidencyError, graph_task, is_sharded, unsettle
 from .access import Access
 from .agreement import Agreement
 from .backward import Backward
@@ -229,11 +229,17 @@ class Zero3Engine:
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
+        lost = []
         for unit in tuple(self.arena.in_use):
-            unit.abandon()
+            try:
+                unit.abandon()
+            except ResidencyError as error:  # a change in place that cannot be stored
+                lost.append(error)
         self.passes.abandon()
         self.collectives.diary.forget()
         self._saved.forget()
+        if lost:
+            raise lost[0]
 
     # ------------------------------------------------------------------------------------------------ optimizers
 
@@ -347,8 +353,8 @@ class Zero3Engine:
             return copied
         if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self.passes.enter):
             self.passes.schedule.record(unit.index)
-        if unit.pins:
-            unit.unuse()
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
+        if unit.pins:
+            unit.unuse()
         return copied

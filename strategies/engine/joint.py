@@ -58,20 +58,16 @@ class JointSteps:
             self._release_all()
             while code := self._tell(0):
                 index, exchange = divmod(code - 1, len(Exchange))
-                if code == self._end_of_backward:
-                    self._backward(None)
+                unit = None if code == self._end_of_backward else self._units[index]
+                if unit is None or exchange == Exchange.REDUCE:
+                    self._backward(unit)
                 elif exchange == Exchange.SLOT:
-                    self._units[index].release()
-                    self._units[index].gather()
-                    self._units[index].arrive()  # the rank that runs waits until this one has read
-                elif exchange == Exchange.GRADIENTS:
-                    self._units[index].gradients()
-                elif exchange == Exchange.COPY:
-                    self._units[index].copy_of_slot()
-                elif exchange == Exchange.REDUCE:
-                    self._backward(self._units[index])
+                    unit.release()
+                    unit.gather()
+                    unit.arrive()  # the rank that runs waits until this one has read
                 else:
-                    self._units[index].values()
+                    apart = {Exchange.COPY: unit.copy_of_slot, Exchange.VALUES: unit.values, Exchange.GRADIENTS: unit.gradients}
+                    apart[exchange]()
             self._release_all()
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:

@@ -16,10 +16,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_any, tree_map_only
 
+from ..residency.functions import instances
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
-from .chunk import Entry
 from .hooks import copy_views, transform
 from .kept import kept_view
 from .unit import Arena, Phase, Unit, apart
@@ -139,14 +141,16 @@ class SavedTensors:
         held, version = saved[0], saved[1]
         unit = saved[2] if len(saved) == 4 else None
         if unit is not None and saved[3] != unit.version:
-            for entry in _entries(held, unit):
+            for entry in unit.entries_at(held.data_ptr()):
                 if entry.changed > saved[3]:
                     raise ResidencyError(
                         f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in forward, but an optimizer "
                         "step, a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
                     )
-        if held._version != version and not (unit is not None and any(is_aliased(e.parameter) for e in _entries(held, unit))):
-            raise _modified(held, version)
+        if held._version != version:
+            entries = () if unit is None else unit.entries_at(held.data_ptr())
+            if not any(is_aliased(entry.parameter) for entry in entries):
+                raise _modified(held, version)
         if unit is None:
             return held
         if unit.phase is Phase.RESTING:
@@ -168,16 +172,6 @@ def _modified(held: Tensor, version: int) -> RuntimeError:
         f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
         "instead. Find it with torch.autograd.set_detect_anomaly(True)."
     )
-
-
-def _entries(held: Tensor, unit: Unit) -> Iterator[Entry]:
-    """That of the parameter in whose place in the slot ``held`` lies."""
-    address = held.data_ptr()
-    for chunk in unit.chunks:
-        for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
-            start = chunk.slot.data_ptr() + offset * chunk.dtype.itemsize
-            if start <= address < start + entry.size.numel() * chunk.dtype.itemsize:
-                yield entry
 
 
 def _caller(error: Exception) -> str:
@@ -221,11 +215,20 @@ def _watch_others() -> None:
 
     saved_tensors_hooks.__enter__ = enter_sheltered  # type: ignore[method-assign]
     torch.autograd._engine_run_backward = _watched(torch.autograd._engine_run_backward)  # what all ways to a backward call
+    Function.apply = classmethod(_noting_places(Function.apply.__func__))
+    for name in ("apply", "apply_boxed"):  # the second since torch 2.13
+        if hasattr(BackwardCFunction, name):
+            setattr(BackwardCFunction, name, _with_places(getattr(BackwardCFunction, name)))
 
 
 def _owner(tensor: Tensor) -> SavedTensors | None:
     """Who has ``tensor`` in a slot."""
     return next((saved for saved in _WATCHING if saved.covers(tensor)), None)
+
+
+def _note_place(tensor: Tensor) -> _Kept:
+    owner = _owner(tensor)
+    return _Kept(owner.unpack, owner.pack(tensor))
 
 
 def _lasting(tensor: Tensor) -> Tensor:
@@ -251,9 +254,8 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pack_any(tensor: Tensor) -> _Kept | SavedOther:
-    owner = _owner(tensor)
-    if owner is not None:
-        return _Kept(owner.unpack, owner.pack(tensor))
+    if _owner(tensor) is not None:
+        return _note_place(tensor)
     held = tensor.detach()
     return held, held._version
 
@@ -275,8 +277,55 @@ def _shelter(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> 
         if owner is None:
             return packed
         if isinstance(packed, Tensor):
-            return _Kept(owner.unpack, owner.pack(packed)) if owner.covers(packed) else packed
+            return _note_place(packed) if owner.covers(packed) else packed
         copied = copy_views(packed, owner.covers)
         return packed if copied is None else copied
 
     return pack_place, lambda packed: unpack(packed() if type(packed) is _Kept else packed)
+
+
+# ---- what a custom Function leaves on `ctx`, which autograd does not see -------------------------
+
+_PLACES = "_zero3_places"  # on a ctx: its attributes that are looked up when backward begins
+
+
+def _noting_places(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """``Function.apply``: views of weights that forward leaves on ``ctx`` are noted, like those that it saves for backward."""
+
+    @wraps(apply)
+    def apply_noting(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        result = apply(cls, *args, **kwargs)
+        for tensor in instances(result, Tensor) if _WATCHING else ():
+            if type(tensor.grad_fn) is cls._backward_cls:
+                attributes = vars(tensor.grad_fn)
+                views = [name for name, value in attributes.items() if tree_any(_is_view, value)]
+                if views:
+                    noted = {name: tree_map_only(_is_view, _note_place, attributes.pop(name)) for name in views}
+                    attributes[_PLACES] = noted | attributes.get(_PLACES, {})
+                break
+        return result
+
+    return apply_noting
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(saved.in_slot(value) for saved in _WATCHING)
+
+
+def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A Function's backward, which finds on ``ctx`` what its forward left there."""
+
+    @wraps(run_backward)
+    def run_with_places(ctx: BackwardCFunction, *grads: Any) -> Any:
+        attributes = vars(ctx)
+        noted = attributes.get(_PLACES)
+        if noted is None:
+            return run_backward(ctx, *grads)
+        attributes.update((name, tree_map_only(_Kept, _Kept.__call__, value)) for name, value in noted.items())
+        try:
+            return run_backward(ctx, *grads)
+        finally:
+            for name in noted:
+                attributes.pop(name, None)  # it may run once more, when another unit is there
+
+    return run_with_places

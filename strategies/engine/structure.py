@@ -18,7 +18,8 @@ class Structure:
         # The parameters and the children of every module. Scripted modules have other tables, which do not change.
         tables = [table for module in self.model.modules() for table in (module._parameters, module._modules)]
         self._tables = [table for table in tables if isinstance(table, dict)]
-        self._seen, self._names = self._identities(), self._find_names()
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))  # while they live their ids are nobody else's
+        self._seen, self._names = list(map(id, self._held)), self._find_names()
 
     def check(self) -> None:
         """Raise a ValueError if a parameter was added, replaced or removed."""

@@ -139,9 +139,9 @@ class Unit:
         for other in tuple(holders):
             if start < other.region.stop and other.region.start < stop:
                 other.release()
+        self._start()
         holders.append(self)
         self.phase = Phase.GATHERING
-        self._start()
         if self.announce is not None:
             self.arrive()  # ranks that assist do so at once, and may wait until all have what they gave
         return True
@@ -220,9 +220,12 @@ class Unit:
         if written:
             try:
                 self.keep_written()
+            except ResidencyError:
+                self.release()  # what cannot be stored is not computed with either
+                raise
             finally:
-                start, arrays = self._arena.memory.data_ptr(), self._arena.in_arrays
-                arrays[:] = [array for array in arrays if array[0].data_ptr() - start not in self.region]
+                for k in reversed(self._own_arrays()):
+                    del self._arena.in_arrays[k]
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
@@ -234,8 +237,11 @@ class Unit:
             for entry in entries:
                 if id(entry) not in held:
                     self.lifted.append((entry, entry.parameter.detach()))
-                    # A copy: what autograd saves of it must not keep the values of the whole unit alive.
-                    set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
+                    self._take_master(entry)
+
+    def _take_master(self, entry: Entry) -> None:
+        # A copy: what autograd saves of it must not keep the values of the whole unit alive.
+        set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
 
     def keep_written(self) -> None:
         """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
@@ -261,17 +267,25 @@ class Unit:
 
     def _note_arrays(self) -> None:
         """Find what was written to arrays of the user's: nothing counts that."""
-        start, arrays, changed = self._arena.memory.data_ptr(), self._arena.in_arrays, []
-        for k, (now, before) in enumerate(arrays):
-            if now.data_ptr() - start in self.region and not torch.equal(_bits(now), _bits(before)):
-                changed.append(now.data_ptr())
-                arrays[k] = now, now.clone()  # it is stored once
-        for chunk in self.chunks if changed else ():
+        for k in self._own_arrays():
+            now, before = self._arena.in_arrays[k]
+            if not torch.equal(_bits(now), _bits(before)):
+                self._arena.in_arrays[k] = now, now.clone()  # it is stored once
+                for entry in self.entries_at(now.data_ptr()):
+                    entry.seen = -1
+
+    def _own_arrays(self) -> list[int]:
+        """Where in the arena's list those are that lie in this slot."""
+        start = self._arena.memory.data_ptr()
+        return [k for k, (now, _) in enumerate(self._arena.in_arrays) if now.data_ptr() - start in self.region]
+
+    def entries_at(self, address: int) -> Iterator[Entry]:
+        """That of the parameter in whose place in the slot ``address`` is, if any."""
+        for chunk in self.chunks:
             start, size = chunk.slot.data_ptr(), chunk.dtype.itemsize
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
-                place = range(start + offset * size, start + (offset + entry.size.numel()) * size)
-                if any(address in place for address in changed):
-                    entry.seen = -1
+                if start + offset * size <= address < start + (offset + entry.size.numel()) * size:
+                    yield entry
 
     def rest(self) -> None:
         """From now on every operation on the parameters is answered by :class:`RestingParameter`."""
@@ -308,9 +322,12 @@ class Unit:
             self.phase = Phase.GATHERING
             self.arrive()
             self.phase = Phase.IN_USE
-            for k, (now, _) in enumerate(self._arena.in_arrays):
-                if now.data_ptr() - self._arena.memory.data_ptr() in self.region:
-                    self._arena.in_arrays[k] = now, now.clone()
+            for k in self._own_arrays():
+                now, _ = self._arena.in_arrays[k]
+                self._arena.in_arrays[k] = now, now.clone()
+            self._master = self.values() if self.lifted else {}
+            for entry, _ in self.lifted:
+                self._take_master(entry)
         else:
             self.release()
 

@@ -35,7 +35,7 @@ ABOUT_ITSELF = frozenset("requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpos
 _ATTRIBUTES = {"__get__": "parameter.{}", "__set__": "parameter.{} = ...", "__delete__": "del parameter.{}"}
 _SIGNS = {"__iadd__": "+=", "__isub__": "-=", "__imul__": "*=", "__itruediv__": "/=", "__ipow__": "**="}
 _SPOKEN = {name: f"`parameter {sign} ...`" for name, sign in _SIGNS.items()}
-_SPOKEN |= {"__setitem__": "`parameter[...] = ...`", "__call__": "A scripted function"}
+_SPOKEN |= {"__setitem__": "`parameter[...] = ...`", "__call__": "A scripted function", "Tensor": "`torch.Tensor`"}
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _SENDING = frozenset({"send", "isend", "gather"})  # the other collectives write to their first argument
 

@@ -67,6 +67,7 @@ def _wrap_all() -> None:
     for name, instead in {"new": _taken, "set_": _taken, "new_tensor": _copied, "numpy": _as_array}.items():
         _wrap(Tensor, name, instead)
     Tensor.data = _Data(Tensor.data.__get__, Tensor.data.__set__)
+    Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
     # It calls what it was given to call, whatever else is among the arguments.
     NestedTensor.__torch_function__ = classmethod(_wrapped(NestedTensor.__torch_function__.__func__, _asked))
 
@@ -128,6 +129,11 @@ def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
     """``tensor.new(parameter)`` and the like: two would have one memory."""
     _require_own_memory(call, (*args[1:], *kwargs.values()))
     return function(*args, **kwargs)
+
+
+def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
+    """``torch.Tensor(parameter)``: two would have one memory."""
+    _require_own_memory(Tensor, (*args, *kwargs.values()))
 
 
 class _Data(property):

@@ -436,7 +436,7 @@ class GradReadAfterBackward(Case):
         super().train(run)
         for p in run.model.parameters():
             run.log(p.grad.norm())
-            if run.refuses and run.world_size > 1:
+            if run.refuses and run.world_size > 1 and not p.is_cuda:
                 assert not p.grad.numpy().flags.writeable  # a write would not reach the shards
 
 

@@ -78,6 +78,8 @@ class KeptViewWritten(KeptBias):
 class WrittenAsNumpy(Blocks):
     """A weight written as a numpy array in its own forward"""
 
+    on_host = True
+
     def run(self, block, x):
         block.up.bias.detach().numpy()[:] = 0.5
         return Block.forward(block, x)
@@ -87,6 +89,7 @@ class WrittenAsNumpy(Blocks):
 class WrittenByAddress(Blocks):
     """A weight written at its address (`data_ptr`), as a kernel of one's own would, in its own forward"""
 
+    on_host = True
     unseen = WRITTEN_IN_USE
 
     def run(self, block, x):
@@ -138,8 +141,7 @@ class NewOfWeight(Taken):
 class LegacyConstructor(Taken):
     """`torch.Tensor(weight)`, the constructor of old, outside its unit's forward"""
 
-    refused = None
-    unseen = NAN
+    on_host = True
 
     def read(self, weight):
         return torch.Tensor(weight)
@@ -176,7 +178,6 @@ class NewTensorOfWeight(Taken):
 class FunctionKeepingView(Blocks):
     """A custom Function that keeps a view of a weight on `ctx`, the result left in an attribute"""
 
-    unseen = NAN
     pitfalls = (7, 13)
 
     class Product(torch.autograd.Function):
@@ -193,3 +194,23 @@ class FunctionKeepingView(Blocks):
         block.result = x + block.down(self.Product.apply(x, block.up.weight))
 
     loss = NoneOutput.loss
+
+
+@case
+class FunctionKeepingViews(FunctionKeepingView):
+    """A custom Function that keeps views of a weight in a list in a dict on `ctx`, differentiated twice"""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.x, ctx.views = x, {"parts": [weight[:DIM], weight.detach()[DIM:]], "scale": 1.0}
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad @ torch.cat(ctx.views["parts"]) * ctx.views["scale"], grad.t() @ ctx.x
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        torch.autograd.grad(loss, model.stem.weight, retain_graph=True)
+        return loss

@@ -90,6 +90,7 @@ class PointerBetweenSteps(Between):
 class NumpyBetweenSteps(Between):
     """`p.detach().numpy()` between steps"""
 
+    on_host = True
     refused = r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
 
     def touch(self, run, weight):
@@ -435,6 +436,8 @@ class TensorsOfWeight(Case):
 class CopiesOfAliases(Case):
     """`deepcopy`, `pickle`, numpy and arithmetic of `weight.detach()` outside its unit's forward"""
 
+    on_host = True
+
     def loss(self, model, batch):
         weight = model.head.weight
         kept = copy.deepcopy({"weight": weight.detach(), "row": weight[0].detach(), "rows": [r.detach() for r in weight]})
@@ -577,6 +580,8 @@ class CollectivesInForward(ClampedInForward):
 @case
 class BroadcastInForward(ClampedInForward):
     """`torch.distributed.broadcast(weight, 0)` in the weight's own forward, written before by a pointer"""
+
+    on_host = True
 
     class Clamped(Block):
         def forward(self, x):

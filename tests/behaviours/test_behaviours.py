@@ -11,7 +11,6 @@ import torch
 from behaviours import load_cases
 from behaviours.harness import CASES, STEPS, Chain, Run, execute, run_case, run_cases
 from helpers.ranks import run_ranks
-from helpers.tracking import needs_cuda
 
 load_cases()
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for all cells
@@ -44,7 +43,7 @@ ELSEWHERE = {
     42: (
         "there are no streams on the CPU. On CUDA two lanes fork from the compute stream before they overwrite slots or read "
         "shards, and it joins them before it reads a slot, fills the reduce buffer again or steps; all cases run there too",
-        "behaviours/test_behaviours.py::test_on_a_gpu",
+        "behaviours/test_on_a_gpu.py::test_right",
     ),
     45: (
         "units, chunks and groups are lists in the order of named_parameters",
@@ -96,18 +95,6 @@ def test_right_with_a_parameter_of_the_model_itself(chained, outcomes_with_gain)
     """It is in use during the whole step, and nobody gathers it in between."""
     outcome = outcomes_with_gain[chained]
     assert outcome.kind == "right", outcome.detail
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(world_size):
-    """The same on CUDA: the streams and events of one rank, and of two that share the device, with gloo between them."""
-    names = [name for name, case in CASES.items() if world_size in case.worlds]
-    right = [name for name in names if CASES[name].expected(world_size) == "right"]
-    outcomes = run_cases("zero3", names, world_size, right, "cuda")
-    unexpected = {n: o.detail for n, o in outcomes.items() if o.kind != CASES[n].expected(world_size)}
-    assert not unexpected, "\n".join(f"{name}: {detail}" for name, detail in unexpected.items())
 
 
 # ---- the matrix itself -----------------------------------------------------------------------

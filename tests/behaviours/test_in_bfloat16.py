@@ -30,7 +30,8 @@ IN_PLACE = {
 }
 REFUSAL = r"was changed in place while it is gathered in torch\.bfloat16.*strategy\.gathered\(module, modify=True\)"
 # What a layer does to its own weight sees bfloat16. So is each gradient of that weight, of a copy that is read elsewhere too,
-# and of several uses their sum: where the reference has fp32 the numbers differ by that rounding. `keep_in_fp32` helps.
+# and of several uses their sum: where the reference has fp32 the numbers differ by that rounding. `keep_in_fp32` helps. They
+# are not further from autocast's than four times what autocast itself is from fp32, or than four roundings.
 ROUNDED = {
     "weight-read-outside-its-unit",
     "penalty-over-parameters",
@@ -57,7 +58,8 @@ ROUNDED_AS_MUCH = {
     "hooks-of-all-modules",
     "state-carried-with-its-graph",
 }
-# Torch's autocast keeps what it has rounded until a step ends: after weights changed in it, the reference has the old ones.
+# Torch's autocast keeps what it has rounded until a step ends: after weights changed in it, the reference has the old ones, and
+# is 0.3 or more from fp32. zero3 is within a few roundings of it.
 STALE = {"backward-inside-step", "flat-tensors-clamped", "flat-tensors-of-unused-clamped"}
 # The reference itself fails: code of the case multiplies what autocast has rounded with what it has not, or a weight is changed
 # after autograd has saved what was rounded of it, which autograd does not mind.
@@ -65,6 +67,8 @@ NOT_UNDER_AUTOCAST = {
     "function-returning-none",
     "function-saving-weight",
     "function-keeping-weight",
+    "function-keeping-view",
+    "function-keeping-views",
     "sync-batch-norm",
     "saved-weight-changed",
     "saved-weight-changed-by-alias",
@@ -119,8 +123,18 @@ def distance(found, expected):
     return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
 
 
+def too_far(name, found, autocast, fp32):
+    """How far ``found`` is from what it is bounded by, if that is too far."""
+    if name in STALE:
+        apart, most = distance(found, fp32), 2**-4
+    else:
+        own = distance(fp32, autocast)
+        apart, most = distance(found, autocast), own if name in ROUNDED_AS_MUCH else 4 * max(own, 2**-8)
+    return "" if apart <= most else f"{apart:.2g} apart, at most {most:.2g}"
+
+
 def compare(rank, world_size, names):
-    """By name: what differs from the reference, after a word on its size, or the error, and who raised it."""
+    """By name: what differs from the reference, after what is too far from it if rounding may be, or the error, and whose."""
     Case.optimizers = sgd
     warnings.simplefilter("ignore")
     found = {}
@@ -131,9 +145,8 @@ def compare(rank, world_size, names):
             expected, who = execute(case, Autocast, rank, world_size), "zero3"
             trained = execute(case, InBfloat16, rank, world_size)
             found[name] = differences(expected, trained, case.rtol)
-            if name in ROUNDED_AS_MUCH:
-                most, apart = (distance(each, expected) for each in (execute(case, Run, rank, world_size), trained))
-                found[name].insert(0, "rounding" if apart <= most else f"{apart:.2g} apart, autocast and fp32 {most:.2g}")
+            if name in ROUNDED | ROUNDED_AS_MUCH | STALE:
+                found[name].insert(0, too_far(name, trained, expected, execute(case, Run, rank, world_size)))
         except (Exception, pytest.fail.Exception) as error:
             found[name] = f"{who} raised {type(error).__name__}: {error}"
     return found
@@ -154,9 +167,7 @@ def test_outcome(name, outcomes):
         assert all(re.search(f"zero3 raised ResidencyError.*{REFUSAL}", str(found), re.DOTALL) for found in ranks), ranks
     elif name in CASTS_COUNTED:
         assert all("zero3 raised RuntimeError: aten._to_copy.default invocation" in str(found) for found in ranks), ranks
-    elif name in ROUNDED_AS_MUCH:
-        assert all(found[0] == "rounding" for found in ranks) and any(found[1:] for found in ranks), ranks
-    elif name in ROUNDED | STALE:
-        assert all(isinstance(found, list) for found in ranks) and any(ranks), ranks
+    elif name in ROUNDED | ROUNDED_AS_MUCH | STALE:
+        assert all(found[0] == "" for found in ranks) and any(found[1:] for found in ranks), ranks
     else:
         assert ranks == [[], []]

@@ -51,10 +51,12 @@ class KeepsInside(nn.Sequential):
 
 
 class ReadsMemory(nn.Sequential):
-    """Reads a parameter outside of its block in a way that torch asks nobody about."""
+    """Reads a parameter outside of its block in a way that asks nobody, as a C++ extension would."""
 
     def forward(self, x):
-        return super().forward(x) + torch.Tensor(self[0].linear.bias)
+        x = super().forward(x)
+        with torch._C.DisableTorchFunctionSubclass():
+            return x + self[0].linear.bias
 
 
 class KeepsAndWrites(nn.Sequential):

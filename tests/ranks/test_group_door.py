@@ -14,6 +14,7 @@ from torch import nn
 from helpers.models import Recipe
 from helpers.parity import assert_same_run, assert_same_tensors, fit_here, zero3
 from helpers.ranks import run_ranks
+from helpers.tracking import on_cuda
 from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
@@ -59,6 +60,38 @@ def test_training_is_that_of_one_process(name, world_size):
         assert_same_tensors(other.gradients, first.gradients)
     losses = zip(first.losses, *(other.losses for other in others), strict=True)
     assert_same_run(replace(first, losses=[sum(step) / world_size for step in losses]), one_process())
+
+
+# ---- one rank, over NCCL where there is a GPU --------------------------------------------------
+
+
+def exchanges_alone(rank, world_size, device):
+    group = dist.new_group(backend="nccl") if device == "cuda" else dist.group.WORLD
+    door, values = GroupCollectives(group, dist.group.WORLD), torch.arange(12.0, device=device) / 7
+    found = {
+        "gathered": door.all_gather(values.clone().view(torch.uint8)).wait().view(torch.float32),
+        "summed": door.reduce_scatter(values.clone()).wait(),
+        "summed in float64": door.reduce_scatter(values.double()).wait(),
+        "summed, complex": door.reduce_scatter(torch.complex(values, -values)).wait(),
+        "broadcast": door.broadcast(values.clone()),
+        "largest": door.all_reduce(values.clone(), "max"),
+        "agreed": door.agree(torch.arange(3)),
+    }
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", on_cuda])
+def test_exchanges_of_one_rank(device):
+    values = torch.arange(12.0) / 7
+    expected = dict.fromkeys(["gathered", "summed", "broadcast", "largest"], values) | {
+        "summed in float64": values.double(),
+        "summed, complex": torch.complex(values, -values),
+        "agreed": torch.arange(3),
+    }
+    (found,) = run_ranks(exchanges_alone, 1, device, timeout=60)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 # ---- ranks that part -------------------------------------------------------------------------

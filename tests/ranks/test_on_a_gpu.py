@@ -5,33 +5,12 @@
 
 import pytest
 import torch
-from behaviours import load_cases
-from behaviours.harness import CASES, compare_on_rank
 
 from helpers.contracts import BLOCKS, IN_THE_SLOTS, ON_THE_WIRE, UNIT_BYTES, build, count_calls, micro_batch
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-
-
-def record_stream(*args):
-    raise AssertionError("record_stream makes the allocator wait for a stream; slots are nobody's to reuse")
-
-
-def behaviours(rank, world_size, names):
-    torch.Tensor.record_stream = record_stream
-    return compare_on_rank(rank, world_size, "zero3", names, "cuda")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_behaviours_without_record_stream(world_size):
-    load_cases()
-    names = [name for name, case in CASES.items() if world_size in case.worlds and case.expected(world_size) == "right"]
-    for start in range(0, len(names), 20):
-        batch = names[start : start + 20]
-        for found in run_ranks(behaviours, world_size, batch, timeout=120):
-            assert found == dict.fromkeys(batch, [])
 
 
 def calls_of_a_step(rank, world_size):

@@ -99,3 +99,45 @@ def _unknown(rank, world_size):
 
 def test_a_pattern_that_matches_nothing_is_an_error():
     run_ranks(_unknown, 1)
+
+
+class SteppedTwice(pl.LightningModule):
+    """Steps twice in a `training_step`; the weight of `head` itself is in use meanwhile, as it has a child that is a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 8)
+        self.head.adapter = nn.Linear(8, 8)
+        self.losses = []
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            with torch.autocast("cpu", enabled=False):
+                loss = (self.head(batch) + self.head.adapter(batch)).square().mean()
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 8), batch_size=1)
+
+
+def _step_twice(rank, world_size):
+    found = []
+    for strategy in ("ddp", zero3(unit_policy=None)):
+        module = SteppedTwice()
+        trainer(strategy, world_size, precision="bf16-mixed", max_epochs=1).fit(module)
+        found.append(module.losses)
+    return found
+
+
+def test_a_step_between_two_uses_of_full_weights_is_seen():
+    for expected, losses in run_ranks(_step_twice, 2, timeout=60):
+        assert losses == expected and len(set(losses)) == len(losses)

@@ -1,0 +1,108 @@
+"""An error that a user catches leaves nothing behind: later forwards compute with the weights that are stored."""
+
+import ctypes
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.residency import ResidencyError
+
+DIM, CPU = 6, torch.device("cpu")
+
+
+class Doubling(nn.Module):
+    """Doubles its weight in the first forward after it was told so."""
+
+    doubles = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        if self.doubles:
+            self.doubles = False
+            with torch.no_grad():
+                self.linear.weight.mul_(2)
+        return self.linear(x)
+
+
+def build(*layers, policy=(Doubling,), **options):
+    """A model of ``layers``, what it computes of ones, and its engine."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layers or (Doubling() for _ in range(2))))
+    expected = compute(model)
+    options = {"slot_dtype": lambda name, parameter: torch.bfloat16} | options
+    collectives = make_collectives(dist.group.WORLD, CPU)
+    return model, expected, Zero3Engine(model, device=CPU, collectives=collectives, unit_policy=policy, **options)
+
+
+def compute(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(torch.ones(2, DIM))
+
+
+def in_a_step(rank, world_size):
+    model, expected, engine = build()
+    model[1].doubles = True  # the last one: nobody else takes its memory
+    with pytest.raises(ResidencyError, match=r"'1\.linear\.weight' was changed in place"), engine.step():
+        compute(model)
+    with engine.step():
+        assert torch.equal(compute(model), expected)
+
+
+def outside_of_steps(rank, world_size):
+    model, expected, _ = build()
+    model[1].doubles = True
+    with pytest.raises(ResidencyError, match=r"'1\.linear\.weight' was changed in place"):
+        compute(model)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "the hooks of the step that was none"
+    assert torch.equal(compute(model), expected)
+
+
+class Rooted(nn.Module):
+    """Has a weight of its own, which is in use during the whole step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.eye(DIM)), Doubling()
+
+    def forward(self, x):
+        return self.inner(nn.functional.linear(x, self.weight))
+
+
+def beside_the_users_own(rank, world_size):
+    """The step is abandoned to its end although a part of that raises, too."""
+    model, expected, engine = build(Rooted())
+    assert [unit.name for unit in engine.units] == ["(root)", "0.inner"]
+    with pytest.raises(ResidencyError, match=r"'0\.weight' was changed in place") as caught, engine.step():
+        compute(model)
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        raise KeyError("the user's")
+    assert isinstance(caught.value.__context__, KeyError)
+    assert not engine.arena.in_use and engine.passes.schedule.upcoming() is None
+    with engine.step():
+        assert torch.equal(compute(model), expected)
+
+
+def written_by_address(rank, world_size):
+    """With `debug` it is found when the unit is gathered again."""
+    model, expected, engine = build(debug=True, slot_dtype=lambda name, parameter: parameter.dtype)
+    chunk = engine.units[1].chunks[0]
+    (ctypes.c_float * 3).from_address(chunk.slot.data_ptr())[:] = [1.0] * 3
+    with pytest.raises(ResidencyError, match="was written while its parameters rested"), engine.step():
+        compute(model)
+    chunk.slot.fill_(float("nan"))
+    with engine.step():
+        assert torch.equal(compute(model), expected)
+
+
+@pytest.mark.parametrize("case", [in_a_step, outside_of_steps, beside_the_users_own, written_by_address])
+def test_what_follows_is_right(case):
+    run_ranks(case, 2)
