@@ -81,6 +81,7 @@ LAYERS = [
         TORCH,
     ),
     (["strategies/engine/gradients", "strategies/engine/saved"], TORCH),
+    (["strategies/engine/contexts"], TORCH),
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/backward"], TORCH),
     (["strategies/engine/engine"], TORCH),

@@ -19,6 +19,7 @@ from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
+from .contexts import watch_contexts
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
@@ -115,6 +116,7 @@ class Zero3Engine:
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
             guard(self.arena.memory, self.arena.in_arrays)
+            watch_contexts()
         self._saved = SavedTensors(self.units, self.arena)
         self.kept = KeptViews(self.units, self.arena)
         self.gradients = Gradients(self.units, self.groups, self.reducer)

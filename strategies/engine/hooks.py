@@ -151,6 +151,11 @@ def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
     return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
 
 
+def exchange(value: Any, others: dict[int, Tensor]) -> None:
+    """Put others in the place of tensors in ``value``, a container, by their ids."""
+    _replace(value, lambda tensor: others.get(id(tensor), tensor))
+
+
 def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
@@ -159,7 +164,8 @@ def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             value[key] = _replace(item, change)
     elif isinstance(value, tuple):
         items = [_replace(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if any(now is not before for now, before in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     elif is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
             object.__setattr__(value, f.name, _replace(getattr(value, f.name, None), change))

@@ -35,18 +35,23 @@ class BackwardSchedule:
 
     def __init__(self) -> None:
         self._tape: list[int] = []  # visits still to come, the next one last
+        self._left: dict[int, int] = {}  # unit -> how many of them are its
 
     def record(self, unit: int) -> None:
         """The forward of ``unit`` made outputs that need gradients; the newest is visited first."""
         self._tape.append(unit)
+        self._left[unit] = self._left.get(unit, 0) + 1
 
     def clear(self) -> None:
         """Forget the pass."""
         self._tape.clear()
+        self._left.clear()
 
     def advance(self) -> int:
         """Take the next visit whatever it is; return its unit."""
-        return self._tape.pop()
+        unit = self._tape.pop()
+        self._left[unit] -= 1
+        return unit
 
     def upcoming(self) -> int | None:
         """The unit of the next visit."""
@@ -54,4 +59,4 @@ class BackwardSchedule:
 
     def pending(self, unit: int) -> bool:
         """Whether ``unit`` is to be visited again."""
-        return unit in self._tape
+        return bool(self._left.get(unit))

@@ -16,11 +16,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_any, tree_map_only
 
-from ..residency.functions import instances
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
 from .hooks import copy_views, transform
 from .kept import kept_view
@@ -45,7 +42,7 @@ class SavedTensors:
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
         self.recomputed: list[Unit] = []  # in use because a recomputation saved views of them
         if self._stop - self._start:
-            _WATCHING.add(self)
+            WATCHING.add(self)
             _watch_others()
 
     @contextmanager
@@ -151,19 +148,26 @@ class SavedTensors:
             entries = () if unit is None else unit.entries_at(held.data_ptr())
             if not any(is_aliased(entry.parameter) for entry in entries):
                 raise _modified(held, version)
-        if unit is None:
-            return held
+        return held if unit is None or unit.phase is Phase.IN_USE else self.look_up(held, unit)
+
+    def look_up(self, view: Tensor, unit: Unit) -> Tensor:
+        """``view`` of the slot of ``unit``, or of a copy if another unit may be there."""
         if unit.phase is Phase.RESTING:
             # Not into the slot: another operand of the same operation may be a view of what is there.
             if self._spilled is None or self._spilled[0] is not unit:
                 self._spilled = unit, unit.copy_of_slot()
-            offset = held.data_ptr() - self._start - unit.region.start
-            alias = self._spilled[1].view(held.dtype).as_strided(held.shape, held.stride(), offset // held.itemsize)
-            alias = alias.conj() if held.is_conj() else alias
-            return torch._neg_view(alias) if held.is_neg() else alias
+            offset = view.data_ptr() - self._start - unit.region.start
+            alias = self._spilled[1].view(view.dtype).as_strided(view.shape, view.stride(), offset // view.itemsize)
+            alias = alias.conj() if view.is_conj() else alias
+            return torch._neg_view(alias) if view.is_neg() else alias
         if unit.phase is Phase.GATHERING:
             unit.arrive()
-        return held
+        return view
+
+    def unit_of(self, view: Tensor) -> Unit | None:
+        """Whose weights ``view`` shows, if that unit is in use."""
+        offset = view.data_ptr() - self._start
+        return next((unit for unit in self._arena.holders if offset in unit.region and unit.pins), None)
 
 
 def _modified(held: Tensor, version: int) -> RuntimeError:
@@ -191,7 +195,7 @@ def _require_asked(parameter: Tensor) -> None:
 
 # ---- hooks of the user's own, which autograd asks instead ----------------------------------------
 
-_WATCHING: WeakSet[SavedTensors] = WeakSet()
+WATCHING: WeakSet[SavedTensors] = WeakSet()
 
 
 class _Kept(partial):
@@ -205,7 +209,7 @@ def _watch_others() -> None:
     @wraps(enter)
     def enter_sheltered(self: saved_tensors_hooks) -> None:
         pack, module = self.pack_hook, getattr(self.pack_hook, "__module__", "")
-        if not _WATCHING or module.partition(".")[0] == __name__.partition(".")[0]:
+        if not WATCHING or module.partition(".")[0] == __name__.partition(".")[0]:
             pass  # our own, of captured graphs too
         elif module != "torch.utils.checkpoint":
             self.pack_hook, self.unpack_hook = _shelter(pack, self.unpack_hook)
@@ -215,25 +219,21 @@ def _watch_others() -> None:
 
     saved_tensors_hooks.__enter__ = enter_sheltered  # type: ignore[method-assign]
     torch.autograd._engine_run_backward = _watched(torch.autograd._engine_run_backward)  # what all ways to a backward call
-    Function.apply = classmethod(_noting_places(Function.apply.__func__))
-    for name in ("apply", "apply_boxed"):  # the second since torch 2.13
-        if hasattr(BackwardCFunction, name):
-            setattr(BackwardCFunction, name, _with_places(getattr(BackwardCFunction, name)))
 
 
-def _owner(tensor: Tensor) -> SavedTensors | None:
+def owner_of(tensor: Tensor) -> SavedTensors | None:
     """Who has ``tensor`` in a slot."""
-    return next((saved for saved in _WATCHING if saved.covers(tensor)), None)
+    return next((saved for saved in WATCHING if saved.covers(tensor)), None)
 
 
 def _note_place(tensor: Tensor) -> _Kept:
-    owner = _owner(tensor)
+    owner = owner_of(tensor)
     return _Kept(owner.unpack, owner.pack(tensor))
 
 
 def _lasting(tensor: Tensor) -> Tensor:
     """What a recomputation may save of ``tensor``: itself, or a copy of weights whose unit's backward may be over before."""
-    owner = _owner(tensor)
+    owner = owner_of(tensor)
     if owner is None or owner.is_held(tensor):
         return tensor
     with apart():
@@ -245,7 +245,7 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        watched = not (create_graph and _WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        watched = not (create_graph and WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         # torch.func refuses such hooks, and keeps what it saves to itself.
         with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, _unpack_any):
             return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
@@ -254,7 +254,7 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pack_any(tensor: Tensor) -> _Kept | SavedOther:
-    if _owner(tensor) is not None:
+    if owner_of(tensor) is not None:
         return _note_place(tensor)
     held = tensor.detach()
     return held, held._version
@@ -273,7 +273,7 @@ def _shelter(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> 
     """Hooks like these, but what they keep of a slot is looked up when backward reads it, or a copy if it is in a container."""
 
     def pack_place(tensor: Tensor) -> Any:
-        owner, packed = _owner(tensor), pack(tensor)
+        owner, packed = owner_of(tensor), pack(tensor)
         if owner is None:
             return packed
         if isinstance(packed, Tensor):
@@ -282,50 +282,3 @@ def _shelter(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> 
         return packed if copied is None else copied
 
     return pack_place, lambda packed: unpack(packed() if type(packed) is _Kept else packed)
-
-
-# ---- what a custom Function leaves on `ctx`, which autograd does not see -------------------------
-
-_PLACES = "_zero3_places"  # on a ctx: its attributes that are looked up when backward begins
-
-
-def _noting_places(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """``Function.apply``: views of weights that forward leaves on ``ctx`` are noted, like those that it saves for backward."""
-
-    @wraps(apply)
-    def apply_noting(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        result = apply(cls, *args, **kwargs)
-        for tensor in instances(result, Tensor) if _WATCHING else ():
-            if type(tensor.grad_fn) is cls._backward_cls:
-                attributes = vars(tensor.grad_fn)
-                views = [name for name, value in attributes.items() if tree_any(_is_view, value)]
-                if views:
-                    noted = {name: tree_map_only(_is_view, _note_place, attributes.pop(name)) for name in views}
-                    attributes[_PLACES] = noted | attributes.get(_PLACES, {})
-                break
-        return result
-
-    return apply_noting
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(value, Tensor) and any(saved.in_slot(value) for saved in _WATCHING)
-
-
-def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A Function's backward, which finds on ``ctx`` what its forward left there."""
-
-    @wraps(run_backward)
-    def run_with_places(ctx: BackwardCFunction, *grads: Any) -> Any:
-        attributes = vars(ctx)
-        noted = attributes.get(_PLACES)
-        if noted is None:
-            return run_backward(ctx, *grads)
-        attributes.update((name, tree_map_only(_Kept, _Kept.__call__, value)) for name, value in noted.items())
-        try:
-            return run_backward(ctx, *grads)
-        finally:
-            for name in noted:
-                attributes.pop(name, None)  # it may run once more, when another unit is there
-
-    return run_with_places

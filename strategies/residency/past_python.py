@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -133,7 +134,11 @@ def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
 
 def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
     """``torch.Tensor(parameter)``: two would have one memory."""
-    _require_own_memory(Tensor, (*args, *kwargs.values()))
+    if type(self).__new__ is Tensor.__new__:
+        _require_own_memory(Tensor, (*args, *kwargs.values()))
+    following = super(Tensor, self).__init__
+    if not isinstance(following, MethodWrapperType):  # of a class beside `Tensor`, and not what `object` has
+        following(*args, **kwargs)
 
 
 class _Data(property):

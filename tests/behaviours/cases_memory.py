@@ -197,6 +197,113 @@ class FunctionKeepingView(Blocks):
 
 
 @case
+class FunctionCalledByAlias(FunctionKeepingView):
+    """A custom Function that keeps a view of a weight on `ctx`, called by a name for its `apply`, in place on a view"""
+
+    class Product(FunctionKeepingView.Product):
+        @staticmethod
+        def forward(ctx, y, x, weight):
+            ctx.x, ctx.view = x, weight.t()
+            ctx.mark_dirty(y)
+            return y.add_(x @ weight.t())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad @ ctx.view.t(), grad.t() @ ctx.x
+
+    product = Product.apply  # before any model is sharded
+
+    def run(self, block, x):
+        y = torch.zeros(len(x), 4 * DIM) * x.sum()
+        type(self).product(y[:, : 2 * DIM], x, block.up.weight)
+        block.result = x + block.down(y[:, : 2 * DIM])
+
+
+@case
+class FunctionKeepingOthers(FunctionKeepingView):
+    """A custom Function that keeps views on `ctx` in a dict that layers share, and returns the outputs of earlier ones"""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, shared):
+            ctx.x, ctx.shared, ctx.number = x, shared, len(shared)
+            shared[ctx.number] = weight.t()
+            earlier = {"outputs": list(shared.get("outputs", ()))}
+            return earlier, x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, _, grad):
+            ctx.shared["visits"] = ctx.shared.get("visits", 0) + 1
+            return grad @ ctx.shared[ctx.number].t(), grad.t() @ ctx.x, None
+
+    def run(self, block, x):
+        _, y = self.Product.apply(x, block.up.weight, self.shared)
+        self.shared.setdefault("outputs", []).append(y)
+        block.result = x + block.down(y)
+
+    def loss(self, model, batch):
+        self.shared = {}
+        loss = super().loss(model, batch)
+        assert loss.grad_fn is not None
+        return loss
+
+
+class PenalizedProduct(torch.autograd.Function):
+    """Keeps what it was given, which has a graph that leads to the weight."""
+
+    @staticmethod
+    def forward(ctx, x, turned):
+        ctx.x, ctx.turned = x, turned
+        return x @ turned
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.turned.t(), ctx.x.t() @ grad
+
+
+@case
+class FunctionDifferentiatedTwice(Blocks):
+    """A custom Function that keeps a view of a weight on `ctx`, under a gradient penalty"""
+
+    def run(self, block, x):
+        return x + block.down(torch.tanh(PenalizedProduct.apply(x, block.up.weight.t())))
+
+    def loss(self, model, batch):
+        batch.requires_grad_()
+        out = model(batch).square().mean()
+        (grad,) = torch.autograd.grad(out, batch, create_graph=True)
+        return out + grad.square().sum()
+
+
+@case
+class FunctionLeftAndDifferentiatedTwice(FunctionDifferentiatedTwice):
+    """A custom Function that keeps a view of a weight on `ctx`, under a gradient penalty, the result left in an attribute"""
+
+    refused = r"A custom Function of unit blocks\.3 kept a view of a weight on `ctx`, and is differentiated twice.*save_for"
+
+    def run(self, block, x):
+        block.result = super().run(block, x)
+
+    def loss(self, model, batch):
+        batch.requires_grad_()
+        loss = NoneOutput.loss(self, model, batch)
+        (grad,) = torch.autograd.grad(loss, batch, create_graph=True)
+        return loss + grad.square().sum()
+
+
+@case
+class TypedConstructor(Taken):
+    """`torch.FloatTensor(weight)` outside its unit's forward"""
+
+    on_host = True
+    refused = None
+    unseen = NAN
+
+    def read(self, weight):
+        return torch.FloatTensor(weight)
+
+
+@case
 class FunctionKeepingViews(FunctionKeepingView):
     """A custom Function that keeps views of a weight in a list in a dict on `ctx`, differentiated twice"""
 

@@ -118,9 +118,10 @@ def sgd(case, model):
 
 
 def distance(found, expected):
-    """The largest one of an element, relative to the largest element of its tensor."""
-    pairs = [(found[n], value) for n, value in expected.items() if isinstance(value, torch.Tensor) and value.any()]
-    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
+    """The largest one of an element, relative to the largest element of its tensor; NaN if there is one."""
+    pairs = [(found[n], value) for n, value in expected.items() if isinstance(value, torch.Tensor) and value.numel()]
+    apart = [((a.double() - b.double()).abs().max(), b.double().abs().max()) for a, b in pairs]
+    return float(torch.stack([gap / size if gap else gap for gap, size in apart]).max())
 
 
 def too_far(name, found, autocast, fp32):

@@ -166,3 +166,37 @@ def own_exchanges(rank, world_size):
 
 def test_the_engine_does_not_pay():
     assert run_ranks(own_exchanges, 2) == [[], []]
+
+
+class Noted:
+    def __init__(self, *args):
+        super().__init__()
+        self.noted = args
+
+
+class Mixed(torch.Tensor, Noted):
+    """`torch.Tensor` has no `__init__`, so Python comes to the next class that has one."""
+
+
+class Scaled(torch.Tensor):
+    """Takes a tensor and copies it: nothing is shared."""
+
+    def __new__(cls, tensor, scale):
+        return (tensor * scale).detach().as_subclass(cls)
+
+
+def constructors(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    weight = model[0].weight.detach().clone()
+    _, engine = build(model)
+    assert Mixed([1.0, 2.0]).noted == ([1.0, 2.0],) and torch.Tensor(2, 3).shape == (2, 3)
+    with engine.step():
+        scaled = Scaled(model[0].weight, 2.0)
+        assert type(scaled) is Scaled and torch.equal(torch.stack(scaled.unbind()), 2 * weight)
+        with pytest.raises(ResidencyError, match=r"`torch\.Tensor` would touch the memory of parameter '0\.weight'"):
+            torch.Tensor(model[0].weight)
+        model(torch.ones(1, 4))
+
+
+def test_constructors_of_users_are_what_they_were():
+    run_ranks(constructors, 2)
