@@ -121,7 +121,7 @@ def sgd(case, model):
 
 
 def distance(found, expected):
-    """The largest one of an element, relative to the largest element of its tensor; NaN if one is NaN, and not expected to be."""
+    """The largest one of an element, relative to the largest element of its tensor; NaN if one is NaN that should not be."""
     apart = [torch.zeros(())]
     for name, value in expected.items():
         if isinstance(value, torch.Tensor) and value.numel():

@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.accelerators.cpu import get_cpu_stats
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -241,8 +242,13 @@ class DeviceStats(Module):
     def on_train_end(self):
         if self.trainer.is_global_zero:
             self.trainer.logger.save()
-            (row, *_) = csv.DictReader(open(Path(self.trainer.logger.log_dir) / "metrics.csv"))
-            assert 0 <= float(row["DeviceStatsMonitor.on_train_batch_start/cpu_percent"]) <= 100
+            rows = list(csv.DictReader(open(Path(self.trainer.logger.log_dir) / "metrics.csv")))
+            for hook in ("on_train_batch_start", "on_train_batch_end"):
+                for name in get_cpu_stats():
+                    column = [row[f"DeviceStatsMonitor.{hook}/{name}"] for row in rows]
+                    found = [float(value) for value in column if value]
+                    assert len(found) == self.trainer.global_step and all(0 <= value <= 100 for value in found), name
+                    assert all(found) or name != "cpu_vm_percent", "of the machine's memory, some is in use"
 
 
 class Summarized(Module):
