@@ -104,9 +104,10 @@ def main():
         found = counted(kind, "tiny")
         collectives = ", ".join(f"{count} {name.strip('_')}" for name, count in found["collectives"].items())
         table.add_row(kind, f"{per_block[kind] - per_block['single']:.0f}", collectives, f"{found['nbytes'] / least:.3f}")
+    title = in_a_line()
     with (HERE / "results" / "calls.txt").open("w") as file:
         for console in (Console(width=140), Console(file=file, width=140)):
-            console.print(in_a_line())
+            console.print(title)
             console.print(table)
 
 

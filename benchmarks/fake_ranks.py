@@ -133,9 +133,10 @@ def main():
         spread = f"{times[0]:.1f} to {times[-1]:.1f}"
         table.add_row(str(ranks), kind, f"{statistics.median(times):.1f}", spread, f"{peak:.1f}", f"{reserved:.1f}")
     stem = HERE / "results" / f"fake-ranks-{options.device}-{options.size}"
+    title = in_a_line()
     with stem.with_suffix(".txt").open("w") as file:
         for console in (Console(), Console(file=file, width=120)):
-            console.print(in_a_line())
+            console.print(title)
             console.print(table)
 
 
