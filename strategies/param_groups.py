@@ -20,7 +20,7 @@ from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
 from .long_vector import LongVector
 from .optimizer_uses import protect
-from .optimizers import Stepping, stepping
+from .optimizers import Stepping, Tried
 from .owned import OwnedTensors
 from .substitution import Substitution
 
@@ -39,7 +39,8 @@ class ParamGroups:
 
     def __init__(self, optimizers: Sequence[Optimizer], shard: Callable[[], Zero3Engine], device: torch.device) -> None:
         self._optimizers, self._shard = optimizers, shard
-        self._stepping = [stepping(optimizer, device) for optimizer in optimizers]
+        self._tried = [Tried(optimizer, device) for optimizer in optimizers]
+        self._stepping = [tried.stepping for tried in self._tried]
         self._substitutions: dict[int, Substitution] = {}
         self._added: dict[int, str] = {}  # optimizer -> a parameter that it has since the last backward
 
@@ -75,6 +76,8 @@ class ParamGroups:
 
     def follow(self, engine: Zero3Engine) -> Zero3Engine:
         """The engine for the groups as they are now: ``engine`` itself unless they were edited; collective then."""
+        for tried in self._tried:
+            tried.follow()
         if not self._edited(engine):
             return engine
         engine.structure.check()

@@ -87,6 +87,7 @@ LAYERS = [
     (["strategies/engine/engine"], TORCH),
     (["strategies/engine/__init__"], TORCH),
     (["strategies/captured"], TORCH),
+    (["strategies/optimizer_questions", "strategies/optimizer_trial"], TORCH),
     (["strategies/device_waits", "strategies/finite", "strategies/optimizers", "strategies/substitution"], TORCH),
     (["strategies/checkpoints/archive"], NOTHING),
     (["strategies/checkpoints/boxes", "strategies/checkpoints/manifest", "strategies/checkpoints/options"], NOTHING),

@@ -45,6 +45,78 @@ class NormsByAttribute(Module):
         return optimizer
 
 
+class NormsWhenLarge(Module):
+    """A rule that no trial of the optimizer brings about: few gradients are so large, and on no rank all of them."""
+
+    def configure_optimizers(self):
+        class Clipping(torch.optim.SGD):
+            def step(self, closure=None):
+                loss = None if closure is None else closure()
+                with torch.no_grad():
+                    for p in [p for group in self.param_groups for p in group["params"]]:
+                        p.grad.mul_((250.0 / (p.grad.norm() + 1e-6)).clamp(max=1))
+                super().step()
+                return loss
+
+        return Clipping(self.parameters(), lr=1e-4)
+
+    def training_step(self, batch, batch_idx):
+        return 1e4 * super().training_step(batch, batch_idx)
+
+
+class NormsLater(Module):
+    refused = "Scheduled steps on shards.*Now group 0 has weight_decay=0.01, with which it looks at whole.*1e-12"
+
+    def configure_optimizers(self):
+        class Scheduled(Lars):
+            def step(self, closure=None):
+                decays = self.param_groups[0]["weight_decay"]
+                return super().step(closure) if decays else torch.optim.SGD.step(self, closure)
+
+        return Scheduled(self.parameters(), lr=0.5)
+
+    def on_train_epoch_start(self):
+        self.optimizers().param_groups[0]["weight_decay"] = 0.01 * self.current_epoch
+
+
+class SharpnessAware(Module):
+    refused = "Perturbing combines several parameters"
+
+    def configure_optimizers(self):
+        class Perturbing(torch.optim.SGD):
+            """Plain where it has no closure."""
+
+            def step(self, closure=None):
+                if closure is None:
+                    return super().step()
+                closure()
+                with torch.no_grad():
+                    parameters = [p for group in self.param_groups for p in group["params"]]
+                    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+                    moves = [0.5 * p.grad / norm for p in parameters]
+                    torch._foreach_add_(parameters, moves)
+                    loss = torch.enable_grad()(closure)()
+                    torch._foreach_sub_(parameters, moves)
+                super().step()
+                return loss
+
+        return Perturbing(self.parameters(), lr=0.1)
+
+
+class StepSizesInAList(Module):
+    """An option that the optimizer writes into, as early RAdam does."""
+
+    def configure_optimizers(self):
+        class Cached(torch.optim.SGD):
+            def step(self, closure=None):
+                group = self.param_groups[0]
+                group["sizes"][0] = group["sizes"][0] or group["lr"]
+                group["lr"] = 0.9 * group["sizes"][0]
+                return super().step(closure)
+
+        return Cached([{"params": list(self.parameters()), "sizes": [None]}], lr=1e-4)
+
+
 class NormsOfGroups(Module):
     refused = "`norm` would be of the values that this rank holds a shard of.*Use the module's parameters"
 
@@ -130,6 +202,23 @@ class ByReplacingData(Module):
         return loss
 
 
+class MomentaInADict(ByReplacingData):
+    """State that is no tensor, of parameters that some steps do not use."""
+
+    def configure_optimizers(self):
+        class Aggregated(torch.optim.SGD):
+            def step(self, closure=None):
+                loss = None if closure is None else closure()
+                with torch.no_grad():
+                    for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+                        momenta = self.state[p].setdefault("momenta", {beta: torch.zeros_like(p) for beta in (0.0, 0.9)})
+                        for beta, momentum in momenta.items():
+                            p.sub_(momentum.mul_(beta).add_(p.grad), alpha=0.05)
+                return loss
+
+        return Aggregated(self.parameters(), lr=0.1)
+
+
 class GradientsOfBefore(Module):
     """Something was differentiated before the model is sharded: Lightning clears gradients when training starts."""
 
@@ -184,7 +273,7 @@ class StateOfAParameterTaken(StateOfAParameter):
 
 
 class StateHalved(Module):
-    """All of it, as the error says."""
+    """As the error says."""
 
     def on_train_epoch_start(self):
         for state in self.optimizers().state.values():

@@ -5,8 +5,10 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_zero3.strategies.optimizers import Stepping, stepping
+from lightning_zero3.strategies import optimizers
+from lightning_zero3.strategies.optimizers import Stepping, Tried, stepping
 
 
 class InBlocks(torch.optim.SGD):
@@ -160,3 +162,259 @@ def test_it_is_tried_on_the_device_of_the_shards(monkeypatch):
         assert stepping(optimizer, CPU) is Stepping.ELEMENTS
     finally:
         torch.set_default_device(None)
+
+
+class Rule(torch.optim.SGD):
+    """Applies a rule to each gradient before its step."""
+
+    def __init__(self, params, lr, rule):
+        super().__init__(params, lr=lr)
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = self.rule(p, p.grad, group)
+        super().step()
+        return loss
+
+
+RARE = {  # rules of a moment that no trial has
+    "a gradient that is not finite": lambda p, grad, group: grad if torch.isfinite(grad).all() else grad * 0,
+    "a large norm": lambda p, grad, group: grad * (1e6 / (grad.norm() + 1e-6)).clamp(max=1),
+    "a large norm, by a function": lambda p, grad, group: grad * (1e6 / (torch.linalg.norm(grad) + 1e-6)).clamp(max=1),
+    "a large norm, of a list": lambda p, grad, group: grad * (1e6 / (torch._foreach_norm([grad])[0] + 1e-6)).clamp(max=1),
+    "a large norm, computed before in a list": lambda p, grad, group: (
+        grad * (1e6 / (torch._foreach_mul([grad], 2.0)[0].norm() + 1e-6)).clamp(max=1)
+    ),
+    "a large norm, of a product with a number": lambda p, grad, group: grad if (torch.tensor(2.0) * grad).norm() < 1e6 else p,
+    "a large norm, flattened": lambda p, grad, group: grad if grad.flatten().norm() < 1e6 else p,
+    "a large maximum": lambda p, grad, group: grad if grad.abs().max() < 1e6 else grad * 0,
+    "few elements": lambda p, grad, group: grad.sign() if p.numel() < 3 else grad,
+    "few elements, of a shape": lambda p, grad, group: grad.sign() if p.shape.numel() < 3 else grad,
+    "few rows": lambda p, grad, group: grad.sign() if len(p) < 3 else grad,
+    "strides": lambda p, grad, group: grad.sign() if p.stride() == (5,) else grad,
+    "another tensor's values": lambda p, grad, group: grad.sign() if torch.equal(p, grad) else grad,
+    "a norm in one of two groups, at numbers of the group": lambda p, grad, group: grad / max(grad.norm() / group["lr"], 1e9),
+}
+OF_ELEMENTS = {
+    "signs": lambda p, grad, group: grad.sign() * p.abs().clamp(min=0.1),
+    "lists": lambda p, grad, group: torch._foreach_add(torch._foreach_mul([grad], 2.0), [p])[0],
+    "a number first": lambda p, grad, group: torch.where(2.0 * grad > 1, grad, torch.zeros_like(grad)),
+    "a new tensor": lambda p, grad, group: grad + grad.new_zeros(()) + torch.empty_like(p).fill_(0),
+    "questions about types": lambda p, grad, group: (
+        grad if p.is_complex() or grad.is_sparse or not p.is_contiguous() else grad * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*RARE, *OF_ELEMENTS])
+def test_what_asks_for_more_than_elements_needs_whole_tensors(name):
+    optimizer = Rule(nn.Linear(3, 3).parameters(), lr=0.1, rule=(RARE | OF_ELEMENTS)[name])
+    assert stepping(optimizer, CPU) is (Stepping.TENSORS if name in RARE else Stepping.ELEMENTS)
+
+
+class WithClosure(torch.optim.SGD):
+    """Moves the weights, evaluates again, and steps from where they were; without a closure it is SGD."""
+
+    def __init__(self, params, lr, move):
+        super().__init__(params, lr=lr)
+        self.move = move
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is None:
+            return super().step()
+        evaluate = torch.enable_grad()(closure)
+        loss, parameters = evaluate(), [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        self.move(parameters, loss)
+        evaluate()
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+        super().step()
+        return loss
+
+
+def sharpness_aware(parameters, loss):
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    for p in parameters:
+        p += p.grad / norm
+
+
+def extragradient(parameters, loss):
+    for p in parameters:
+        p -= p.grad
+
+
+def by_loss(parameters, loss):
+    for p in parameters:
+        p -= p.grad * loss
+
+
+def test_it_is_tried_with_closures():
+    assert stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, extragradient), CPU) is Stepping.ELEMENTS
+    for move in (sharpness_aware, by_loss):
+        with pytest.raises(ValueError, match="combines several parameters"):
+            stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, move), CPU)
+
+
+class Keeps(torch.optim.SGD):
+    """Takes its rule from what it keeps on itself."""
+
+    def __init__(self, params, lr, total_steps, **config):
+        super().__init__(params, lr=lr)
+        self.total_steps, self.config, self.update = total_steps, config, self.plain
+        if config.get("picked"):
+            self.update = self.by_norm
+
+    def plain(self, grad):
+        return grad
+
+    def by_norm(self, grad):
+        assert self.param_groups[0]["params"][0].shape != (3, 3), "the method of the optimizer itself"
+        return grad / grad.norm()
+
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.grad = self.by_norm(p.grad) if self.config.get("normalise") else self.update(p.grad)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [({}, Stepping.ELEMENTS), ({"picked": True}, Stepping.TENSORS), ({"normalise": True}, Stepping.TENSORS)],
+)
+def test_it_is_tried_with_methods_and_dicts_that_it_keeps_and_with_required_arguments(config, expected):
+    assert stepping(Keeps(nn.Linear(3, 3).parameters(), 0.1, 100, **config), CPU) is expected
+
+
+class OnlyGroups(torch.optim.Optimizer):
+    """Takes groups with exactly these options, each with a rule of its own."""
+
+    def __init__(self, groups):
+        for group in groups:
+            assert group.keys() == {"params", "lr", "normalise"}
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * (p.grad / p.grad.norm() if group["normalise"] else p.grad)
+
+
+@pytest.mark.parametrize(("normalise", "expected"), [(False, Stepping.ELEMENTS), (True, Stepping.TENSORS)])
+def test_it_is_made_again_from_groups(normalise, expected):
+    groups = [{"params": list(nn.Linear(3, 3).parameters()), "lr": 0.1, "normalise": on} for on in (False, normalise)]
+    assert stepping(OnlyGroups(groups), CPU) is expected
+
+
+class Late(torch.optim.SGD):
+    """Does nothing before a step that no option names."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().step(closure) if self.steps >= self.param_groups[0]["weight_decay"] else None
+
+
+def test_an_optimizer_may_begin_late():
+    assert stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=20.5), CPU) is Stepping.ELEMENTS
+    with pytest.raises(ValueError, match="Late made no update of small tensors in 200 steps"):
+        stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=1e9), CPU)
+
+
+class InState(torch.optim.SGD):
+    """Momentum as the state has it: a tensor for each element, or not."""
+
+    kinds = {
+        "a tensor": torch.zeros_like,
+        "a number": lambda p: 0.0,
+        "a dict": lambda p: {0.9: torch.zeros_like(p)},
+        "a list": lambda p: [torch.zeros_like(p)],
+        "another shape": lambda p: torch.zeros(1),
+    }
+
+    def __init__(self, params, lr, kind):
+        super().__init__(params, lr=lr)
+        self.kind = kind
+
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            self.state[p].setdefault("momentum", self.kinds[self.kind](p))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", InState.kinds)
+def test_state_that_shards_cannot_be_cut_from_needs_whole_tensors(kind):
+    optimizer = InState(nn.Linear(3, 3).parameters(), 0.1, kind)
+    assert stepping(optimizer, CPU) is (Stepping.ELEMENTS if kind in ("a tensor", "a number") else Stepping.TENSORS)
+
+
+class ScheduleFree(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["train_mode"] = False
+
+    def train(self):
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def step(self, closure=None):
+        assert self.param_groups[0]["train_mode"], "call train() before"
+        return super().step(closure)
+
+
+def test_one_that_must_be_told_to_train_is_told():
+    optimizer = ScheduleFree(nn.Linear(3, 3).parameters(), 0.1)
+    assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+    assert not optimizer.param_groups[0]["train_mode"]
+
+
+def test_a_trial_leaves_the_optimizer_and_the_hooks_of_all_optimizers_alone():
+    options = {"buffer": [[None, 0]], "table": {"rate": 1}}
+    seen = []
+
+    def count(p, grad, group):
+        group["buffer"][0][1] += 1
+        group["table"]["rate"] += 1
+        return grad
+
+    optimizer = Rule([{"params": nn.Linear(3, 3).parameters(), **options}], lr=0.1, rule=count)
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+    try:
+        assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+        assert (seen, optimizer.param_groups[0]["buffer"], optimizer.param_groups[0]["table"]) == ([], [[None, 0]], {"rate": 1})
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+        assert seen == [1]
+    finally:
+        handle.remove()
+
+
+def test_options_that_turn_a_rule_on_later_are_tried_then(monkeypatch):
+    tried = Tried(ByOption(nn.Linear(3, 3).parameters(), lr=0.1), CPU)
+    group = tried.optimizer.param_groups[0]
+    trials = []
+    find_out = optimizers._find_out
+    monkeypatch.setattr(optimizers, "_find_out", lambda *args: trials.append(args) or find_out(*args))
+    for step in range(5):
+        group["lr"], group["steps"], group["weight_decay"] = 0.1 / (step + 1), step, 0.1 * step
+        tried.follow()
+    assert len(trials) == 2  # for numbers that were not there or 0; that they change in every step turns nothing on
+    group["trust"] = True
+    with pytest.raises(ValueError, match=r"ByOption steps on shards.* group 0 has trust=True, with which it looks at whole"):
+        tried.follow()
+    del group["trust"]
+    tried.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "trust": True})
+    with pytest.raises(ValueError, match="group 1 has trust=True"):
+        tried.follow()
+
+
+def test_options_may_change_where_it_steps_on_whole_tensors():
+    groups = [{"params": nn.Linear(3, 3).parameters()}, {"params": nn.Linear(3, 3).parameters(), "trust": True}]
+    tried = Tried(ByOption(groups, lr=0.1), CPU)
+    tried.optimizer.param_groups[0]["trust"] = True
+    tried.follow()
+    assert tried.stepping is Stepping.TENSORS
