@@ -105,7 +105,8 @@ class PairwiseCollectives(GroupCollectives):
             return super().agree(values, meeting)
         numel = values.numel()
         if numel not in self._votes:
-            self._votes[numel] = torch.empty(self.world_size, numel, dtype=torch.int64)
+            with torch.inference_mode(False):  # others will vote outside of it
+                self._votes[numel] = torch.empty(self.world_size, numel, dtype=torch.int64)
         votes = self._votes[numel]
         votes[self.rank] = values
         for work in self._trade(meeting, self._AGREE, votes, [votes[self.rank]] * self.world_size):

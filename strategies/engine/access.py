@@ -98,8 +98,9 @@ class Access:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.home.Home.gradient`."""
         entry = self._entries[id(parameter)]
-        self._settle_gradients(entry.name)
-        grad = self._gradients.full(entry)
+        with apart():
+            self._settle_gradients(entry.name)
+            grad = self._gradients.full(entry)
         if grad is None:
             return None
         since, held = self._gradients.since(entry), self._held.get(entry.name)
@@ -114,8 +115,9 @@ class Access:
         """See :meth:`~.residency.home.Home.set_gradient`."""
         entry = self._entries[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
-            self._settle_gradients(entry.name)
-            self._gradients.assign(entry, grad)
+            with apart():
+                self._settle_gradients(entry.name)
+                self._gradients.assign(entry, grad)
             entry.assigned += 1
             if isinstance(grad, ShardedCopy) and grad.parameter is parameter:
                 grad.since, self._held[entry.name] = self._gradients.since(entry), grad
@@ -147,9 +149,10 @@ class Access:
         if units and units[0].announce is None:  # else ranks that have nothing to run take part
             self._collectives.meet(Meeting.GATHERED)
         values = {}
-        for unit in units:
-            full = unit.values()
-            values.update({e.name: full[e.name].clone() for e in wanted if e.unit == unit.index})
+        with apart():
+            for unit in units:
+                full = unit.values()
+                values.update({e.name: full[e.name].clone() for e in wanted if e.unit == unit.index})
         for unit in units:
             _require_unused(unit, wanted)
         aliased = [is_aliased(entry.parameter) for entry in wanted]

@@ -35,7 +35,7 @@ class Buffers:
                     agreed = collectives.broadcast(local.detach().clone().contiguous())
                     if collectives.global_rank and not torch.allclose(local, agreed, rtol=0, atol=0, equal_nan=True):
                         self.differing.append(f"{prefix}.{name}".lstrip("."))
-                        local.copy_(agreed)
+                        _write(local, agreed)
                 module._buffers[name] = moved[buffer]
         owned = [(name, m) for name, m in model.named_modules() if any(b is not None for b in m._buffers.values())]
         self._prefixes, owners = [f"{name}.".lstrip(".") for name, _ in owned], [m for _, m in owned]
@@ -116,12 +116,16 @@ class Buffers:
         """Of rank 0, to the other ranks."""
         if not tensors:
             return
-        with torch.no_grad():
-            parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in tensors]
-            packed = self._collectives.broadcast(torch.cat(parts))
-            if self._collectives.global_rank:
-                for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
-                    b.copy_(part.clone().view(b.dtype).view(b.shape))  # cloned: a view of a dtype must be aligned
+        parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in tensors]
+        packed = self._collectives.broadcast(torch.cat(parts))
+        if self._collectives.global_rank:
+            for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
+                _write(b, part.clone().view(b.dtype).view(b.shape))  # cloned: a view of a dtype must be aligned
+
+
+def _write(buffer: Tensor, value: Tensor) -> None:
+    with torch.inference_mode():  # what was made under it can be written in no other way
+        buffer.copy_(value)
 
 
 def _look(table: dict[str, Tensor | None]) -> list[_Seen]:

@@ -241,7 +241,8 @@ class Unit:
 
     def _take_master(self, entry: Entry) -> None:
         # A copy: what autograd saves of it must not keep the values of the whole unit alive.
-        set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
+        with apart():
+            set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
 
     def keep_written(self) -> None:
         """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
@@ -373,8 +374,8 @@ class Unit:
     def _gather_apart(
         self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange
     ) -> Tensor:
-        buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
         with apart():
+            buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer
