@@ -122,7 +122,7 @@ class Zero3Engine:
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
-        self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
+        self.access = self._saved.home = Access(self.units, self.collectives, self.gradients, *callbacks)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
         self.passes = Backward(self.units, *passes, self.kept, self._adopt_flat_values)
 

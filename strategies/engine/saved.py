@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
+from ..residency.home import Home
+from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, home_of, is_aliased
 from .hooks import copy_views, transform
 from .kept import kept_view
 from .unit import Arena, Phase, Unit, apart
@@ -33,6 +34,8 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 class SavedTensors:
     """Pack and unpack hooks for ``torch.autograd.graph.saved_tensors_hooks``."""
+
+    home: Home  # of the parameters: those of another engine, which may have taken some over, are none of ours
 
     def __init__(self, units: list[Unit], arena: Arena) -> None:
         self._units, self._arena = units, arena
@@ -86,7 +89,8 @@ class SavedTensors:
         if type(tensor) is RestingParameter:
             return self._of_resting(tensor)
         try:
-            address = tensor.data_ptr()
+            with torch._C.DisableTorchFunctionSubclass():  # a user's class is not asked
+                address = tensor.data_ptr()
         except RuntimeError:  # has no storage (functorch), or more than one
             values = tensor._values() if tensor.is_sparse else tensor.values() if tensor.layout in _COMPRESSED else None
             return tensor if values is None or not self.covers(values) else tensor.detach().clone()
@@ -104,9 +108,11 @@ class SavedTensors:
                 return held, held._version, unit, unit.version
         raise kept_view(tensor, self._start, self._units)
 
-    def _of_resting(self, parameter: RestingParameter) -> SavedSlot:
+    def _of_resting(self, parameter: RestingParameter) -> Tensor | SavedSlot:
         """A custom Function saves a parameter that rests."""
         _require_asked(parameter)
+        if not self.covers(parameter):
+            return parameter.detach()  # of another engine, which gathers it now or raises
         with torch._C.DisableTorchFunctionSubclass():
             held = parameter.detach()
         unit = next(unit for unit in self._units if any(entry.parameter is parameter for entry in unit.entries))
@@ -114,10 +120,13 @@ class SavedTensors:
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a slot: a view of gathered weights, or a parameter itself."""
-        try:
-            return type(tensor) is RestingParameter or self._start <= tensor.data_ptr() < self._stop
-        except RuntimeError:
-            return False
+        if type(tensor) is RestingParameter:
+            return home_of(tensor) is self.home
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return self._start <= tensor.data_ptr() < self._stop
+            except RuntimeError:
+                return False
 
     def is_held(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, in a slot, stays there until its unit's backward is over; see backward.py."""
@@ -126,10 +135,11 @@ class SavedTensors:
 
     def in_slot(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""
-        try:  # as in `covers`, without a call: each forward of a unit asks
-            return self._start <= tensor.data_ptr() < self._stop and not isinstance(tensor, nn.Parameter)
-        except RuntimeError:
-            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            try:  # as in `covers`, without a call: each forward of a unit asks
+                return self._start <= tensor.data_ptr() < self._stop and not isinstance(tensor, nn.Parameter)
+            except RuntimeError:
+                return False
 
     def unpack(self, saved: Tensor | SavedOther | SavedSlot) -> Tensor:
         """Backward reads what :meth:`pack` returned."""
@@ -208,7 +218,7 @@ def _watch_others() -> None:
 
     @wraps(enter)
     def enter_sheltered(self: saved_tensors_hooks) -> None:
-        pack, module = self.pack_hook, getattr(self.pack_hook, "__module__", "")
+        pack, module = self.pack_hook, getattr(self.pack_hook, "__module__", "") or ""
         if not WATCHING or module.partition(".")[0] == __name__.partition(".")[0]:
             pass  # our own, of captured graphs too
         elif module != "torch.utils.checkpoint":

@@ -104,10 +104,11 @@ def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
 
 def is_gathered(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
-    try:
-        return is_sharded(tensor) or is_sharded(tensor._base) or tensor.untyped_storage().data_ptr() in _ARENAS
-    except (RuntimeError, NotImplementedError):  # has no storage, so it is in none of these
-        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return is_sharded(tensor) or is_sharded(tensor._base) or tensor.untyped_storage().data_ptr() in _ARENAS
+        except (RuntimeError, NotImplementedError):  # has no storage, so it is in none of these
+            return False
 
 
 def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
