@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
-from types import MethodWrapperType
+from functools import cache, update_wrapper
+from types import MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._device import _device_constructors
 
 from .functions import instances, name_of
 from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, refusal
@@ -59,7 +58,6 @@ def _wrap_all() -> None:
     _wrap(eager_transforms, "_wrap_for_grad", _lifted)  # for grad, vjp, jacrev, hessian, jvp
     _wrap(vmap, "_add_batch_dim", _lifted)
     _wrap(nn.RNNBase, "flatten_parameters", _flattened)
-    _device_constructors()  # remembers by identity what `torch.device` contexts act on
     for name in ("tensor", "as_tensor", "asarray", "batch_norm"):
         _wrap(torch, name, _normalized if name == "batch_norm" else _constructed)
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
@@ -67,25 +65,45 @@ def _wrap_all() -> None:
         _wrap(torch, name, _asked)
     for name, instead in {"new": _taken, "set_": _taken, "new_tensor": _copied, "numpy": _as_array}.items():
         _wrap(Tensor, name, instead)
-    Tensor.data = _Data(Tensor.data.__get__, Tensor.data.__set__)
+    Tensor.data = _Data(Tensor.data)
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
     # It calls what it was given to call, whatever else is among the arguments.
-    NestedTensor.__torch_function__ = classmethod(_wrapped(NestedTensor.__torch_function__.__func__, _asked))
+    NestedTensor.__torch_function__ = classmethod(_Wrapped(NestedTensor.__torch_function__.__func__, _asked))
+
+
+class _Wrapped:
+    """``function``, which writes to the arguments at ``writes``, but calls of it are answered by ``instead``.
+
+    Equal to ``function``: who has a table of functions (a ``__torch_function__``, a compiler) finds both by either.
+    """
+
+    def __init__(self, function: Callable[..., Any], instead: Callable[..., Any], writes: slice = _NOTHING) -> None:
+        update_wrapper(self, function)
+        self.writes = writes  # see functions.written
+        self._instead = instead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._instead(self, self.__wrapped__, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self.__wrapped__ == other
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # by name, in the module where it is
 
 
 def _wrap(owner: Any, name: str, instead: Callable[..., Any], writes: slice = _NOTHING) -> None:
-    setattr(owner, name, _wrapped(getattr(owner, name), instead, writes))
-
-
-def _wrapped(function: Callable[..., Any], instead: Callable[..., Any], writes: slice = _NOTHING) -> Callable[..., Any]:
-    """``function``, which writes to the arguments at ``writes``, but calls of it are answered by ``instead``."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return instead(call, function, args, kwargs)
-
-    call.writes = writes  # see functions.written
-    return call
+    wrapped = _Wrapped(getattr(owner, name), instead, writes)
+    of_module = isinstance(owner, ModuleType)
+    wrapped.__module__ = owner.__name__ if of_module else owner.__module__
+    wrapped.__qualname__ = name if of_module else f"{owner.__qualname__}.{name}"
+    setattr(owner, name, wrapped)
 
 
 def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -147,9 +165,11 @@ class _Data(property):
 
     __name__ = "data"
 
-    def __set__(self, tensor: Tensor, value: Any) -> None:
-        _require_own_memory(self.__set__, (value,))
-        super().__set__(tensor, value)
+    def __init__(self, data: Any) -> None:
+        setter = _Wrapped(data.__set__, _taken)
+        setter.__self__ = data  # see functions.name_of
+        super().__init__(data.__get__, setter)
+        self.__dict__.update(__get__=data.__get__, __set__=setter)  # as others see them; Python itself asks the class
 
 
 def _require_own_memory(function: Any, given: tuple) -> None:

@@ -1,5 +1,8 @@
 """Functions of torch that take a tensor's memory without a look at its class."""
 
+import operator
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,3 +203,48 @@ def constructors(rank, world_size):
 
 def test_constructors_of_users_are_what_they_were():
     run_ranks(constructors, 2)
+
+
+def named():
+    tensor = torch.Tensor
+    functions = torch.tensor, torch.as_tensor, torch.asarray, torch.batch_norm, torch.sparse_coo_tensor
+    return *functions, tensor.new, tensor.new_tensor, tensor.numpy, tensor.set_, nn.RNNBase.flatten_parameters
+
+
+TABLE = dict(zip(named(), "tensor as_tensor asarray norm sparse new new_tensor numpy set_ flatten".split(), strict=True))
+TABLE |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "data ="}
+
+
+class Tabled(torch.Tensor):
+    """Decides by a table of functions, which was made at import."""
+
+    asked = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Tabled.asked += (TABLE.get(func),)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def ask():
+    Tabled.asked, x = (), torch.ones(2, 3).as_subclass(Tabled)
+    x.data, x.numpy(), x.new_tensor([1.0]), x.new(2)
+    x.data = torch.ones(2, 3)
+    torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)
+    return Tabled.asked
+
+
+def keep_names(rank, world_size):
+    asked, before, pickled = ask(), named(), pickle.dumps(named())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    build(model)
+    now = named()
+    assert asked == ask() == ("data", "numpy", "new_tensor", "new", "data =", "norm")
+    assert all(map(operator.is_, pickle.loads(pickle.dumps(now)), now)) and pickle.loads(pickled) == now
+    assert dict.fromkeys(now) == dict.fromkeys(before) and len({*now, *before}) == len(now)
+    with pytest.raises(ResidencyError, match=r"`parameter\.data = \.\.\.` would touch the memory of parameter '0\.weight'"):
+        torch.ones(4, 4).data = model[0].weight
+
+
+def test_functions_that_are_wrapped_keep_their_names_and_their_places_in_tables():
+    run_ranks(keep_names, 2)
