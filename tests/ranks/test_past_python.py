@@ -240,6 +240,7 @@ def keep_names(rank, world_size):
     build(model)
     now = named()
     assert asked == ask() == ("data", "numpy", "new_tensor", "new", "data =", "norm")
+    assert {function.__module__ for function in now} == {"torch", "torch.nn.modules.rnn"}
     assert all(map(operator.is_, pickle.loads(pickle.dumps(now)), now)) and pickle.loads(pickled) == now
     assert dict.fromkeys(now) == dict.fromkeys(before) and len({*now, *before}) == len(now)
     with pytest.raises(ResidencyError, match=r"`parameter\.data = \.\.\.` would touch the memory of parameter '0\.weight'"):
