@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from sys import getrefcount
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
 from torch import Tensor
@@ -19,13 +20,15 @@ from .residency.resting import RestingParameter
 
 _MARKS: WeakKeyDictionary[Optimizer, dict[str, int]] = WeakKeyDictionary()  # of the shards that each steps on
 _MARK = "zero3_shards"  # key of that in a state dict
+_KNOWN: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()  # ids of the parameters that are sharded for each
+_ANEW = "Save with `trainer.save_checkpoint(path)` and load with `trainer.fit(model, ckpt_path=path)`, on all ranks."
 
 
 def _of_flat(name: str) -> Any:
     method = getattr(defaultdict, name)
 
     def call(self: ShardedState, key: Any, *args: Any) -> Any:
-        if is_sharded(key):
+        if is_sharded(key) and not self.is_new(key):
             raise ResidencyError(
                 "An optimizer's state is of the flat tensors in its param groups, and it has none of a single parameter. Read "
                 "or change all of it (`for state in optimizer.state.values()`), on all ranks. To start a parameter's anew, "
@@ -39,6 +42,8 @@ def _of_flat(name: str) -> Any:
 class ShardedState(defaultdict):
     """State by flat tensor. Asked for a parameter of the module it would have none, and a user would go on with that."""
 
+    is_new: Callable[[Tensor], bool] = staticmethod(lambda key: False)  # added to a group, and not sharded for it yet
+
     __missing__, __contains__, __setitem__, pop = map(_of_flat, ("__missing__", "__contains__", "__setitem__", "pop"))
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -47,34 +52,82 @@ class ShardedState(defaultdict):
 
 
 def protect(optimizers: Sequence[Optimizer], engine: Zero3Engine) -> None:
-    """Tell users of ``optimizers``, which step on the shards of ``engine``, what their dicts are, and where ranks differ."""
-    layout = [(entry.name, entry.part) for unit in engine.units for entry in unit.entries]
+    """Tell users of ``optimizers``, which step on the shards of ``engine``, what their dicts are, and where ranks differ.
+
+    Raises:
+        ValueError: an optimizer keeps tensors of its parameters where they cannot follow.
+    """
+    entries = [entry for unit in engine.units for entry in unit.entries]
+    layout = [(entry.name, entry.part, entry.group.key) for entry in entries]
     mark = {"rank": engine.collectives.global_rank, "layout": crc32(repr(layout).encode())}
     engine.collectives.diary.settings = partial(settings, tuple(optimizers))
-    for optimizer in optimizers:
-        _protect_state(optimizer)
+    for index, optimizer in enumerate(optimizers):
+        mine = [entry for entry in entries if entry.group.key.optimizer == index]
+        _require_no_lists(optimizer, Counter(tuple(entry.size) for entry in mine))
         if optimizer not in _MARKS:
-            optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, _MARK: dict(_MARKS[optimizer])})
+            optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, _MARK: _mark(optimizer)})
             optimizer.register_load_state_dict_pre_hook(_require_own)
-            optimizer.register_load_state_dict_post_hook(_protect_state)
-        _MARKS[optimizer] = mark
+            optimizer.register_load_state_dict_post_hook(partial(_protect_state, holders=2))  # torch's own method has it, too
+        _MARKS[optimizer], _KNOWN[optimizer] = mark, {id(entry.parameter) for entry in mine}
+        _protect_state(optimizer)
+
+
+def _is_new(of: ref[Optimizer], key: Tensor) -> bool:
+    optimizer = of()
+    if optimizer is None or id(key) in _KNOWN[optimizer]:
+        return False
+    return any(key is p for group in optimizer.param_groups for p in group["params"])
+
+
+def _mark(optimizer: Optimizer) -> dict[str, int]:
+    sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
+    return {**_MARKS[optimizer], "cuts": crc32(repr(sizes).encode())}
 
 
 def _require_own(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    found, mark = state.get(_MARK), _MARKS[optimizer]
-    if found != mark:
-        whose = "whole parameters" if found is None else f"rank {found['rank']}'s shards, or of other ones"
+    found, mark, name = state.get(_MARK), _mark(optimizer), type(optimizer).__name__
+    if found == mark:
+        return
+    if found is not None and {**found, "cuts": mark["cuts"]} == mark:
         raise ValueError(
-            f"This state of {type(optimizer).__name__} is of {whose}, and rank {mark['rank']} steps on shards of its own. What "
-            "`optimizer.state_dict()` returns is for the same rank of the same run. Save with "
-            "`trainer.save_checkpoint(path)` and load with `trainer.fit(model, ckpt_path=path)`, on all ranks."
+            f"This state of {name} is of the same shards, but parameters have been without a gradient since it was taken, and "
+            f"{name} steps on those apart: it does not fit any more. Take `optimizer.state_dict()` after such a step. {_ANEW}"
         )
+    whose = "whole parameters" if found is None else f"rank {found['rank']}'s shards, or of other ones"
+    raise ValueError(
+        f"This state of {name} is of {whose}, and rank {mark['rank']} steps on shards of its own. What "
+        f"`optimizer.state_dict()` returns is for the same rank of the same run. {_ANEW}"
+    )
 
 
-def _protect_state(optimizer: Optimizer) -> None:
-    # Only torch's own: another may share its dict with an optimizer that it wraps.
-    if type(optimizer).__module__.startswith("torch.optim.") and type(optimizer.state) is defaultdict:
-        optimizer.state = ShardedState(dict, optimizer.state)
+def _protect_state(optimizer: Optimizer, holders: int = 1) -> None:
+    if type(vars(optimizer).get("state")) is not defaultdict:
+        return
+    # Others than torch's may share their dict with an optimizer that they wrap. The call below holds it, too.
+    if type(optimizer).__module__.startswith("torch.optim.") or getrefcount(vars(optimizer)["state"]) <= holders + 1:
+        optimizer.state = ShardedState(optimizer.state.default_factory, optimizer.state)
+        optimizer.state.is_new = partial(_is_new, ref(optimizer))
+
+
+def _require_no_lists(optimizer: Optimizer, sizes: Counter[tuple[int, ...]]) -> None:
+    for name, value in vars(optimizer).items():
+        found = Counter() if name in ("state", "param_groups", "defaults") else Counter(_sizes_in(value))
+        times = found.total() // max(1, sizes.total())
+        if times and found == Counter({size: times * number for size, number in sizes.items()}) and max(map(len, sizes)):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps a tensor for each of its parameters in its attribute `{name}`. With "
+                "Zero3Strategy it steps on other tensors (flat shards, or whole parameters on the ranks that own them), which "
+                "those do not follow. Keep them in `self.state[parameter]`, as the optimizers of torch do."
+            )
+
+
+def _sizes_in(value: Any, depth: int = 3) -> Iterator[tuple[int, ...]]:
+    """Of the tensors in nested lists and dicts, except parameters of the module."""
+    if isinstance(value, Tensor) and not is_sharded(value):
+        yield tuple(value.shape)
+    elif isinstance(value, list | tuple | dict) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _sizes_in(item, depth - 1)
 
 
 def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -91,14 +144,22 @@ register_optimizer_step_pre_hook(_require_known)
 
 
 def settings(optimizers: Iterable[Optimizer]) -> list[Setting]:
-    """Options of all param groups that are numbers, except those on a device, which would have to be waited for."""
-    found = []
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for option in optimizer.defaults:
-                value = group.get(option)
-                if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-                    value = value.item()
-                if isinstance(value, int | float) and value == value:  # every nan has a hash of its own
-                    found.append((type(optimizer).__name__, number, option, value))
-    return found
+    """Options of all param groups that are numbers; not those on a device, which would have to be waited for."""
+    return [
+        (type(optimizer).__name__, number, option, value)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for key, given in group.items()
+        if key not in ("params", "param_names")
+        for option, value in _numbers(key, given)
+    ]
+
+
+def _numbers(option: str, value: Any) -> list[tuple[str, float]]:
+    """Those in an option. Lists of lists are what an optimizer notes of the tensors that it has on this rank."""
+    if isinstance(value, tuple | list):
+        named = [(f"{option}[{k}]", item) for k, item in enumerate(value) if not isinstance(item, list)]
+        return [found for name, item in named for found in _numbers(name, item)]
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        value = value.item()
+    return [(option, value)] if isinstance(value, int | float) and value == value else []  # every nan has a hash of its own

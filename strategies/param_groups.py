@@ -44,7 +44,7 @@ class ParamGroups:
         self._substitutions: dict[int, Substitution] = {}
         self._added: dict[int, str] = {}  # optimizer -> a parameter that it has since the last backward
 
-    def start(self, engine: Zero3Engine, states: Sequence[dict[str, dict[str, Any]]]) -> None:
+    def start(self, engine: Zero3Engine, states: Sequence[Mapping[str, dict[str, Any]]]) -> None:
         """Let the optimizers step on the shards of ``engine``.
 
         Args:
@@ -122,8 +122,11 @@ class ParamGroups:
 
     def _edited(self, engine: Zero3Engine) -> bool:
         for index, optimizer in enumerate(self._optimizers):
-            inside = [id(p) for group in optimizer.param_groups for p in group["params"]]
-            if sorted(inside) != sorted(id(p) for flat in _flats(engine, index) for p in flat.parameters):
+            held: list[list[int]] = [[] for _ in engine.optimizer_names[index]]
+            for flat in _flats(engine, index):
+                held[flat.key.group] += [id(p) for p in flat.parameters]
+            inside = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+            if list(map(sorted, inside)) != list(map(sorted, held)):
                 return True
         return False
 
@@ -157,17 +160,17 @@ class ParamGroups:
             if self._stepping[index] is Stepping.ELEMENTS:
                 _move_state(engine, new, index, optimizer, before[index])
             else:
-                self._substitute_anew(engine, new, index)
+                self._substitute_anew(engine, new, index, _made_when_added(new, before[index]))
             known = {name for names in engine.optimizer_names[index] for name in names}
             for name in (name for names in new.optimizer_names[index] for name in names if name not in known):
                 self._added[index] = name
         _move_gradients(engine, new)
         return new
 
-    def _substitute_anew(self, old: Zero3Engine, new: Zero3Engine, index: int) -> None:
+    def _substitute_anew(self, old: Zero3Engine, new: Zero3Engine, index: int, state: dict[str, dict[str, Any]]) -> None:
         before, optimizer = self._substitutions[index], self._optimizers[index]
         before.close()
-        kept, state = before.state, {}
+        kept = before.state
         after = self._substitutions[index] = OwnedTensors(new, index, optimizer, {})
         for unit in old.units:
             mine = {entry.name: _on_cpu(kept[entry.name]) for entry in unit.entries if entry.name in kept}
@@ -199,9 +202,13 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
 
 
 def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optimizer, before: _State) -> None:
-    known = _agree_on_state(old, index, before)
+    known, made = _agree_on_state(old, index, before), _made_when_added(new, before)
+    known |= {name: _told_apart(state) for name, state in made.items()}
     kinds = sorted({kind for _, present in known.values() for kind in present}, key=str)
     moved = {kind: _move_tensors(old, new, index, before, *kind) for kind in kinds}
+    for entry in (entry for unit in new.units for entry in unit.entries if entry.name in made):
+        for kind in known[entry.name][1]:
+            entry.store(made[entry.name][kind[0]], moved[kind][entry.group])
     clear_state(optimizer)
     for flat in _flats(new, index):
         places = sorted((entry.part.start, entry.name) for entry in new.gradients.owned(flat))
@@ -217,6 +224,18 @@ def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optim
                 optimizer.state[segment.parameter] = state
 
 
+def _made_when_added(engine: Zero3Engine, before: _State) -> dict[str, dict[str, Any]]:
+    """By name, whole: the state that an optimizer's own `add_param_group` made for parameters that it did not have."""
+    names = {id(entry.parameter): entry.name for unit in engine.units for entry in unit.entries}
+    return {names[id(p)]: state for p, state in before.items() if id(p) in names}
+
+
+def _told_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Kinds]:
+    kinds = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
+    # On the host: unpickled elsewhere, a tensor would lie on this rank's device.
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if k not in kinds}, tuple(kinds.items())
+
+
 def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str, tuple[dict[str, Any], _Kinds]]:
     """By parameter name: its state that is not elementwise, and the kinds of its elementwise state; collective.
 
@@ -227,12 +246,9 @@ def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str
         owned = engine.gradients.owned(flat)
         for segment in flat.segments:
             state = before.get(segment.parameter, {})
-            kinds = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
-            # On the host: unpickled elsewhere, a tensor would lie on this rank's device.
-            scalars = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if k not in kinds}
             if state:
                 names = [entry.name for entry in owned if segment.start <= entry.part.start < segment.stop]
-                mine |= dict.fromkeys(names, (scalars, tuple(kinds.items())))
+                mine |= dict.fromkeys(names, _told_apart(state))
     merged: dict[str, tuple[dict[str, Any], _Kinds]] = {}
     for theirs in engine.collectives.all_gather_object(mine):
         merged = {**theirs, **merged}

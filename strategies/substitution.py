@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,15 +30,19 @@ class Substitution:
         self._between: list[list[nn.Parameter]] = []  # what the groups hold otherwise
         self._nested = 0  # calls of `super().step()` within `step()`, which have hooks too
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            *engine.hook_step(optimizer, self._before_step, self._after_step),
             optimizer.register_state_dict_pre_hook(_refuse_state_dict),
         ]
+        self._own: dict[str, Any] = {"step": optimizer.step} if "step" in vars(optimizer) else {}  # a scheduler's
+        self._watch(optimizer.step)
 
     def close(self) -> None:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
+        if vars(self.optimizer).get("step") is self._watched:  # else somebody has wrapped it since
+            del self.optimizer.step
+            vars(self.optimizer).update(self._own)
 
     def load(self) -> list[list[nn.Parameter]]:
         """The tensors for each group, with the weights and gradients of now; collective."""
@@ -67,6 +72,34 @@ class Substitution:
         elif self._between:
             self._leave()
 
+    def _watch(self, step: Any) -> None:
+        """Of a step that raises no hook of torch's is told, and its tensors must not stay in the groups."""
+
+        @wraps(getattr(step, "__func__", step))
+        def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            except BaseException as error:
+                if self._between:
+                    self._give_up(error)
+                raise
+
+        self._watched = self.optimizer.step = MethodType(watched, self.optimizer)
+
+    def _give_up(self, error: BaseException) -> None:
+        """The groups are as before ``error``; the weights as one process would leave them, unless the run is interrupted."""
+        lacking = [str(number) for number, group in enumerate(self.optimizer.param_groups) if not group["params"]]
+        self._nested = 0
+        self._leave(isinstance(error, Exception))
+        self.engine.guard(self.optimizer, True)
+        if lacking and isinstance(error, IndexError | StopIteration):
+            name = type(self.optimizer).__name__
+            raise ValueError(
+                f"{name} steps on whole parameters, each on the rank that owns it, and here a param group may be empty (now "
+                f"{', '.join(lacking)}), which {name} does not expect: {type(error).__name__}: {error}. Look at "
+                "`group['params']` in loops alone, not at its first element, or put its parameters into another group."
+            ) from error
+
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if self._between:
             self._leave()
@@ -82,10 +115,12 @@ class Substitution:
             group["params"][:] = tensors
 
     @torch.no_grad()
-    def _leave(self) -> None:
+    def _leave(self, changed: bool = True) -> None:
         for group, flats in zip(self.optimizer.param_groups, self._between, strict=True):
             group["params"][:] = flats
         self._between = []
+        if not changed:
+            return
         self.store()
         self.engine.weights_changed(self.engine.stepped_by(self.optimizer))
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from .adapted import adapt, follow, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
+from .checkpoints.optimizer_state import of_rank_zero
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine
@@ -210,12 +211,13 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.show_progress()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
+        if self._report_differing(self.engine):
+            states = of_rank_zero(self.engine, states)
         self._groups.start(self.engine, states)
         for child in module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
         _update_properties(module, device=self.root_device)
-        self._report_differing(self.engine)
 
     def _build_engine(self) -> Zero3Engine:
         module = self.lightning_module
@@ -236,7 +238,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             reduce_once=self._reduce_once,
         )
 
-    def _report_differing(self, engine: Zero3Engine) -> None:
+    def _report_differing(self, engine: Zero3Engine) -> bool:
         everyone = engine.collectives.all_gather_object(engine.differing[:3])
         for rank, names in enumerate(everyone):
             if names:
@@ -244,7 +246,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                     f"Rank {rank} initialised {names[0]!r} (and perhaps others) differently from rank 0. All ranks now have "
                     "rank 0's values; call `seed_everything` for the same model in every run."
                 )
-                return
+                return True
+        return False
 
     @override
     def model_to_device(self) -> None:

@@ -6,7 +6,7 @@ parameters numbered in the order in which the user passed them. A sharded one ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,12 +193,30 @@ def load_optimizer_state(
     return reads, remarks
 
 
-def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state: dict[str, dict[str, Any]]) -> None:
+def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state: State) -> None:
     """Shard state that the optimizer created with its parameters (Adagrad does), by parameter name; local."""
     clear_state(optimizer)
     for flat in engine.groups:
         if flat.key.optimizer == index:
-            _load_group(engine, flat, optimizer, state, _elementwise_keys(state))
+            _load_group(engine, flat, optimizer, state, _elementwise_keys(state), own_dtypes=True)
+
+
+def of_rank_zero(engine: Zero3Engine, states: Sequence[State]) -> list[State]:
+    """What rank 0's optimizers created with their parameters, which all ranks have of rank 0, too; collective."""
+    mine = [{name: {k: _told(v) for k, v in values.items()} for name, values in state.items()} for state in states]
+    first: Any = engine.collectives.all_gather_object(mine)[0]
+
+    def received(index: int, name: str, key: str, kind: Any) -> Any:
+        if not isinstance(kind, tuple):
+            return kind
+        here = engine.collectives.global_rank == 0
+        value = states[index][name][key] if here else torch.empty(kind[0], dtype=kind[1])
+        return engine.collectives.broadcast(value.to(engine.device).contiguous()).cpu()
+
+    return [
+        {name: {key: received(index, name, key, kind) for key, kind in kinds.items()} for name, kinds in told.items()}
+        for index, told in enumerate(first)
+    ]
 
 
 def _named(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[str, Any]:
@@ -253,7 +271,12 @@ def _some(names: list[str]) -> str:
 
 
 def _load_group(
-    engine: Zero3Engine, flat: FlatGroup, optimizer: Optimizer, by_name: dict[str, dict[str, Any]], elementwise: set[str]
+    engine: Zero3Engine,
+    flat: FlatGroup,
+    optimizer: Optimizer,
+    by_name: State,
+    elementwise: set[str],
+    own_dtypes: bool = False,
 ) -> list[tuple[SavedTensor, SlicedTensor]]:
     mine = [place for place in places(engine).values() if place.entry.group is flat and place.entry.part is not None]
     mine.sort(key=lambda place: place.entry.part.start)
@@ -269,7 +292,7 @@ def _load_group(
             scalars = {key: value for key, value in states[0].items() if key not in elementwise}
             optimizer.state[segment.parameter] = {
                 **scalar_state(flat, optimizer, scalars),
-                **_vector_state(flat, segment, inside, vectors, reads),
+                **_vector_state(flat, segment, inside, vectors, reads, own_dtypes),
             }
     return reads
 
@@ -284,7 +307,7 @@ def _elementwise(value: Any) -> bool:
     return isinstance(value, Tensor) and len(value.shape) > 0
 
 
-def _elementwise_keys(by_name: dict[str, dict[str, Any]]) -> set[str]:
+def _elementwise_keys(by_name: State) -> set[str]:
     """Keys under which parameters have a value for each element. A parameter without dimensions does not show that itself."""
     found = {key for state in by_name.values() for key, value in state.items() if _elementwise(value)}
     tensors = {key for state in by_name.values() for key, value in state.items() if isinstance(value, Tensor)}
@@ -297,11 +320,12 @@ def _vector_state(
     inside: list[Place],
     vectors: dict[str, list[Tensor]],
     reads: list[tuple[SavedTensor, SlicedTensor]],
+    own_dtypes: bool,
 ) -> dict[str, Tensor]:
     result = {}
     for key, sources in vectors.items():
-        # Dtypes and devices as `Optimizer.load_state_dict` chooses them.
-        floating = flat.data.is_floating_point() and sources[0].dtype.is_floating_point
+        # What is loaded gets dtypes and devices as `Optimizer.load_state_dict` chooses them.
+        floating = not own_dtypes and flat.data.is_floating_point() and sources[0].dtype.is_floating_point
         dtype = flat.data.dtype if floating else sources[0].dtype
         result[key] = torch.zeros(segment.stop - segment.start, dtype=dtype, device=flat.data.device)
         for place, source in zip(inside, sources, strict=True):

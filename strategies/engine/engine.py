@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
 from ..residency.past_python import guard
@@ -96,8 +97,8 @@ class Zero3Engine:
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
-        self._handles += [o.register_step_pre_hook(self._before_step) for o in optimizers]
-        self._handles += [o.register_step_post_hook(self._after_step) for o in optimizers]
+        self._last: list[tuple[dict[int, Any], int]] = []  # step pre-hooks that the user's come before
+        self._handles += [handle for o in optimizers for handle in self.hook_step(o, self._before_step, self._after_step)]
         self.structure = Structure(model)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
@@ -192,6 +193,9 @@ class Zero3Engine:
             self.abandon()  # a backward without `backward()` around it raised, and the user went on
         if not self.arena.in_use:
             self.arena.in_arrays.clear()  # made of a view that is kept: what follows is about that
+        for hooks, key in self._last:
+            if key in hooks:
+                hooks[key] = hooks.pop(key)  # to the end
         self.kept.check(between_steps=True)
         self.structure.check()
         self._adopt_values()
@@ -244,6 +248,13 @@ class Zero3Engine:
             raise lost[0]
 
     # ------------------------------------------------------------------------------------------------ optimizers
+
+    def hook_step(self, optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
+        """Call ``before`` after all other hooks and ``after`` before them: users see groups as they are between steps."""
+        first, last = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        self._last.append((optimizer._optimizer_step_pre_hooks, first.id))
+        optimizer._optimizer_step_post_hooks.move_to_end(last.id, last=False)
+        return [first, last]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if graph_task() != NO_GRAPH_TASK:

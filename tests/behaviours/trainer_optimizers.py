@@ -1,12 +1,14 @@
 """Modules that reach for their optimizers, for `test_in_the_trainer.py`."""
 
 import copy
+import os
+import tempfile
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from behaviours.harness import DIM
+from behaviours.harness import DIM, Chain
 from behaviours.trainer_modules import LikeDdp, Module
 
 
@@ -390,6 +392,325 @@ class RatesOfEachRank(LikeDdp):
     def training_step(self, batch, batch_idx):
         self.log("rank", float(batch_idx * (1 - 2 * self.global_rank)))
         return super().training_step(batch, batch_idx)
+
+
+class BetasOfEachRank(Module):
+    refused = r"'betas\[0\]' of param group 0 of Adam is 0.9 on rank 0 and 0.4 on rank 1"
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["betas"] = (0.9 - 0.5 * self.global_rank, 0.99)
+
+
+class OptionOfEachRank(Module):
+    """One that the optimizer has no default for."""
+
+    refused = "'scale' of param group 0 of SGD is 1.0 on rank 0 and 2.0 on rank 1"
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([{"params": self.parameters(), "scale": 1.0 + self.global_rank}], lr=0.1)
+
+
+# ---- hooks of a step
+
+
+class Normalized(torch.optim.SGD):
+    """Needs whole tensors."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+                p.grad.div_(p.grad.norm() + 1e-2)
+        super().step()
+        return loss
+
+
+class WeightsNormedAfterAStep(Module):
+    """In a hook that is older than the strategy's."""
+
+    refused = "`norm` would be of the values that this rank holds a shard of"
+    kind = torch.optim.SGD
+
+    def configure_optimizers(self):
+        optimizer = self.kind(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(self.renorm)
+        return optimizer
+
+    @staticmethod
+    @torch.no_grad()
+    def renorm(optimizer, *args):
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            p.div_(p.norm().clamp_min(0.9))
+
+
+class WeightsNormedAfterAWholeStep(WeightsNormedAfterAStep):
+    kind = Normalized
+
+
+class GradientsNormedBeforeAStep(Module):
+    """In a hook that is younger than the strategy's, and without a closure."""
+
+    refused = "`linalg_vector_norm` would be of the gradients that this rank holds a shard of"
+    kind = torch.optim.SGD
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1)
+
+    def on_train_start(self):
+        self.optimizers(use_pl_optimizer=False).register_step_pre_hook(self.clip)
+
+    @staticmethod
+    def clip(optimizer, *args):
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class GradientsNormedBeforeAWholeStep(GradientsNormedBeforeAStep):
+    kind = Normalized
+
+
+class ScaledAroundAWholeStep(GradientsNormedBeforeAStep):
+    """Element by element, by hooks of either age."""
+
+    refused = None
+
+    def configure_optimizers(self):
+        optimizer = Normalized(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda optimizer, *args: self.scale(optimizer, 0.9))
+        return optimizer
+
+    @staticmethod
+    @torch.no_grad()
+    def scale(optimizer, factor):
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            p.mul_(factor)
+
+    @classmethod
+    def clip(cls, optimizer, *args):
+        cls.scale(optimizer, 1.05)
+
+
+class StepThatRaises(GradientsNormedBeforeAStep):
+    """In the middle of whole tensors; the user goes on, with gradients cleared at once."""
+
+    refused = None
+
+    def configure_optimizers(self):
+        class Raising(Normalized):
+            raises = False
+
+            def step(self, closure=None):
+                super().step()
+                if self.raises:
+                    raise FloatingPointError
+
+        return Raising(self.parameters(), lr=0.05)
+
+    def on_train_start(self):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers(use_pl_optimizer=False).raises = batch_idx % 2 == 1
+        try:
+            super().training_step(batch, batch_idx)
+        except FloatingPointError:
+            self.optimizers().zero_grad()
+
+
+class FirstOfAGroup(Module):
+    refused = "Looking steps on whole parameters.*a param group may be empty.*IndexError.*Look at `group.'params'.` in loops"
+
+    def configure_optimizers(self):
+        class Looking(Normalized):
+            def step(self, closure=None):
+                loss = super().step(closure)
+                self.device = self.param_groups[0]["params"][0].device
+                return loss
+
+        bias = self.net.head.bias
+        return Looking([{"params": [bias]}, {"params": [p for p in self.parameters() if p is not bias]}], lr=0.05)
+
+
+# ---- state of its own
+
+
+class Subclassed(torch.optim.SGD):
+    """Not torch's any more."""
+
+
+class StateOfAParameterOfASubclass(StateOfAParameter):
+    def configure_optimizers(self):
+        return Subclassed(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class StateOfAParameterLoaded(StateOfAParameterOfASubclass):
+    """`load_state_dict` puts another dict in the place of the one that is looked after."""
+
+    def on_train_epoch_start(self):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.current_epoch:
+            optimizer.load_state_dict(optimizer.state_dict())
+        super().on_train_epoch_start()
+
+
+class StateSharedWithAWrapped(Module):
+    """One dict of two optimizers."""
+
+    def configure_optimizers(self):
+        class Wrapping(torch.optim.Optimizer):
+            def __init__(self, params, lr):
+                super().__init__(params, {"lr": lr})
+                self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+                self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+            def step(self, closure=None):
+                loss = None if closure is None else closure()
+                self.inner.step()
+                for state in self.state.values():
+                    state["momentum_buffer"] *= 0.9
+                return loss
+
+        return Wrapping(self.parameters(), lr=0.1)
+
+
+class AnchoredToItsStart(Module):
+    """Ranks begin with other weights, and the optimizer remembers them: rank 0's count."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(int(os.environ["RANK"]))
+        self.net = Chain()
+
+    def configure_optimizers(self):
+        class Anchored(torch.optim.SGD):
+            def __init__(self, params, lr):
+                super().__init__(params, lr=lr)
+                for p in [p for group in self.param_groups for p in group["params"]]:
+                    self.state[p]["start"] = p.detach().clone()
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                with torch.enable_grad():
+                    loss = None if closure is None else closure()
+                for p in [p for group in self.param_groups for p in group["params"]]:
+                    p.grad.add_(p - self.state[p]["start"], alpha=0.5)
+                super().step()
+                return loss
+
+        return Anchored(self.parameters(), lr=0.1)
+
+
+class StateMadeWhenAdded(Module):
+    """By the optimizer's own `add_param_group`."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.head.requires_grad_(False)
+
+    def factor(self, grad):
+        return 1.0
+
+    def configure_optimizers(self):
+        factor = self.factor
+
+        class Making(torch.optim.Optimizer):
+            def __init__(self, params, lr):
+                super().__init__(params, {"lr": lr})
+
+            def add_param_group(self, group):
+                super().add_param_group(group)
+                for p in self.param_groups[-1]["params"]:
+                    self.state[p]["momentum"] = torch.full_like(p, 0.01)
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                with torch.enable_grad():
+                    loss = None if closure is None else closure()
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        momentum = self.state[p]["momentum"].mul_(0.9).add_(p.grad * factor(p.grad))
+                        p.sub_(momentum, alpha=group["lr"])
+                return loss
+
+        return Making([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": list(self.net.head.requires_grad_(True).parameters())})
+
+
+class WholeStateMadeWhenAdded(StateMadeWhenAdded):
+    def factor(self, grad):
+        return 1 / (grad.norm() + 1e-2)
+
+
+class StateInAList(Module):
+    refused = "Listing keeps a tensor for each of its parameters in its attribute `momenta`.*self.state.parameter."
+
+    def configure_optimizers(self):
+        class Listing(torch.optim.SGD):
+            def __init__(self, params, lr):
+                super().__init__(params, lr=lr)
+                self.momenta = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
+
+        return Listing(self.parameters(), lr=0.1)
+
+
+class StateOfBeforeACut(Module):
+    """A block was not used in between."""
+
+    refused = "This state of SGD is of the same shards, but parameters have been without a gradient since it was taken"
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx != 1:
+            return super().training_step(batch, batch_idx)
+        return self.net.head(self.net.stem(batch)).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 0:
+            self.kept = copy.deepcopy(optimizer.state_dict())
+        if batch_idx == 2:
+            optimizer.load_state_dict(self.kept)
+
+
+class GroupsMerged(Module):
+    """Outside of `param_groups()`; then some parameters are not used, and the run is saved."""
+
+    def configure_optimizers(self):
+        rest = [*self.net.head.parameters(), *self.net.stem.parameters()]
+        groups = [{"params": self.net.blocks.parameters()}, {"params": rest, "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self):
+        groups = self.optimizers().param_groups
+        if self.current_epoch == 1:
+            groups[0]["params"].extend(groups[1]["params"])
+            groups[1]["params"].clear()
+        if self.current_epoch == 2:
+            del groups[1]
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch != 1:
+            return super().training_step(batch, batch_idx)
+        loss = self.net.head(self.net.blocks[0](self.net.stem(batch) if batch_idx % 2 else batch)).square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.trainer.save_checkpoint(f"{self.trainer.strategy.broadcast(tempfile.mkdtemp())}/saved.ckpt")
 
 
 OPTIMIZERS = {

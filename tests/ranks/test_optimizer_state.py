@@ -1,4 +1,4 @@
-"""Optimizer state that comes back from a checkpoint has the dtypes that it had."""
+"""Optimizer state that comes back from a checkpoint, or was made with the optimizer, has the dtypes that it had."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.checkpoints.gather import gather_on_rank_zero
-from lightning_zero3.strategies.checkpoints.optimizer_state import load_optimizer_state, sliced_optimizer_state
+from lightning_zero3.strategies.checkpoints.optimizer_state import load_optimizer_state, sliced_optimizer_state, take_over_state
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
@@ -58,3 +58,16 @@ def _resume(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_of_two_dtypes_resumes(world_size):
     run_ranks(_resume, world_size)
+
+
+def _take_over(rank, world_size):
+    model, optimizer, engine = _engine()
+    masters = {name: torch.full(p.shape, 1 + 2.0**-12) for name, p in model.named_parameters()}
+    take_over_state(engine, 0, optimizer, {name: {"master": master} for name, master in masters.items()})
+    whole = gather_on_rank_zero(sliced_optimizer_state(engine, 0, optimizer), rank)
+    for name, state in whole["state"].items() if whole else ():
+        assert state["master"].dtype == torch.float32 and torch.equal(state["master"], masters[name])
+
+
+def test_fp32_copies_of_narrow_weights_stay_fp32():
+    run_ranks(_take_over, 2)
