@@ -87,7 +87,7 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: autocast over weights gathered in the lower precision, fp32 shards.
 
     With ``16-mixed`` all ranks agree on whether a step has finite gradients, and a step that is skipped because it has not
-    skips the learning-rate schedulers that are stepped with it.
+    skips the learning-rate schedulers that are stepped with it, until one is not skipped.
     """
 
     _schedulers: list[LRSchedulerConfig]
@@ -96,6 +96,7 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         self._schedulers = [config for config in lr_schedulers if config.interval == "step"]
         self._frequencies = [config.frequency for config in self._schedulers]
+        self._overdue = [False] * len(self._schedulers)  # it was due after a step that was skipped
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -118,8 +119,11 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
         before = self.scaler.get_scale()
         result = super().optimizer_step(optimizer, model, complete, **kwargs)
         skipped = self.scaler.get_scale() < before
-        for config, frequency in zip(self._schedulers, self._frequencies, strict=True):
-            config.frequency = sys.maxsize if skipped else frequency  # the loop steps a scheduler every so many batches
+        batches = model.trainer.fit_loop.epoch_loop.batch_idx + 1
+        for number, (config, frequency) in enumerate(zip(self._schedulers, self._frequencies, strict=True)):
+            # The loop steps a scheduler every so many batches; after a step that is not skipped at the latest.
+            config.frequency = sys.maxsize if skipped else 1 if self._overdue[number] else frequency
+            self._overdue[number] = skipped and (self._overdue[number] or batches % frequency == 0)
         return result
 
     @override

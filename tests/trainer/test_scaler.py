@@ -10,20 +10,22 @@ from torch.utils.data import DataLoader
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 
-SCALE, OVERFLOWS = 2.0**16, 1  # the batch that overflows
+SCALE, OVERFLOWS = 2.0**16, 1  # the step that overflows
 
 
 class Model(pl.LightningModule):
-    def __init__(self, fused):
+    overflows = (OVERFLOWS,)
+
+    def __init__(self, fused, frequency=1):
         super().__init__()
-        self.fused = fused
+        self.fused, self.frequency = fused, frequency
         torch.manual_seed(0)
         self.net = nn.Linear(8, 8)
         self.rates, self.scales, self.weights, self.unscaled = [], [], [], []
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch).float().square().mean()
-        if batch_idx == OVERFLOWS:
+        if self.trainer.fit_loop.total_batch_idx in self.overflows:
             loss = loss + 1e36 * self.net.weight[0, 0]  # times the scale it is infinite; rank 0 owns this element alone
         return loss
 
@@ -48,7 +50,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=self.fused)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        config = {"scheduler": scheduler, "interval": "step", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     def train_dataloader(self):
         return DataLoader(list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
@@ -71,6 +74,25 @@ def test_all_ranks_skip_a_step_that_overflows_on_one():
     plain, fused = zip(*run_ranks(fit, 2, timeout=60), strict=True)
     check(plain)
     check(fused)
+
+
+def fit_with_a_slow_scheduler(rank, world_size, overflows):
+    module, plugin = Model(False, frequency=2), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    module.overflows = overflows
+    trainer(zero3(unit_policy=None), world_size, plugins=[plugin], max_epochs=2).fit(module)
+    return module.rates
+
+
+@pytest.mark.parametrize(
+    ("overflows", "rates"),
+    [
+        ([0], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]),
+        ([1], [0.1, 0.1, 0.1, 0.05, 0.025, 0.025, 0.0125, 0.0125]),
+        ([1, 2], [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025]),  # the first is made up for when the second is due
+    ],
+)
+def test_a_scheduler_of_every_second_step_makes_up_for_a_skipped_one(overflows, rates):
+    assert run_ranks(fit_with_a_slow_scheduler, 2, overflows) == [rates, rates]
 
 
 @pytest.mark.multi_gpu
