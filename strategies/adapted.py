@@ -6,10 +6,12 @@ keeps its name.
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -256,7 +258,14 @@ def adapt(callbacks: Sequence[Callback]) -> None:
         for base, adapted in _ADAPTED.items():
             if isinstance(callback, base) and not isinstance(callback, adapted):
                 names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}  # `state_key` is made of it
-                callback.__class__ = type(cls.__name__, (adapted, cls), names)
+                callback.__class__ = type(cls.__name__, (adapted, cls), {**names, "__reduce_ex__": partialmethod(_reduce, cls)})
+
+
+def _reduce(callback: Callback, cls: type[Callback], protocol: int) -> Any:
+    """Pickled, and copied, it is of the user's class ``cls``, which can be found by its name; a Trainer adapts it anew."""
+    make, given, *rest = cls.__reduce_ex__(callback, protocol)
+    given = tuple(cls if value is type(callback) else value for value in given)
+    return cls.__new__ if make is copyreg.__newobj__ else make, given, *rest  # pickle looks at what that one makes
 
 
 def start_averages(model: ShardedModel, callbacks: Sequence[Callback]) -> None:

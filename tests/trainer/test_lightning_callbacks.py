@@ -1,5 +1,6 @@
 """Callbacks of Lightning's that own weights or param groups: interrupted, resumed, and their files read by other strategies."""
 
+import pickle
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -195,3 +196,15 @@ def test_masks_are_of_the_weights_in_full_precision(precision):
     assert 0.3 < expected.mean() < 0.4
     for mask in run_ranks(prune_repeatedly, 2, "zero3", precision):
         assert torch.equal(mask, expected)
+
+
+class OwnAverage(StochasticWeightAveraging):
+    """A user's own."""
+
+
+def test_adapted_callbacks_are_pickled_as_the_classes_that_the_user_wrote():
+    callbacks = [ModelCheckpoint(save_top_k=-1), OwnAverage(swa_lrs=0.1)]
+    adapt(callbacks)
+    restored = pickle.loads(pickle.dumps(callbacks))
+    assert [type(callback) for callback in restored] == [ModelCheckpoint, OwnAverage]
+    assert restored[0].save_top_k == -1 and vars(restored[1]).keys() == vars(callbacks[1]).keys()
