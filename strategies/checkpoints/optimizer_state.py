@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup, Segment
@@ -36,7 +37,7 @@ def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer
     """
     groups, shared = _packed_groups(engine, index, optimizer), _of_no_parameter(optimizer)
     if owned is not None:
-        return {"state": {**_owned_state(engine, owned), **shared}, "param_groups": groups}
+        return {"state": {**_owned_state(engine, owned, type(optimizer).__name__), **shared}, "param_groups": groups}
     flats = [f for f in engine.groups if f.key.optimizer == index]
     found, kinds = places(engine), _agree_on_state(engine, flats, optimizer)
     sources = {kind: _StateFlats(optimizer, *kind) for kinds_of in kinds.values() for kind in _elementwise_in(kinds_of)}
@@ -68,13 +69,14 @@ def _packed_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> lis
     ]
 
 
-def _owned_state(engine: Zero3Engine, owned: State) -> dict[str, dict[str, Any]]:
+def _owned_state(engine: Zero3Engine, owned: State, cls: str) -> dict[str, dict[str, Any]]:
     found = places(engine)
     mine = {name: {k: _told(v) for k, v in state.items()} for name, state in owned.items()}
     result: dict[str, dict[str, Any]] = {}
     everyone = engine.collectives.all_gather_object(mine)
     for owner, theirs in enumerate(everyone[: engine.collectives.world_size]):  # the other replicas own the same
         for name, kinds in theirs.items():
+            _require_told(cls, name, kinds)
             result[name] = {
                 key: OwnedTensor(engine, found[name], *kind, owner, owned.get(name, {}).get(key))
                 if isinstance(kind, tuple)
@@ -84,10 +86,29 @@ def _owned_state(engine: Zero3Engine, owned: State) -> dict[str, dict[str, Any]]
     return result
 
 
+@dataclass(frozen=True)
+class _Container:
+    """Holds tensors, which no checkpoint has a place for."""
+
+    kind: str
+
+
 def _told(value: Any) -> Any:
     if _elementwise(value):
         return value.shape, value.dtype
+    if isinstance(value, dict | list | tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return _Container(type(value).__name__)
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _require_told(cls: str, name: str, kinds: dict[str, Any]) -> None:
+    for key, kind in kinds.items():
+        if isinstance(kind, _Container):
+            raise ValueError(
+                f"{cls} keeps {key!r} of parameter {name!r} as a {kind.kind} of tensors, which Zero3Strategy cannot save. Keep "
+                "each tensor under a key of its own in `state[parameter]`, or save the weights alone: "
+                "`ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path, weights_only=True)`."
+            )
 
 
 @dataclass(frozen=True)

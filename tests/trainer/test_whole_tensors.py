@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from behaviours.trainer_optimizers import MomentaInADict
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.models import Lit, Recipe
@@ -139,3 +140,19 @@ def test_owners_have_about_the_same(world_size):
         load[owner] += numels[name]
     assert sum(load) == sum(numels.values())
     assert max(load) - min(load) <= max(numels.values())
+
+
+def _save_what_is_in_dicts(rank, world_size, path):
+    module = Lit(Recipe(steps=1), lambda module: {})
+    module.configure_optimizers = lambda: MomentaInADict.configure_optimizers(module)
+    runner = trainer("zero3", world_size, max_epochs=1)
+    runner.fit(module)
+    with pytest.raises(
+        ValueError, match=r"Aggregated keeps 'momenta' of .* as a dict of tensors.*save_weights_only"
+    ):
+        runner.save_checkpoint(path)
+    runner.save_checkpoint(path, weights_only=True)
+
+
+def test_state_that_is_no_tensor_is_not_saved_as_something_else(tmp_path):
+    run_ranks(_save_what_is_in_dicts, 2, tmp_path / "saved.ckpt")
