@@ -1,27 +1,95 @@
-"""Views of weights that custom autograd Functions leave on ``ctx``, which autograd does not see.
+"""Views of weights that a graph holds past autograd: on the ``ctx`` of custom Functions, in closures of checkpoints.
 
-They are noted when forward is over, like tensors that autograd saves (saved.py), and looked up when backward begins. What makes
-a context, in each call of a Function, and what runs its backward are wrapped once for a process.
+They are noted when forward is over, like tensors that autograd saves (saved.py). While their unit is not in use nobody can read
+them; the backward that may need them makes them show the weights of now, whatever container they are in. What makes a context
+or a checkpoint, and what runs it in backward, is wrapped once for a process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFunction
+from torch.utils.checkpoint import _CheckpointFrame
 
-from ..residency.resting import ResidencyError
-from .hooks import exchange
-from .saved import WATCHING, SavedTensors, owner_of
-from .unit import Unit
+from ..residency.functions import METADATA, instances, name_of
+from ..residency.resting import ResidencyError, RestingParameter, set_data
+from .kept import walk
+from .saved import WATCHING, SavedTensors, hold, reading
+from .unit import Phase, Unit
 
-_PLACES = "_zero3_places"  # on a ctx: the views in its attributes, by whom they are looked up, and their units
+_NOTES = "_zero3_notes"  # on a ctx: the units whose forward made it, and the places of views that it holds
+_ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__", "grad", "backward"}
 _thread = threading.local()  # its `contexts`: of Functions that run, the innermost last; None until torch has made it
+_places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids of views; units hold them
+
+
+class RestingView(Tensor):
+    """A view that a graph holds of a unit that is not in use."""
+
+    __repr__ = object.__repr__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Raise, unless it is no question about the values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for view in instances([*args, *(kwargs or {}).values()], RestingView) if name_of(func) not in _ABOUT else ():
+                place = _places.get(id(view))
+                raise (
+                    ResidencyError("A view of a weight was kept longer than its model.")
+                    if place is None
+                    else place.owner.refusal(view)
+                )
+            return func(*args, **(kwargs or {}))
+
+
+class Place:
+    """Where a view lies: that graphs hold it is right, and others may read it while its unit is in use."""
+
+    def __init__(self, view: Tensor, owner: SavedTensors, unit: Unit) -> None:
+        self.owner, self.unit = owner, unit
+        self.moved = False  # it shows a copy of its weight, for somebody's backward
+        self._address, key, noted = view.data_ptr(), id(view), unit.noted
+        self._view = ref(view, lambda _: (_places.pop(key, None), noted.pop(key, None)))
+        _places[key] = noted[key] = self
+
+    def show(self, values: bool) -> None:
+        """The use of its unit begins, or ends."""
+        view = self._view()
+        if not self.moved and type(view) is (RestingView if values else Tensor):
+            view.__class__ = Tensor if values else RestingView
+
+    def look_up(self) -> bool:
+        """The view is needed; whether it shows a copy from here on, until :meth:`put_back`."""
+        view = self._view()
+        if view is None or self.moved:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if view.data_ptr() != self._address:
+                return False  # the user has set its `.data`
+            now = self.owner.look_up(view, self.unit)
+            if now is view and not self.unit.lent:
+                hold(self.unit)
+                return False
+            now = now.detach().clone() if now is view else now
+            set_data(view, now)
+            self.show(True)
+            self.moved = True
+        return True
+
+    def put_back(self) -> None:
+        """The end of what :meth:`look_up` began."""
+        self.moved = False
+        if (view := self._view()) is not None:
+            set_data(view, self.owner.at(self._address, view))
+            self.show(self.unit.phase is Phase.IN_USE)
 
 
 @cache
@@ -32,6 +100,9 @@ def watch_contexts() -> None:
     for name in ("apply", "apply_boxed"):  # the second since torch 2.13
         if hasattr(BackwardCFunction, name):
             setattr(BackwardCFunction, name, _with_places(getattr(BackwardCFunction, name)))
+    _CheckpointFrame.__init__ = _watched_frame(_CheckpointFrame.__init__)
+    if hasattr(_CheckpointFrame, "save_inputs"):  # else a Function does, before torch 2.13
+        _CheckpointFrame.save_inputs = _watched_inputs(_CheckpointFrame.save_inputs)
 
 
 def _contexts() -> list[BackwardCFunction | None]:
@@ -53,60 +124,97 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         result = super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
     finally:
         ctx = contexts.pop()
-    if ctx is not None and WATCHING:
-        places = [place for view in _views_in(vars(ctx)) if (place := _place_of(view)) is not None]
-        if places:
-            vars(ctx)[_PLACES] = places
+    if ctx is not None and WATCHING and torch.is_grad_enabled():
+        units = [unit for saved in WATCHING for unit in saved.busy()]
+        vars(ctx)[_NOTES] = units, _note(vars(ctx))
     return result
 
 
-def _views_in(value: Any) -> list[Tensor]:
-    """Views of gathered weights in nested containers, which may hold themselves."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, Tensor):
-            found += [each] if any(saved.in_slot(each) for saved in WATCHING) else []
-        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
-            seen.add(id(each))
-            todo += each.values() if isinstance(each, dict) else each
-    return found
+# ---- noted in forward ----------------------------------------------------------------------------
 
 
-def _place_of(view: Tensor) -> tuple[Tensor, SavedTensors, Unit] | None:
-    owner = owner_of(view)
+def _note(holder: Any, anything: bool = False) -> list[Place]:
+    """The places of views in there that show weights now; one that was kept from another forward is an error."""
+    with torch._C.DisableTorchFunctionSubclass():
+        places = [place or _new_place(view, owner) for view, place, owner in _views_in(holder, anything)]
+    return [place for place in places if place.moved or place.unit.pins]  # the others are another graph's, and cannot be read
+
+
+def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place | None, SavedTensors | None]]:
+    """Views of weights in there: where they are if that is noted, or else who has them in a slot."""
+    owners = tuple(WATCHING)
+    found = [(view, _places.get(id(view))) for view in walk(holder, anything)[0]]
+    found = [(view, place, next((o for o in owners if place is None and o.in_slot(view)), None)) for view, place in found]
+    return [each for each in found if each[1] is not None or each[2] is not None]
+
+
+def _new_place(view: Tensor, owner: SavedTensors) -> Place:
     unit = owner.unit_of(view)
-    return None if unit is None else (view, owner, unit)  # else one of before, which nobody may read; see kept.py
+    if unit is None or not unit.pins or type(view._base) is RestingParameter:  # of another unit, which was there before
+        raise owner.refusal(view)
+    return Place(view, owner, unit)
 
 
-def _look_up(view: Tensor, owner: SavedTensors, unit: Unit) -> Tensor:
-    now = owner.look_up(view, unit)
-    if now is not view and view.requires_grad and torch.is_grad_enabled():
-        raise ResidencyError(
-            f"A custom Function of unit {unit.name} kept a view of a weight on `ctx`, and is differentiated twice while that "
-            "unit is not in use: nothing leads from there to the weight. Keep it by `ctx.save_for_backward`."
-        )
-    return now
+# ---- looked up in backward -----------------------------------------------------------------------
+
+
+@contextmanager
+def _looked_up(units: Iterable[Unit], places: Iterable[Place]) -> Iterator[None]:
+    """Inside, ``units`` stay in their slots if they are there, and views in ``places`` show the weights of now."""
+    moved: list[Place] = []
+    with reading():
+        for unit in units:
+            hold(unit)
+        try:
+            moved += (place for place in places if place.look_up())
+            yield
+        finally:
+            for place in moved:
+                place.put_back()
 
 
 def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A Function's backward, which finds on ``ctx`` what its forward left there, as torch would: the weights of now."""
+    """A Function's backward, which finds in what its forward left on ``ctx``, as torch would, the weights of now."""
 
     @wraps(run_backward)
     def run_with_places(ctx: BackwardCFunction, *grads: Any) -> Any:
         attributes = vars(ctx)
-        places = attributes.pop(_PLACES, ())
-        moved = [(view, now) for view, *where in places if (now := _look_up(view, *where)) is not view]
-        if moved:
-            exchange(attributes, {id(view): now for view, now in moved})
-        try:
+        if not WATCHING or _NOTES not in attributes:
             return run_backward(ctx, *grads)
-        finally:
-            if moved:
-                exchange(attributes, {id(now): view for view, now in moved})
-            if places:
-                attributes[_PLACES] = places
+        units, places = attributes[_NOTES]
+        if any(unit.phase is not Phase.IN_USE for unit in units):
+            _note(attributes, anything=True)  # one deep in some object may show other weights now
+        with _looked_up(units, places):
+            result = run_backward(ctx, *grads)
+            attributes[_NOTES] = units, list(dict.fromkeys(places + _note(attributes)))
+        return result
 
     return run_with_places
+
+
+def _watched_frame(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_watched(self: _CheckpointFrame, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if WATCHING and torch.is_grad_enabled():
+            recompute = partial(_recompute, recompute, _note(recompute))
+        init(self, recompute, *args, **kwargs)
+
+    return init_watched
+
+
+def _watched_inputs(save: Callable[..., None]) -> Callable[..., None]:
+    @wraps(save)
+    def save_watched(self: _CheckpointFrame, *args: Any) -> None:
+        save(self, *args)
+        _note(self.saved_args)  # they come as arguments of what recomputes
+
+    return save_watched
+
+
+def _recompute(recompute: Callable[..., Any], places: list[Place], *args: Any) -> Any:
+    """A checkpoint runs its function again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = _views_in(args)
+        units = [owner.unit_of(view) for view, place, owner in found if place is None]  # they have just been looked up
+    with _looked_up(units, places + [place for _, place, _ in found if place is not None]):
+        return recompute(*args)

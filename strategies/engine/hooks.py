@@ -151,11 +151,6 @@ def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
     return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
 
 
-def exchange(value: Any, others: dict[int, Tensor]) -> None:
-    """Put others in the place of tensors in ``value``, a container, by their ids."""
-    _replace(value, lambda tensor: others.get(id(tensor), tensor))
-
-
 def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)

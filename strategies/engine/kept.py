@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from functools import partial
-from types import CellType, FrameType, FunctionType, GeneratorType
+from types import BuiltinMethodType, CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _CheckpointFrame
 
 from ..residency.resting import ResidencyError, is_sharded
 from .unit import Arena, Phase, Unit
 
-_IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)
-_CONTAINERS = (dict, list, tuple, set, CellType, partial)
+_IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)  # what holds views of weights as a part of a graph; see contexts.py
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, partial, MethodType, BuiltinMethodType, SimpleNamespace)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_NEVER = (type, ModuleType, FrameType, nn.Module)  # too much hangs on them; what they keep is found later
+_PACKAGE = __name__.partition(".")[0]
+_MOST = 10_000  # objects that are gone through for a view in any of them
 
 
 class KeptViews:
     """Finds them where no use of a unit goes on: at the end of a backward, and when a step begins.
 
     Torch counts the tensors that share a memory. Only when there are more than the engine's own does anybody look for them.
-    What a graph alone holds, and finds again where it was, may stay; so may what only a traceback holds.
+    What a graph alone holds, and finds again because it was noted, may stay; so may what only a traceback holds.
     """
 
     captured = False  # CUDA graphs hold views, too, and know what is there when they are replayed
@@ -62,34 +66,38 @@ class KeptViews:
 
     def _look(self) -> ResidencyError | None:
         with torch._C.DisableTorchFunctionSubclass():
-            found, passed = self._find()
+            found, saved, passed = self._find()
             numbers = set(map(id, found))
+            others = numbers.difference(*(unit.noted for unit in self._units))
             for holder in gc.get_referrers(*found):
                 running = isinstance(holder, FrameType) or (isinstance(holder, GeneratorType) and holder.gi_running)
-                held = [part for part in gc.get_referents(holder) if id(part) in numbers]
-                if held and holder is not found and not running and id(holder) not in passed:
+                wrong = others if id(holder) in passed else numbers
+                held = [part for part in gc.get_referents(holder) if id(part) in wrong]
+                if held and holder is not found and not running and id(holder) not in saved:
                     view = held[0]
                     return kept_view(view, self._start, self._units, _names(holder, view))
         return None
 
-    def _find(self) -> tuple[list[Tensor], set[int]]:
-        """Tensors in slots, but for the engine's own; ids of what holds some as a part of a graph."""
+    def _find(self) -> tuple[list[Tensor], set[int], set[int]]:
+        """Tensors in slots, but for the engine's own; ids of what autograd saves, and of what may hold those that are noted."""
         own = [view for unit in self._units for view in unit.own_views()]
         known = {id(self._arena.memory), *map(id, own), *(id(view._base) for view in own)}
         found: list[Tensor] = []
+        saved: set[int] = set()
         passed: set[int] = set()
         for each in gc.get_objects():
             kind = type(each)
             if kind is tuple and len(each) == 4:
                 # Saved by a graph, which knows where it lies; see saved.py. C code may still be filling such a tuple.
                 if any(issubclass(type(part), Unit) for part in gc.get_referents(each)):
-                    passed.add(id(each))
+                    saved.add(id(each))
             elif issubclass(kind, _IN_GRAPHS):
-                passed.add(id(each))
-                _pass_what_is_in(vars(each), passed)
+                passed |= {id(each), *walk(vars(each))[1]}
+                if issubclass(kind, _CheckpointFrame):  # what a backward recomputed, and no other one will read
+                    saved |= {id(recomputed.data) for recomputed in each.recomputed.values()}
             elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each):
                 found.append(each)
-        return found, passed
+        return found, saved, passed
 
     def _lies_in_slot(self, tensor: Tensor) -> bool:
         """Of a unit that nobody uses, and nothing arrives at."""
@@ -101,23 +109,31 @@ class KeptViews:
         return 0 <= offset < self._arena.memory.numel() and not any(offset in region for region in busy)
 
 
-def _pass_what_is_in(attributes: dict[str, Any], passed: set[int]) -> None:
-    """Add the ids of the containers and closures in there."""
-    todo: list[Any] = [attributes]
+def walk(root: Any, anything: bool = False) -> tuple[list[Tensor], set[int]]:
+    """Tensors in nested containers, dataclasses and closures, and ids of those; ``anything``: objects of all kinds, but few."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    todo = [root]
     while todo:
         each = todo.pop()
-        if id(each) in passed:
+        if id(each) in seen:
             continue
         kind = type(each)
-        if issubclass(kind, _CONTAINERS):
-            todo += gc.get_referents(each)
-        elif kind is WeakKeyDictionary:
-            todo.append(each.data)
-        elif kind is FunctionType:
-            todo += [each.__closure__, each.__defaults__, each.__kwdefaults__]  # not its module's globals
+        if kind is FunctionType:
+            inside = [each.__closure__, each.__defaults__, each.__kwdefaults__]  # not its module's globals
+        elif isinstance(each, Tensor):
+            found.append(each)
+            inside = ()
+        elif isinstance(each, _CONTAINERS) or (hasattr(kind, "__dataclass_fields__") and not isinstance(each, nn.Module)):
+            inside = gc.get_referents(each)
+        elif anything and len(seen) < _MOST and not (issubclass(kind, _NEVER) or str(kind.__module__).startswith(_PACKAGE)):
+            inside = gc.get_referents(each)
         else:
             continue
-        passed.add(id(each))
+        seen.add(id(each))
+        if not _ATOMS.issuperset(map(type, inside)):  # else a long list of numbers would cost each call
+            todo += inside
+    return found, seen
 
 
 def _names(holder: Any, view: Tensor) -> str:

@@ -7,6 +7,7 @@ path it reaches a unit (a loss on an intermediate value, a view changed in place
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
@@ -158,7 +159,13 @@ class SavedTensors:
             entries = () if unit is None else unit.entries_at(held.data_ptr())
             if not any(is_aliased(entry.parameter) for entry in entries):
                 raise _modified(held, version)
-        return held if unit is None or unit.phase is Phase.IN_USE else self.look_up(held, unit)
+        if unit is None:
+            return held
+        if unit.phase is not Phase.IN_USE:
+            held = self.look_up(held, unit)
+        if READER.held is not None and READER.task == graph_task():
+            hold(unit)
+        return held
 
     def look_up(self, view: Tensor, unit: Unit) -> Tensor:
         """``view`` of the slot of ``unit``, or of a copy if another unit may be there."""
@@ -166,18 +173,66 @@ class SavedTensors:
             # Not into the slot: another operand of the same operation may be a view of what is there.
             if self._spilled is None or self._spilled[0] is not unit:
                 self._spilled = unit, unit.copy_of_slot()
-            offset = view.data_ptr() - self._start - unit.region.start
-            alias = self._spilled[1].view(view.dtype).as_strided(view.shape, view.stride(), offset // view.itemsize)
-            alias = alias.conj() if view.is_conj() else alias
-            return torch._neg_view(alias) if view.is_neg() else alias
+            return _alias(view, self._spilled[1], view.data_ptr() - self._start - unit.region.start)
         if unit.phase is Phase.GATHERING:
             unit.arrive()
         return view
 
     def unit_of(self, view: Tensor) -> Unit | None:
-        """Whose weights ``view`` shows, if that unit is in use."""
+        """Whose weights are where ``view`` lies."""
         offset = view.data_ptr() - self._start
-        return next((unit for unit in self._arena.holders if offset in unit.region and unit.pins), None)
+        return next((unit for unit in self._arena.holders if offset in unit.region), None)
+
+    def at(self, address: int, view: Tensor) -> Tensor:
+        """One like ``view`` in a slot."""
+        return _alias(view, self._arena.memory, address - self._start)
+
+    def busy(self) -> list[Unit]:
+        """Units in use whose memory others take when they are not."""
+        return [unit for unit in self._arena.in_use if not unit.root and not unit.nested]
+
+    def refusal(self, view: Tensor) -> ResidencyError:
+        """What to raise for a ``view`` in a slot of which nobody knows whose weights it shows."""
+        return kept_view(view, self._start, self._units)
+
+
+def _alias(view: Tensor, memory: Tensor, offset: int) -> Tensor:
+    """One like ``view`` at ``offset`` [bytes] of ``memory``."""
+    alias = memory.view(view.dtype).as_strided(view.shape, view.stride(), offset // view.itemsize)
+    alias = alias.conj() if view.is_conj() else alias
+    return torch._neg_view(alias) if view.is_neg() else alias
+
+
+class _Reader(threading.local):
+    """The innermost Python code that a backward runs in this thread: what it has read stays where it is until it is over."""
+
+    task = NO_GRAPH_TASK  # another one is a backward inside of that code, whose nodes do not keep what they read
+    held: list[Unit] | None = None  # units that it has read
+
+
+READER = _Reader()
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Around Python code that a backward runs, and that may run modules, or a backward, before it is through with a value."""
+    before = READER.task, READER.held
+    held: list[Unit] = []
+    READER.task, READER.held = graph_task(), held
+    try:
+        yield
+    finally:
+        READER.task, READER.held = before
+        for unit in held:
+            if unit.pins:  # else an exception has ended all uses
+                unit.unuse()
+
+
+def hold(unit: Unit | None) -> None:
+    """The code that runs has read a value of ``unit``, or may."""
+    if unit is not None and unit.phase is not Phase.RESTING and not unit.lent and unit not in READER.held:
+        unit.use()
+        READER.held.append(unit)
 
 
 def _modified(held: Tensor, version: int) -> RuntimeError:

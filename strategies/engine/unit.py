@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,7 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
+        self.noted: dict[int, Any] = {}  # views of its slot that graphs hold, by their ids; see contexts.py
         self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
         self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
@@ -199,6 +201,8 @@ class Unit:
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version
+            for place in tuple(self.noted.values()):  # a view may die meanwhile
+                place.show(True)
         self.pins += 1
 
     def unuse(self) -> None:
@@ -217,6 +221,8 @@ class Unit:
         for entry in self.entries:
             written |= entry.parameter._version != entry.seen
             entry.parameter.__class__ = RestingParameter
+        for place in tuple(self.noted.values()):
+            place.show(False)
         if written:
             try:
                 self.keep_written()

@@ -279,8 +279,6 @@ class FunctionDifferentiatedTwice(Blocks):
 class FunctionLeftAndDifferentiatedTwice(FunctionDifferentiatedTwice):
     """A custom Function that keeps a view of a weight on `ctx`, under a gradient penalty, the result left in an attribute"""
 
-    refused = r"A custom Function of unit blocks\.3 kept a view of a weight on `ctx`, and is differentiated twice.*save_for"
-
     def run(self, block, x):
         block.result = super().run(block, x)
 
