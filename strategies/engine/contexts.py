@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFunction
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame
 
 from ..residency.functions import METADATA, instances, name_of
 from ..residency.resting import ResidencyError, RestingParameter, set_data
@@ -100,9 +100,8 @@ def watch_contexts() -> None:
     for name in ("apply", "apply_boxed"):  # the second since torch 2.13
         if hasattr(BackwardCFunction, name):
             setattr(BackwardCFunction, name, _with_places(getattr(BackwardCFunction, name)))
-    _CheckpointFrame.__init__ = _watched_frame(_CheckpointFrame.__init__)
-    if hasattr(_CheckpointFrame, "save_inputs"):  # else a Function does, before torch 2.13
-        _CheckpointFrame.save_inputs = _watched_inputs(_CheckpointFrame.save_inputs)
+    _checkpoint_hook.__init__ = _with_frame(_checkpoint_hook.__init__)
+    _checkpoint_hook.__exit__ = _leave_checkpoint
 
 
 def _contexts() -> list[BackwardCFunction | None]:
@@ -125,8 +124,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     finally:
         ctx = contexts.pop()
     if ctx is not None and WATCHING and torch.is_grad_enabled():
-        units = [unit for saved in WATCHING for unit in saved.busy()]
-        vars(ctx)[_NOTES] = units, _note(vars(ctx))
+        vars(ctx)[_NOTES] = [unit for saved in WATCHING for unit in saved.busy()], _note(vars(ctx))
     return result
 
 
@@ -192,29 +190,32 @@ def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     return run_with_places
 
 
-def _watched_frame(init: Callable[..., None]) -> Callable[..., None]:
+def _with_frame(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
-    def init_watched(self: _CheckpointFrame, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if WATCHING and torch.is_grad_enabled():
-            recompute = partial(_recompute, recompute, _note(recompute))
-        init(self, recompute, *args, **kwargs)
+    def init_with_frame(self: _checkpoint_hook, frame: _CheckpointFrame) -> None:
+        init(self, frame)
+        self.frame = frame
 
-    return init_watched
+    return init_with_frame
 
 
-def _watched_inputs(save: Callable[..., None]) -> Callable[..., None]:
-    @wraps(save)
-    def save_watched(self: _CheckpointFrame, *args: Any) -> None:
-        save(self, *args)
-        _note(self.saved_args)  # they come as arguments of what recomputes
-
-    return save_watched
+def _leave_checkpoint(self: _checkpoint_hook, *raised: Any) -> None:
+    """The forward of a checkpoint is over. Views of weights in its function, and in its arguments, are noted."""
+    super(_checkpoint_hook, self).__exit__(*raised)
+    frame = self.__dict__.pop("frame")  # which holds no part of itself
+    if WATCHING and raised[0] is None:
+        # Before torch 2.13 a Function saves the arguments.
+        places = _note([frame.recompute_fn, getattr(frame, "saved_args", ())])
+        frame.recompute_fn = partial(_recompute, frame.recompute_fn, places)
 
 
 def _recompute(recompute: Callable[..., Any], places: list[Place], *args: Any) -> Any:
-    """A checkpoint runs its function again."""
+    """A checkpoint runs its function again, which may leave other views than before."""
     with torch._C.DisableTorchFunctionSubclass():
         found = _views_in(args)
         units = [owner.unit_of(view) for view, place, owner in found if place is None]  # they have just been looked up
     with _looked_up(units, places + [place for _, place, _ in found if place is not None]):
-        return recompute(*args)
+        try:
+            return recompute(*args)
+        finally:
+            places[:] = dict.fromkeys(places + _note(recompute))

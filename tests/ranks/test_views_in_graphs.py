@@ -50,7 +50,7 @@ def run(model, x):
     return x.square().mean()
 
 
-def worst(block, blocks=5, backward=None, within=lambda loss, x: None, prepare=lambda model: None):
+def worst(block, blocks=5, within=lambda loss, x: None, prepare=lambda model: None):
     """How far gradients of a model of such blocks are from those of plain torch; ``within``: done in the step."""
     model, _, engine = build(0, 2, block=block, blocks=blocks)
     plain = alone(block, blocks)
@@ -62,7 +62,7 @@ def worst(block, blocks=5, backward=None, within=lambda loss, x: None, prepare=l
         loss = run(model, x)
         found.append(within(loss, x))
     with engine.backward():
-        loss.backward()
+        loss.backward(retain_graph=True)  # what it holds is there when the engine looks for kept views
     loss = run(plain, x)
     found.append(within(loss, x))
     loss.backward()
@@ -80,24 +80,27 @@ def running(way, distance):
 
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, weight, other):
-            ctx.x, ctx.other = x, other
+        def forward(ctx, x, weight, module, other):
+            ctx.x, ctx.module, ctx.other = x, module, other
             if way == "attribute":
                 ctx.view = weight.t()
-            else:
+            elif way != "module":
                 ctx.save_for_backward(weight.t() if way == "saved view" else weight)
             return x @ weight.t()
 
         @staticmethod
         def backward(ctx, grad):
-            view = ctx.view if way == "attribute" else ctx.saved_tensors[0]
-            view = view.t() if way == "saved" else view
+            if way == "module":
+                view = ctx.module.first.weight.t()
+            else:
+                view = ctx.view if way == "attribute" else ctx.saved_tensors[0]
+                view = view.t() if way == "saved" else view
             if ctx.other is not None:
                 with torch.enable_grad():
                     given = grad.detach().requires_grad_()
                     (more,) = torch.autograd.grad(ctx.other(given).square().sum(), given)
                 grad = grad + 0.1 * more
-            return grad @ view.t(), grad.t() @ ctx.x, None
+            return grad @ view.t(), grad.t() @ ctx.x, None, None
 
     class Running(Block):
         other = (None,)
@@ -105,7 +108,7 @@ def running(way, distance):
         def forward(self, x):
             if torch._C._current_graph_task_id() != -1:
                 return x + self.second(x @ self.first.weight.t())
-            return x + self.second(Product.apply(x, self.first.weight, self.other[0]))
+            return x + self.second(Product.apply(x, self.first.weight, self, self.other[0]))
 
     def prepare(model):
         model[3].other = (model[3 + distance],)
@@ -114,7 +117,7 @@ def running(way, distance):
 
 
 def run_others(rank, world_size):
-    return [running(way, distance) for way in ("attribute", "saved", "saved view") for distance in (-2, -1, 2)]
+    return [running(way, distance) for way in ("attribute", "saved", "saved view", "module") for distance in (-2, -1, 2)]
 
 
 def test_what_was_read_stays_while_a_backward_runs_inside():
@@ -238,6 +241,33 @@ class InOptions(Block):
         return checkpoint(lambda t, views: t @ views[0], x, use_reentrant=False, **views)
 
 
+class Assigning(Block):
+    """A checkpoint's function leaves the view in its closure, each time that it runs."""
+
+    reentrant = False
+
+    def product(self, x):
+        view, views = None, {}
+
+        def run(t):
+            nonlocal view
+            views["bias"] = self.second.bias[:]
+            view = self.first.weight.t()
+            return t @ view + views["bias"]
+
+        return checkpoint(run, x, use_reentrant=self.reentrant)
+
+
+class AssigningReentrant(Assigning):
+    reentrant = True
+
+
+class AssigningAndReturning(Assigning):
+    def forward(self, x):
+        super().forward(x)
+        return self.result
+
+
 class BesideAnother(Block):
     """The last one's checkpoint runs another unit before it uses its argument."""
 
@@ -263,7 +293,8 @@ def to_the_last(model):
 
 
 def in_checkpoints(rank, world_size):
-    ways = (InClosure, InReentrantClosure, InArguments, InReentrantArguments, InOptions)
+    ways = [InClosure, InReentrantClosure, InArguments, InReentrantArguments, InOptions]
+    ways += [Assigning, AssigningReentrant, AssigningAndReturning]
     found = {way.__name__: worst(way) for way in ways}
     return found | {way.__name__: worst(way, prepare=to_the_last) for way in (BesideAnother, BesideAnotherReentrant)}
 
