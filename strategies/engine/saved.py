@@ -161,10 +161,10 @@ class SavedTensors:
                 raise _modified(held, version)
         if unit is None:
             return held
-        if unit.phase is not Phase.IN_USE:
-            held = self.look_up(held, unit)
+        held = held if unit.phase is Phase.IN_USE else self.look_up(held, unit)
         if READER.held is not None and READER.task == graph_task():
             hold(unit)
+            return held.detach()  # the user may keep it, and it would be noted
         return held
 
     def look_up(self, view: Tensor, unit: Unit) -> Tensor:
