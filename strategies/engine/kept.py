@@ -20,6 +20,7 @@ _IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)  # what holds views of weight
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, partial, MethodType, BuiltinMethodType, SimpleNamespace)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _NEVER = (type, ModuleType, FrameType, nn.Module)  # too much hangs on them; what they keep is found later
+_PACKAGE = __name__.partition(".")[0]
 _MOST = 10_000  # objects that are gone through for a view in any of them
 
 
@@ -125,11 +126,7 @@ def walk(root: Any, anything: bool = False) -> tuple[list[Tensor], set[int]]:
             inside = ()
         elif isinstance(each, _CONTAINERS) or (hasattr(kind, "__dataclass_fields__") and not isinstance(each, nn.Module)):
             inside = gc.get_referents(each)
-        elif (
-            anything
-            and len(seen) < _MOST
-            and not (issubclass(kind, _NEVER) or str(kind.__module__).startswith("lightning_zero3"))
-        ):
+        elif anything and len(seen) < _MOST and not (issubclass(kind, _NEVER) or str(kind.__module__).startswith(_PACKAGE)):
             inside = gc.get_referents(each)
         else:
             continue
