@@ -41,12 +41,9 @@ class RestingView(Tensor):
         """Raise, unless it is no question about the values."""
         with torch._C.DisableTorchFunctionSubclass():
             for view in instances([*args, *(kwargs or {}).values()], RestingView) if name_of(func) not in _ABOUT else ():
-                place = _places.get(id(view))
-                raise (
-                    ResidencyError("A view of a weight was kept longer than its model.")
-                    if place is None
-                    else place.owner.refusal(view)
-                )
+                if (place := _places.get(id(view))) is None:
+                    raise ResidencyError("A view of a weight was kept longer than its model.")
+                raise place.owner.refusal(view)
             return func(*args, **(kwargs or {}))
 
 
