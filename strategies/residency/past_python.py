@@ -166,7 +166,7 @@ class _Data(property):
     __name__ = "data"
 
     def __init__(self, data: Any) -> None:
-        setter = _Wrapped(data.__set__, _taken)
+        setter = _Wrapped(data.__set__, _taken, slice(1))
         setter.__self__ = data  # see functions.name_of
         super().__init__(data.__get__, setter)
         self.__dict__.update(__get__=data.__get__, __set__=setter)  # as others see them; Python itself asks the class
