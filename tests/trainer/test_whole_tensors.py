@@ -147,9 +147,7 @@ def _save_what_is_in_dicts(rank, world_size, path):
     module.configure_optimizers = lambda: MomentaInADict.configure_optimizers(module)
     runner = trainer("zero3", world_size, max_epochs=1)
     runner.fit(module)
-    with pytest.raises(
-        ValueError, match=r"Aggregated keeps 'momenta' of .* as a dict of tensors.*save_weights_only"
-    ):
+    with pytest.raises(ValueError, match=r"Aggregated keeps 'momenta' of .* as a dict of tensors.*save_weights_only"):
         runner.save_checkpoint(path)
     runner.save_checkpoint(path, weights_only=True)
 
