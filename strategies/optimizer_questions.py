@@ -17,11 +17,18 @@ _QUESTIONS |= {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__
 class Asked(nn.Parameter):
     """A parameter that notes questions by code that is not torch's optimizers'; so does what is made of it element by element.
 
-    A question is for its dimensions or how large it is, or takes a tensor of another shape from it (a norm, a part). What the
-    answer is for may be the rule of a moment that no trial has, such as a gradient that is too large.
+    A question is for its dimensions, how large it is or an attribute of the user's own, or takes a tensor of another shape from
+    it (a norm, a part). What the answer is for may be the rule of a moment that no trial has, such as a gradient that is too
+    large.
     """
 
     asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        """What users put on their parameters, the optimizer looks for (`_no_weight_decay`): flat shards have none of it."""
+        if not _by_torch(sys._getframe(1)):
+            Asked.asked = True
+        raise AttributeError(name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

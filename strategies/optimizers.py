@@ -19,6 +19,7 @@ Shapes = list[tuple[int, ...]]
 _LARGE, _SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
 _SMALL, _CUTS = [(4, 8), (8,)], [(13,), (27,)]  # of which many steps cost little
 _STEPS, _LATEST = 3, 200  # tried; and the latest that is believed to be the start of something
+_ASKING = 20  # steps, in which questions are listened to
 
 
 class Stepping(enum.Enum):
@@ -154,8 +155,8 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
     except Exception as error:
         raise ValueError(
             f"{cls.__name__} could not be tried on small tensors ({type(error).__name__}: {error}), so it cannot be trusted "
-            "with shards. Use an optimizer that can be made again from a group and `defaults` and updates each parameter by "
-            "itself, or another strategy."
+            "with shards. It is made as `cls([group], **defaults)`, or `cls(params, **defaults)`, and steps with and without a "
+            "closure. Use an optimizer that takes that and updates each parameter by itself, or another strategy."
         ) from error
     if not apart:
         raise ValueError(
@@ -174,9 +175,9 @@ def _is_elementwise(optimizer: Optimizer, options: Options, steps: int) -> bool:
     named = [*options.values(), *attributes(optimizer).values()]
     late = [value for value in named if type(value) is int and steps <= value <= _LATEST]
     return (
-        _agree(optimizer, options, _LARGE, _SLICES, steps)
+        not _asks_for_more(optimizer, options)  # first: one that does may take minutes for what is large (Shampoo)
+        and _agree(optimizer, options, _LARGE, _SLICES, steps)
         and (not late or _agree(optimizer, options, _SMALL, _CUTS, max(late) + 2))
-        and not _asks_for_more(optimizer, options)
     )
 
 
@@ -214,7 +215,7 @@ def _asks_for_more(optimizer: Optimizer, options: Options) -> bool:
     """Whether code that is not torch's asks for more of a parameter or its gradient than elements, or has other state of it."""
     parameters, Asked.asked = [Asked(p.detach()) for p in _parts(torch.ones(40), _SMALL)], False
     try:
-        copy = train(optimizer, options, parameters, [[torch.ones_like(p) for p in _parts(torch.ones(40), _SMALL)]] * _STEPS)
+        copy = train(optimizer, options, parameters, [[torch.ones_like(p) for p in _parts(torch.ones(40), _SMALL)]] * _ASKING)
     except Exception:
         return True  # nobody knows what it would have asked
     with torch._C.DisableTorchFunctionSubclass():

@@ -72,6 +72,7 @@ class OwnedTensors(Substitution):
             for entry in unit.entries:
                 if entry.name in self.mine:
                     p = self.mine[entry.name]
+                    vars(p).update(vars(entry.parameter))  # the user's own, which the optimizer may look for
                     p.data = values[entry.name].clone()
                     p.grad = grads[entry.name].clone() if self.engine.gradients.has_gradient(entry) else None
         return [[self.mine[n] for n in names if n in self.mine] for names in self.engine.optimizer_names[self.index]]

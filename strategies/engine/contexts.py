@@ -8,8 +8,7 @@ or a checkpoint, and what runs it in backward, is wrapped once for a process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame
 from ..residency.functions import METADATA, instances, name_of
 from ..residency.resting import ResidencyError, RestingParameter, set_data
 from .kept import walk
-from .saved import WATCHING, SavedTensors, hold, reading
+from .saved import WATCHING, Reading, SavedTensors, hold
 from .unit import Phase, Unit
 
 _NOTES = "_zero3_notes"  # on a ctx: the units whose forward made it, and the places of views that it holds
@@ -34,7 +33,7 @@ _places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids o
 class RestingView(Tensor):
     """A view that a graph holds of a unit that is not in use."""
 
-    __repr__ = object.__repr__
+    __repr__, __format__ = object.__repr__, object.__format__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -138,7 +137,7 @@ def _note(holder: Any, anything: bool = False) -> list[Place]:
 def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place | None, SavedTensors | None]]:
     """Views of weights in there: where they are if that is noted, or else who has them in a slot."""
     owners = tuple(WATCHING)
-    found = [(view, _places.get(id(view))) for view in walk(holder, anything)[0]]
+    found = [(view, _places.get(id(view))) for view in walk(holder, anything)]
     found = [(view, place, next((o for o in owners if place is None and o.in_slot(view)), None)) for view, place in found]
     return [each for each in found if each[1] is not None or each[2] is not None]
 
@@ -153,19 +152,29 @@ def _new_place(view: Tensor, owner: SavedTensors) -> Place:
 # ---- looked up in backward -----------------------------------------------------------------------
 
 
-@contextmanager
-def _looked_up(units: Iterable[Unit], places: Iterable[Place]) -> Iterator[None]:
+class _LookedUp(Reading):
     """Inside, ``units`` stay in their slots if they are there, and views in ``places`` show the weights of now."""
-    moved: list[Place] = []
-    with reading():
-        for unit in units:
+
+    def __init__(self, units: Iterable[Unit], places: Iterable[Place]) -> None:
+        self._units, self._places = units, places
+        self._moved: list[Place] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        for unit in self._units:
             hold(unit)
         try:
-            moved += (place for place in places if place.look_up())
-            yield
-        finally:
-            for place in moved:
-                place.put_back()
+            for place in self._places:
+                if place.look_up():
+                    self._moved.append(place)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *raised: Any) -> None:
+        for place in self._moved:
+            place.put_back()
+        super().__exit__(*raised)
 
 
 def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,9 +188,10 @@ def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         units, places = attributes[_NOTES]
         if any(unit.phase is not Phase.IN_USE for unit in units):
             _note(attributes, anything=True)  # one deep in some object may show other weights now
-        with _looked_up(units, places):
+        with _LookedUp(units, places):
             result = run_backward(ctx, *grads)
-            attributes[_NOTES] = units, list(dict.fromkeys(places + _note(attributes)))
+            if len(attributes) > 1:
+                attributes[_NOTES] = units, list(dict.fromkeys(places + _note(attributes)))
         return result
 
     return run_with_places
@@ -211,7 +221,7 @@ def _recompute(recompute: Callable[..., Any], places: list[Place], *args: Any) -
     with torch._C.DisableTorchFunctionSubclass():
         found = _views_in(args)
         units = [owner.unit_of(view) for view, place, owner in found if place is None]  # they have just been looked up
-    with _looked_up(units, places + [place for _, place, _ in found if place is not None]):
+    with _LookedUp(units, places + [place for _, place, _ in found if place is not None]):
         try:
             return recompute(*args)
         finally:

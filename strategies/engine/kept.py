@@ -18,10 +18,10 @@ from .unit import Arena, Phase, Unit
 
 _IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)  # what holds views of weights as a part of a graph; see contexts.py
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, partial, MethodType, BuiltinMethodType, SimpleNamespace)
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_ATOMS = frozenset({type, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _NEVER = (type, ModuleType, FrameType, nn.Module)  # too much hangs on them; what they keep is found later
 _PACKAGE = __name__.partition(".")[0]
-_MOST = 10_000  # objects that are gone through for a view in any of them
+_MOST = 1_000  # objects that are gone through for a view in any of them
 
 
 class KeptViews:
@@ -92,7 +92,8 @@ class KeptViews:
                 if any(issubclass(type(part), Unit) for part in gc.get_referents(each)):
                     saved.add(id(each))
             elif issubclass(kind, _IN_GRAPHS):
-                passed |= {id(each), *walk(vars(each))[1]}
+                passed.add(id(each))
+                walk(vars(each), seen=passed)
                 if issubclass(kind, _CheckpointFrame):  # what a backward recomputed, and no other one will read
                     saved |= {id(recomputed.data) for recomputed in each.recomputed.values()}
             elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each):
@@ -109,10 +110,13 @@ class KeptViews:
         return 0 <= offset < self._arena.memory.numel() and not any(offset in region for region in busy)
 
 
-def walk(root: Any, anything: bool = False) -> tuple[list[Tensor], set[int]]:
-    """Tensors in nested containers, dataclasses and closures, and ids of those; ``anything``: objects of all kinds, but few."""
+def walk(root: Any, anything: bool = False, seen: set[int] | None = None) -> list[Tensor]:
+    """Tensors in nested containers, dataclasses and closures; ``anything``: in objects of all kinds, but few.
+
+    ``seen`` has ids of what is not gone through again, and gets those of what was.
+    """
     found: list[Tensor] = []
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
     todo = [root]
     while todo:
         each = todo.pop()
@@ -121,10 +125,10 @@ def walk(root: Any, anything: bool = False) -> tuple[list[Tensor], set[int]]:
         kind = type(each)
         if kind is FunctionType:
             inside = [each.__closure__, each.__defaults__, each.__kwdefaults__]  # not its module's globals
-        elif isinstance(each, Tensor):
+        elif issubclass(kind, Tensor):
             found.append(each)
-            inside = ()
-        elif isinstance(each, _CONTAINERS) or (hasattr(kind, "__dataclass_fields__") and not isinstance(each, nn.Module)):
+            inside = []
+        elif issubclass(kind, _CONTAINERS) or (hasattr(kind, "__dataclass_fields__") and not issubclass(kind, nn.Module)):
             inside = gc.get_referents(each)
         elif anything and len(seen) < _MOST and not (issubclass(kind, _NEVER) or str(kind.__module__).startswith(_PACKAGE)):
             inside = gc.get_referents(each)
@@ -132,8 +136,8 @@ def walk(root: Any, anything: bool = False) -> tuple[list[Tensor], set[int]]:
             continue
         seen.add(id(each))
         if not _ATOMS.issuperset(map(type, inside)):  # else a long list of numbers would cost each call
-            todo += inside
-    return found, seen
+            todo += [part for part in inside if type(part) not in _ATOMS]
+    return found
 
 
 def _names(holder: Any, view: Tensor) -> str:

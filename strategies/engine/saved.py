@@ -213,16 +213,16 @@ class _Reader(threading.local):
 READER = _Reader()
 
 
-@contextmanager
-def reading() -> Iterator[None]:
+class Reading:
     """Around Python code that a backward runs, and that may run modules, or a backward, before it is through with a value."""
-    before = READER.task, READER.held
-    held: list[Unit] = []
-    READER.task, READER.held = graph_task(), held
-    try:
-        yield
-    finally:
-        READER.task, READER.held = before
+
+    def __enter__(self) -> None:
+        self._before = READER.task, READER.held
+        READER.task, READER.held = graph_task(), []
+
+    def __exit__(self, *raised: Any) -> None:
+        held: list[Unit] = READER.held  # type: ignore[assignment]
+        READER.task, READER.held = self._before
         for unit in held:
             if unit.pins:  # else an exception has ended all uses
                 unit.unuse()

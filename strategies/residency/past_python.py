@@ -81,12 +81,13 @@ class _Wrapped:
         update_wrapper(self, function)
         self.writes = writes  # see functions.written
         self._instead = instead
+        self.of_module = False  # then it does not become a method of a class that it is an attribute of, as torch's do not
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._instead(self, self.__wrapped__, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
+        return self if instance is None or self.of_module else MethodType(self, instance)
 
     def __eq__(self, other: object) -> bool:
         return self is other or self.__wrapped__ == other
@@ -100,9 +101,9 @@ class _Wrapped:
 
 def _wrap(owner: Any, name: str, instead: Callable[..., Any], writes: slice = _NOTHING) -> None:
     wrapped = _Wrapped(getattr(owner, name), instead, writes)
-    of_module = isinstance(owner, ModuleType)
-    wrapped.__module__ = owner.__name__ if of_module else owner.__module__
-    wrapped.__qualname__ = name if of_module else f"{owner.__qualname__}.{name}"
+    wrapped.of_module = isinstance(owner, ModuleType)
+    wrapped.__module__ = owner.__name__ if wrapped.of_module else owner.__module__
+    wrapped.__qualname__ = name if wrapped.of_module else f"{owner.__qualname__}.{name}"
     setattr(owner, name, wrapped)
 
 

@@ -72,6 +72,7 @@ NOT_UNDER_AUTOCAST = {
     "function-called-by-alias",
     "function-keeping-others",
     "function-differentiated-twice",
+    "function-left-and-differentiated-twice",
     "sync-batch-norm",
     "saved-weight-changed",
     "saved-weight-changed-by-alias",

@@ -66,6 +66,44 @@ class NormsWhenLarge(Module):
         return 1e4 * super().training_step(batch, batch_idx)
 
 
+class NoDecayByAttribute(Module):
+    """The optimizer looks for what the model has put on its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        for module in self.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.bias._no_weight_decay = True
+        self.net.head.weight._no_weight_decay = True
+
+    def configure_optimizers(self):
+        class Decaying(torch.optim.SGD):
+            def step(self, closure=None):
+                loss = None if closure is None else closure()
+                with torch.no_grad():
+                    for p in [p for group in self.param_groups for p in group["params"]]:
+                        if not getattr(p, "_no_weight_decay", False):
+                            p.mul_(0.9)
+                super().step()
+                return loss
+
+        return Decaying(self.parameters(), lr=0.1)
+
+
+class NormsFromAStepOn(Module):
+    """Which no option names."""
+
+    def configure_optimizers(self):
+        class Beginning(Lars):
+            steps = 0
+
+            def step(self, closure=None):
+                self.steps += 1
+                return super().step(closure) if self.steps > 5 else torch.optim.SGD.step(self, closure)
+
+        return Beginning(self.parameters(), lr=0.5)
+
+
 class NormsLater(Module):
     refused = "Scheduled steps on shards.*Now group 0 has weight_decay=0.01, with which it looks at whole.*1e-12"
 

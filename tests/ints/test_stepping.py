@@ -196,6 +196,7 @@ RARE = {  # rules of a moment that no trial has
     "few elements, of a shape": lambda p, grad, group: grad.sign() if p.shape.numel() < 3 else grad,
     "few rows": lambda p, grad, group: grad.sign() if len(p) < 3 else grad,
     "strides": lambda p, grad, group: grad.sign() if p.stride() == (5,) else grad,
+    "an attribute": lambda p, grad, group: grad * 0 if getattr(p, "_frozen", False) else grad,
     "another tensor's values": lambda p, grad, group: grad.sign() if torch.equal(p, grad) else grad,
     "a norm in one of two groups, at numbers of the group": lambda p, grad, group: grad / max(grad.norm() / group["lr"], 1e9),
 }
@@ -418,3 +419,22 @@ def test_options_may_change_where_it_steps_on_whole_tensors():
     tried.optimizer.param_groups[0]["trust"] = True
     tried.follow()
     assert tried.stepping is Stepping.TENSORS
+
+
+class PerDimension(torch.optim.SGD):
+    """Keeps a square matrix for each dimension, which has no end for long vectors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            for dim in range(p.dim()):
+                assert p.size(dim) < 100, "tried with what is large"
+                matrix = torch.eye(p.size(dim)) + torch.tensordot(p.grad, p.grad, [[d for d in range(p.dim()) if d != dim]] * 2)
+                p.grad = torch.tensordot(torch.linalg.inv(matrix), p.grad.movedim(dim, 0), 1).movedim(0, dim)
+        super().step()
+        return loss
+
+
+def test_one_that_asks_is_not_tried_with_large_tensors():
+    assert stepping(PerDimension(nn.Linear(3, 3).parameters(), lr=0.1), CPU) is Stepping.TENSORS
