@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from .adapted import adapt, follow, start_averages
@@ -35,6 +34,7 @@ from .evaluation import EvaluationStrategy
 from .finite import FiniteCheck
 from .host import require_sync_batch_norm
 from .ledger import by_category, by_unit
+from .metric_states import share_metrics
 from .param_groups import ParamGroups
 from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
 from .processes import StartMethod
@@ -214,9 +214,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self._report_differing(self.engine):
             states = of_rank_zero(self.engine, states)
         self._groups.start(self.engine, states)
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.to(self.root_device)
+        share_metrics(module, self.root_device)
         _update_properties(module, device=self.root_device)
 
     def _build_engine(self) -> Zero3Engine:

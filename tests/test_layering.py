@@ -119,7 +119,7 @@ LAYERS = [
     (["strategies/logged"], LIGHTNING),
     (["strategies/watch"], LIGHTNING),
     (["strategies/watched"], LIGHTNING),
-    (["strategies/evaluation"], LIGHTNING),
+    (["strategies/evaluation", "strategies/metric_states"], LIGHTNING),
     (["strategies/checkpoints/strategy"], LIGHTNING),
     (["strategies/checkpoints/__init__"], LIGHTNING),
     (["strategies/second_run"], LIGHTNING),

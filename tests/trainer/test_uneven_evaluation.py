@@ -5,6 +5,8 @@ from functools import cache
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import CatMetric, SpearmanCorrCoef
+from torchmetrics.classification import BinaryAUROC
 
 from helpers.models import ForceField
 from helpers.parity import RTOL, trainer, zero3
@@ -74,3 +76,41 @@ def evaluate_unsized(rank, world_size, stage):
 def test_another_number_of_batches_than_the_loader_says_is_an_error(stage):
     with pytest.raises(AssertionError, match=r"The ranks run different things: rank \d is about to"):
         run_ranks(evaluate_unsized, 2, stage, timeout=60)
+
+
+class Scoring(ForceField):
+    """Metrics whose states are lists: whole numbers, and rows, beside numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.auroc = BinaryAUROC(thresholds=None)
+        self.rank = SpearmanCorrCoef(num_outputs=2)
+        self.kept = CatMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.auroc(batch[:, 0], (batch[:, 1] > 0).long())
+        self.rank(batch[:, :2], batch[:, 2:4])
+        self.kept(batch[0, 0])
+        self.log("auroc", self.auroc)
+
+    def on_validation_epoch_end(self):
+        self.log("rank", self.rank.compute().sum())
+        self.log("kept", self.kept.compute().sum())
+        self.rank.reset()
+        self.kept.reset()
+
+
+def score(rank, world_size, samples):
+    data = torch.randn(samples, 6, generator=torch.Generator().manual_seed(5))
+    strategy = zero3(unit_policy=["Linear"]) if world_size > 1 else "auto"
+    runner = trainer(strategy, world_size, limit_val_batches=1.0, use_distributed_sampler=True)
+    runner.validate(Scoring(), DataLoader(data, batch_size=1))
+    return {name: value.item() for name, value in runner.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_metrics_of_ranks_without_a_sample(samples):
+    (expected,) = run_ranks(score, 1, samples)
+    assert len(expected) == 3
+    for found in run_ranks(score, 2, samples, timeout=60):
+        assert found == pytest.approx(expected, nan_ok=True)
