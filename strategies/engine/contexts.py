@@ -144,8 +144,8 @@ def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place |
 
 def _new_place(view: Tensor, owner: SavedTensors) -> Place:
     unit = owner.unit_of(view)
-    if unit is None or not unit.pins or type(view._base) is RestingParameter:  # of another unit, which was there before
-        raise owner.refusal(view)
+    if unit is None or not unit.pins or type(view._base) is RestingParameter or owner.of_another(view, unit):
+        raise owner.refusal(view)  # of a unit that was there before
     return Place(view, owner, unit)
 
 

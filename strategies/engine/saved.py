@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from ..residency.home import Home
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, home_of, is_aliased
@@ -183,6 +183,14 @@ class SavedTensors:
         offset = view.data_ptr() - self._start
         return next((unit for unit in self._arena.holders if offset in unit.region), None)
 
+    def of_another(self, view: Tensor, unit: Unit) -> bool:
+        """Whether ``view``, in the region of ``unit``, was made of a parameter of another one: they count writes together."""
+        if any(_count_together(view, entry.parameter) for entry in unit.entries_at(view.data_ptr())):
+            return False
+        return any(
+            _count_together(view, entry.parameter) for other in self._units if other is not unit for entry in other.entries
+        )
+
     def at(self, address: int, view: Tensor) -> Tensor:
         """One like ``view`` in a slot."""
         return _alias(view, self._arena.memory, address - self._start)
@@ -194,6 +202,15 @@ class SavedTensors:
     def refusal(self, view: Tensor) -> ResidencyError:
         """What to raise for a ``view`` in a slot of which nobody knows whose weights it shows."""
         return kept_view(view, self._start, self._units)
+
+
+def _count_together(view: Tensor, parameter: Tensor) -> bool:
+    if view.is_inference():
+        return False  # it counts none
+    before = view._version
+    with torch.autograd._unsafe_preserve_version_counter(parameter):
+        increment_version(parameter)
+        return view._version != before
 
 
 def _alias(view: Tensor, memory: Tensor, offset: int) -> Tensor:

@@ -444,14 +444,14 @@ class Holding(torch.autograd.Function):
         return grad, None
 
 
-def from_before(rank, world_size, distance):
+def from_before(rank, world_size, distance, detached):
     """A Function is given the view that a layer before kept, whose memory the layer of now may have."""
 
     class FromBefore(Block):
         kept = []
 
         def product(self, x):
-            self.kept.append(self.first.weight.t())
+            self.kept.append(self.first.weight.detach().t() if detached else self.first.weight.t())
             return Holding.apply(x, self.kept[: -distance or None][-1:]) @ self.first.weight.t()
 
     model, _, engine = build(rank, world_size, block=FromBefore)
@@ -460,9 +460,10 @@ def from_before(rank, world_size, distance):
     return True
 
 
+@pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("distance", [0, 1, 2])
-def test_one_that_was_kept_before_is_an_error_where_it_comes_to_ctx(distance):
-    assert run_ranks(from_before, 2, distance) == [True, True]
+def test_one_that_was_kept_before_is_an_error_where_it_comes_to_ctx(distance, detached):
+    assert run_ranks(from_before, 2, distance, detached) == [True, True]
 
 
 class Caching(torch.autograd.Function):
