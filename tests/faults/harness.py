@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -95,9 +94,7 @@ def difference(mine: dict, theirs: dict) -> float | None:
 
 def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) -> Outcome:
     """One run of all ranks."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = ranks.free_port()
     logs = Path(tempfile.mkdtemp(dir=folder, prefix="logs-"))
     with _processes:
         ranks._start_fork_server()

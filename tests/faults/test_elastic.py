@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import socket
 
 import pytest
 
 from faults.harness import Fault, begun, losses, reference
 from faults.hosts import Place, torchrun
+from helpers.ranks import free_port
 
 FAULT = Fault("lose node", "forward", 1, 2)
 PATIENCE = ",last_call_timeout=2,keep_alive_interval=1"  # seconds; three heartbeats may be missed
@@ -16,10 +16,8 @@ LIMIT_S = 120
 
 
 def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    places = [Place(number, "127.0.0.1", f"127.0.0.1:{port}", "lo") for number in (1, 2)]
+    meet = f"127.0.0.1:{free_port()}"
+    places = [Place(number, "127.0.0.1", meet, "lo") for number in (1, 2)]
     nodes = [torchrun(place, tmp_path, 1, FAULT, 1, "1:2", patience=PATIENCE) for place in places]
     try:
         codes = [node.wait(LIMIT_S) for node in nodes]

@@ -145,14 +145,15 @@ def test_ranks_that_diverge_and_wait_for_their_devices_end(fault):
 
 def test_a_slow_rank_is_named_and_trains_on():
     outcome = told_by_time()[SLOW]
-    assert outcome.codes == {0: 0, 1: 0}
+    assert outcome.codes == {0: 0, 1: 0}, outcome.said
     assert "Rank 1 holds the others up" in outcome.said[0] and "in doze)" in outcome.said[0], outcome.said
     assert goes_on(outcome, SLOW, program.STEPS) == 0.0
 
 
 def test_ranks_that_wait_in_different_collectives_of_their_own_are_told_where():
     outcome = told_by_time()[APART]
-    assert outcome.codes == {0: 0, 1: 0, 2: 0} and goes_on(outcome, APART, program.STEPS) == 0.0
+    assert outcome.codes == {0: 0, 1: 0, 2: 0}, outcome.said
+    assert goes_on(outcome, APART, program.STEPS) == 0.0
     where = r"in the loop between steps \(loading data, callbacks\), step 4 \(\S+program.py:(\d+) in wait_apart\)"
     found = re.search(f"Nobody has moved for 3 s.*: ranks 0, 2 {where}; rank 1 {where}. If", outcome.said[0])
     assert found, outcome.said

@@ -16,6 +16,7 @@ on failure, on time-out, at the end, and when the process that called `run_ranks
 import faulthandler
 import importlib
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -108,11 +109,19 @@ def meet_only_where_nobody_else_can() -> None:
     processes.start_process_group = start_group
 
 
+# Below those that connections are given (`ip_local_port_range`): one of them could take a port before it is listened on.
+_ports = itertools.cycle(range(20_000, 32_000))
+for _ in range(os.getpid() % 12_000):  # another pytest begins elsewhere
+    next(_ports)
+
+
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port of this machine that nobody listens on, and that no other call has returned."""
+    for port in _ports:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise AssertionError
 
 
 # ---- in the calling process ------------------------------------------------------------------
