@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
             self._before[key] = storage, storage.clone()
 
     def undo(self) -> None:
-        for storage, before in self._before.values():
+        for storage, before in reversed(self._before.values()):  # slots of two units may share memory
             storage.copy_(before)  # of storages: versions of tensors stay as they are
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..strategies.engine import is_sharded
+from ..strategies.residency.past_python import is_gathered
 from .memory_leak import name_holder
 from .memory_ledger import local_part
 
@@ -94,8 +95,8 @@ def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
     sizes: dict[str, list[int]] = {}
     examples: dict[str, list[torch.Tensor]] = {}
     for item in gc.get_objects():
-        if not (issubclass(type(item), torch.Tensor) and item.device.type == device_type) or is_sharded(item):
-            continue
+        if not (issubclass(type(item), torch.Tensor) and item.device.type == device_type) or is_gathered(item):
+            continue  # slots are parts of one tensor
         item = local_part(item)
         if item.layout != torch.strided or not (address := item.untyped_storage().data_ptr()) or address in seen:
             continue

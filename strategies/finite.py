@@ -208,7 +208,7 @@ class FiniteCheck:
         for group in self.engine.groups:
             values = flat(group)
             if values is not None:
-                owned = self.engine.gradients.owned(group)
+                owned = group.owned
                 found += [entry.name for entry in owned if not torch.isfinite(entry.part.of(values)).all()]
         return found
 

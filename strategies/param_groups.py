@@ -211,7 +211,7 @@ def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optim
             entry.store(made[entry.name][kind[0]], moved[kind][entry.group])
     clear_state(optimizer)
     for flat in _flats(new, index):
-        places = sorted((entry.part.start, entry.name) for entry in new.gradients.owned(flat))
+        places = sorted((entry.part.start, entry.name) for entry in flat.owned)
         # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
         marks = [_mark(known.get(name)) for _, name in places]
         flat.cut([places[k][0] for k in range(1, len(places)) if marks[k] != marks[k - 1]])
@@ -243,7 +243,7 @@ def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str
     """
     mine: dict[str, tuple[dict[str, Any], _Kinds]] = {}
     for flat in _flats(engine, index):
-        owned = engine.gradients.owned(flat)
+        owned = flat.owned
         for segment in flat.segments:
             state = before.get(segment.parameter, {})
             if state:

@@ -122,7 +122,7 @@ def _agree_on_state(engine: Zero3Engine, flats: list[FlatGroup], optimizer: Opti
     """Name -> key -> scalar, or what kind of tensor; of every parameter that has state on any rank; collective."""
     mine: dict[str, dict[str, Any]] = {}
     for flat in flats:
-        owned = engine.gradients.owned(flat)
+        owned = flat.owned
         for segment, state in _segments_with_state(flat, optimizer):
             kinds = {k: _Elementwise(v.dtype) if _elementwise(v) else v for k, v in state.items()}
             for entry in owned:

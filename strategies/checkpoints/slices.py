@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..engine import Zero3Engine
-from ..engine.chunk import Entry
 from ..engine.layout import Span
-from ..engine.shards import FlatGroup
+from ..engine.shards import Entry, FlatGroup
 from ..engine.unit import Unit
 from .boxes import Box, cut_into_boxes, memory_order
 

@@ -1,13 +1,14 @@
-"""The ZeRO-3 engine: plain torch, no Lightning.
+"""The ZeRO-3 engine, in plain torch.
 
 ====================  ==================================================================================================
 unit                  modules whose parameters are gathered, used and released together
-chunk                 one flat buffer of a unit's parameters that share dtype and trained-or-not, padded to equal shards
+chunk                 one flat buffer of a unit's parameters that share trained-or-not and dtypes, padded to equal shards
 shard                 this rank's contiguous 1/N of a chunk
 piece                 the part of a shard that belongs to one optimizer group
 flat tensor           this rank's pieces of one optimizer group, end to end; what the optimizer steps on
 arena                 the memory of all slots; it knows which units hold which part
-slot                  the full-size place in the arena that a unit is gathered into; its parameters are views of it
+slot                  the full-size place in the arena that a unit is gathered into, of a storage of its own: torch counts how
+                      many tensors view it; its parameters do
 gather, release       fill the slot from all ranks' shards; give its memory up to another unit
 reduce                sum a unit's gradients over ranks into the flat gradients (reduce-scatter, mean)
 resting               the state of a parameter outside its unit's use

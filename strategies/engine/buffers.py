@@ -1,4 +1,4 @@
-"""Buffers are whole on every rank, and rank 0's count: at set-up, and after each backward that follows a change."""
+"""Buffers are whole on every rank, and rank 0's count: at set-up, and after a backward, or step, in which some changed."""
 
 from __future__ import annotations
 

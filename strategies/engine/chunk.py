@@ -1,4 +1,4 @@
-"""The parameters of a unit that share dtype and trained-or-not, as one sharded buffer."""
+"""The parameters of a unit that are trained or not, kept, gathered and sent in the same dtypes, as one sharded buffer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OwnedPiece:
 
 
 class Chunk:
-    """Parameters of one unit that share dtype and trained-or-not, as one sharded buffer."""
+    """See the module's docstring."""
 
     slot: Tensor  # [numel], dtype of computation; part of the arena
     bytes: Tensor  # what travels, as bytes: the slot, or its second half in the dtype on the wire

@@ -14,14 +14,14 @@ from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFunction
 from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame
 
 from ..residency.functions import METADATA, instances, name_of
-from ..residency.resting import ResidencyError, RestingParameter, set_data
+from ..residency.resting import ResidencyError, set_data
 from .kept import walk
-from .saved import WATCHING, Reading, SavedTensors, hold
+from .saved import WATCHING, Reading, alias, hold, kept_view, look_up, unit_of
 from .unit import Phase, Unit
 
 _NOTES = "_zero3_notes"  # on a ctx: the units whose forward made it, and the places of views that it holds
@@ -42,15 +42,15 @@ class RestingView(Tensor):
             for view in instances([*args, *(kwargs or {}).values()], RestingView) if name_of(func) not in _ABOUT else ():
                 if (place := _places.get(id(view))) is None:
                     raise ResidencyError("A view of a weight was kept longer than its model.")
-                raise place.owner.refusal(view)
+                raise kept_view(view, place.unit)
             return func(*args, **(kwargs or {}))
 
 
 class Place:
     """Where a view lies: that graphs hold it is right, and others may read it while its unit is in use."""
 
-    def __init__(self, view: Tensor, owner: SavedTensors, unit: Unit) -> None:
-        self.owner, self.unit = owner, unit
+    def __init__(self, view: Tensor, unit: Unit) -> None:
+        self.unit = unit
         self.moved = False  # it shows a copy of its weight, for somebody's backward
         self._address, key, noted = view.data_ptr(), id(view), unit.noted
         self._view = ref(view, lambda _: (_places.pop(key, None), noted.pop(key, None)))
@@ -70,7 +70,7 @@ class Place:
         with torch._C.DisableTorchFunctionSubclass():
             if view.data_ptr() != self._address:
                 return False  # the user has set its `.data`
-            now = self.owner.look_up(view, self.unit)
+            now = look_up(view, self.unit)
             if now is view and not self.unit.lent:
                 hold(self.unit)
                 return False
@@ -84,7 +84,8 @@ class Place:
         """The end of what :meth:`look_up` began."""
         self.moved = False
         if (view := self._view()) is not None:
-            set_data(view, self.owner.at(self._address, view))
+            memory = self.unit.memory
+            set_data(view, alias(view, memory, self._address - memory.data_ptr()))
             self.show(self.unit.phase is Phase.IN_USE)
 
 
@@ -130,23 +131,22 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 def _note(holder: Any, anything: bool = False) -> list[Place]:
     """The places of views in there that show weights now; one that was kept from another forward is an error."""
     with torch._C.DisableTorchFunctionSubclass():
-        places = [place or _new_place(view, owner) for view, place, owner in _views_in(holder, anything)]
+        places = [place or _new_place(view, unit) for view, place, unit in _views_in(holder, anything)]
     return [place for place in places if place.moved or place.unit.pins]  # the others are another graph's, and cannot be read
 
 
-def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place | None, SavedTensors | None]]:
-    """Views of weights in there: where they are if that is noted, or else who has them in a slot."""
-    owners = tuple(WATCHING)
-    found = [(view, _places.get(id(view))) for view in walk(holder, anything)]
-    found = [(view, place, next((o for o in owners if place is None and o.in_slot(view)), None)) for view, place in found]
-    return [each for each in found if each[1] is not None or each[2] is not None]
+def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place | None, Unit]]:
+    """Views of weights in there, where they are if that is noted, and whose."""
+    found = [(view, _places.get(id(view))) for view in walk(holder, anything) if not isinstance(view, nn.Parameter)]
+    units = [unit_of(view) if place is None else place.unit for view, place in found]
+    return [(*each, unit) for each, unit in zip(found, units, strict=True) if unit is not None]
 
 
-def _new_place(view: Tensor, owner: SavedTensors) -> Place:
-    unit = owner.unit_of(view)
-    if unit is None or not unit.pins or type(view._base) is RestingParameter or owner.of_another(view, unit):
-        raise owner.refusal(view)  # of a unit that was there before
-    return Place(view, owner, unit)
+def _new_place(view: Tensor, unit: Unit) -> Place:
+    if not unit.pins:
+        raise kept_view(view, unit)
+    unit.viewers += 1
+    return Place(view, unit)
 
 
 # ---- looked up in backward -----------------------------------------------------------------------
@@ -220,7 +220,7 @@ def _recompute(recompute: Callable[..., Any], places: list[Place], *args: Any) -
     """A checkpoint runs its function again, which may leave other views than before."""
     with torch._C.DisableTorchFunctionSubclass():
         found = _views_in(args)
-        units = [owner.unit_of(view) for view, place, owner in found if place is None]  # they have just been looked up
+        units = [unit for _, place, unit in found if place is None]  # they have just been looked up
     with _LookedUp(units, places + [place for _, place, _ in found if place is not None]):
         try:
             return recompute(*args)

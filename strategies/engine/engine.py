@@ -33,7 +33,7 @@ from .saved import SavedTensors
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
-from .unit import Arena, Unit
+from .unit import Arena, Unit, count_viewers
 from .whole import WholeReducer
 
 
@@ -116,14 +116,15 @@ class Zero3Engine:
             self.reducer: Reducer = WholeReducer(self.units)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
-            guard(self.arena.memory, self.arena.in_arrays)
+            for unit in self.units:
+                guard(unit.memory, unit.in_arrays)
             watch_contexts()
         self._saved = SavedTensors(self.units, self.arena)
-        self.kept = KeptViews(self.units, self.arena)
+        self.kept = KeptViews(self.units)
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
-        self.access = self._saved.home = Access(self.units, self.collectives, self.gradients, *callbacks)
+        self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
         self.passes = Backward(self.units, *passes, self.kept, self._adopt_flat_values)
 
@@ -191,8 +192,6 @@ class Zero3Engine:
         """What precedes the first operation of a step."""
         if self.passes.active:
             self.abandon()  # a backward without `backward()` around it raised, and the user went on
-        if not self.arena.in_use:
-            self.arena.in_arrays.clear()  # made of a view that is kept: what follows is about that
         for hooks, key in self._last:
             if key in hooks:
                 hooks[key] = hooks.pop(key)  # to the end
@@ -357,17 +356,18 @@ class Zero3Engine:
             if unit.pins and graph_task() == NO_GRAPH_TASK:
                 unit.unuse()
             return None
-        copied = copy_views(outputs, self._saved.in_slot)
-        outputs = outputs if copied is None else copied
+        outputs, views = copy_views(outputs, self._saved.in_slot)
         if self.inspect is not None:
             self.inspect(unit, outputs)
         if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self.passes.enter)
-            return copied
+            return outputs if views else None
         if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self.passes.enter):
             self.passes.schedule.record(unit.index)
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:
             unit.unuse()
-        return copied
+            if not (unit.pins or unit.whole) and count_viewers(unit.storage) > unit.viewers:
+                self.kept.check_forward(unit, views)
+        return outputs if views else None

@@ -118,10 +118,6 @@ class Gradients:
         if any([group.adopt() for group in self._groups]):
             self._full = {}
 
-    def owned(self, group: FlatGroup) -> list[Entry]:
-        """Parameters of ``group`` that this rank owns a part of."""
-        return [entry for entry in group.entries if entry.part is not None]
-
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
         self._shown, self._full = bytearray(used), {}
@@ -163,7 +159,7 @@ class Gradients:
 
     def _unused_ranges(self, group: FlatGroup, used: bytes | bytearray) -> list[tuple[int, int]]:
         """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
-        parts = [entry.part for entry in self.owned(group) if not used[entry.number]]
+        parts = [entry.part for entry in group.owned if not used[entry.number]]
         return [(part.start, part.start + part.span.stop - part.span.start) for part in parts]
 
 

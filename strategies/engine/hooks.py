@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..residency.functions import instances
 from ..residency.resting import set_grad
-from .chunk import Entry
+from .shards import Entry
 from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
@@ -144,11 +144,10 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], Non
     return found
 
 
-def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> Any:
-    """``outputs`` with copies of the views of weights in it, whose memory another unit may take; None if there are none."""
-    if not any(in_slot(tensor) for tensor in instances(outputs, Tensor)):
-        return None
-    return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor)
+def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> tuple[Any, list[Tensor]]:
+    """``outputs`` with copies of the views of weights in it, whose memory another unit may take; and these views."""
+    views = [tensor for tensor in instances(outputs, Tensor) if in_slot(tensor)]
+    return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor) if views else outputs, views
 
 
 def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
 from functools import partial
 from types import BuiltinMethodType, CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _CheckpointFrame
 
+from ..residency.past_python import storage_of
 from ..residency.resting import ResidencyError, is_sharded
-from .unit import Arena, Phase, Unit
+from .saved import SavedSlot, kept_view
+from .unit import Phase, Unit, count_viewers
 
 _IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)  # what holds views of weights as a part of a graph; see contexts.py
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, partial, MethodType, BuiltinMethodType, SimpleNamespace)
@@ -25,24 +28,33 @@ _MOST = 1_000  # objects that are gone through for a view in any of them
 
 
 class KeptViews:
-    """Finds them where no use of a unit goes on: at the end of a backward, and when a step begins.
+    """Finds them where a forward of a unit is over, at the end of a backward, and when a step begins.
 
-    Torch counts the tensors that share a memory. Only when there are more than the engine's own does anybody look for them.
-    What a graph alone holds, and finds again because it was noted, may stay; so may what only a traceback holds.
+    Torch counts the tensors that share a storage. Only when there are more than are known does anybody look for them. What a
+    graph alone holds, and finds again because it was noted, may stay; so may what only a frame or a traceback holds.
     """
 
     captured = False  # CUDA graphs hold views, too, and know what is there when they are replayed
 
-    def __init__(self, units: list[Unit], arena: Arena) -> None:
-        self._units, self._arena = units, arena
-        self._storage = arena.memory.untyped_storage()
-        self._start = arena.memory.data_ptr()
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        self._slots = {unit.storage: unit for unit in units if not unit.whole}
         self._usual = self._count()
         self._nth = 0  # backward of a step
         self._innocent: dict[int, int] = {}  # after the nth: how many there were when only graphs held them
 
     def _count(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        return sum(map(count_viewers, self._slots))
+
+    def check_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
+        """Raise a ResidencyError if the forward of ``unit`` left a view of its weights to others than autograd.
+
+        Args:
+            outputs: views among its outputs, which are replaced.
+        """
+        known = unit.viewers + len(set(map(id, outputs)))
+        if count_viewers(unit.storage) > known and not (self.captured or unit.nested or sys.exc_info()[1]):
+            self._raise_found(unit, outputs)
 
     def check(self, between_steps: bool) -> None:
         """Raise a ResidencyError if anybody keeps a view of a unit that is not in use.
@@ -52,62 +64,60 @@ class KeptViews:
         """
         self._nth = 0 if between_steps else self._nth + 1
         least = self._innocent.get(self._nth, self._usual)
-        if self.captured or not self._arena.memory.numel() or self._count() <= least:
+        if self.captured or self._count() <= least:
             return
-        error = self._look()
-        for generation in (1, 2):
-            if error is not None:
-                gc.collect(generation)  # it may be in a cycle that nobody holds
-                error = self._look()
-        if error is not None:
-            raise error
+        self._raise_found()
         if self._nth:
             self._innocent[self._nth] = self._count()
 
-    def _look(self) -> ResidencyError | None:
+    def _raise_found(self, unit: Unit | None = None, outputs: list[Tensor] | None = None) -> None:
+        error = self._look(unit, outputs)
+        for generation in (1, 2):
+            if error is not None:
+                gc.collect(generation)  # it may be in a cycle that nobody holds
+                error = self._look(unit, outputs)
+        if error is not None:
+            raise error
+
+    def _look(self, unit: Unit | None, outputs: list[Tensor] | None) -> ResidencyError | None:
         with torch._C.DisableTorchFunctionSubclass():
-            found, saved, passed = self._find()
+            found, saved, passed = self._find(unit)
             numbers = set(map(id, found))
-            others = numbers.difference(*(unit.noted for unit in self._units))
+            others = numbers.difference(*(each.noted for each in self._units))
             for holder in gc.get_referrers(*found):
                 running = isinstance(holder, FrameType) or (isinstance(holder, GeneratorType) and holder.gi_running)
                 wrong = others if id(holder) in passed else numbers
                 held = [part for part in gc.get_referents(holder) if id(part) in wrong]
-                if held and holder is not found and not running and id(holder) not in saved:
-                    view = held[0]
-                    return kept_view(view, self._start, self._units, _names(holder, view))
+                if held and holder is not found and holder is not outputs and not running and id(holder) not in saved:
+                    return kept_view(held[0], self._slots[storage_of(held[0])], _names(holder, held[0]))
         return None
 
-    def _find(self) -> tuple[list[Tensor], set[int], set[int]]:
+    def _find(self, unit: Unit | None) -> tuple[list[Tensor], set[int], set[int]]:
         """Tensors in slots, but for the engine's own; ids of what autograd saves, and of what may hold those that are noted."""
-        own = [view for unit in self._units for view in unit.own_views()]
-        known = {id(self._arena.memory), *map(id, own), *(id(view._base) for view in own)}
+        own = [view for each in self._units for view in each.own_views()]
+        known = {*map(id, own), *(id(view._base) for view in own)}
         found: list[Tensor] = []
         saved: set[int] = set()
         passed: set[int] = set()
         for each in gc.get_objects():
             kind = type(each)
-            if kind is tuple and len(each) == 4:
-                # Saved by a graph, which knows where it lies; see saved.py. C code may still be filling such a tuple.
-                if any(issubclass(type(part), Unit) for part in gc.get_referents(each)):
-                    saved.add(id(each))
+            if kind is SavedSlot:
+                saved.add(id(each))
             elif issubclass(kind, _IN_GRAPHS):
                 passed.add(id(each))
                 walk(vars(each), seen=passed)
                 if issubclass(kind, _CheckpointFrame):  # what a backward recomputed, and no other one will read
                     saved |= {id(recomputed.data) for recomputed in each.recomputed.values()}
-            elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each):
+            elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each, unit):
                 found.append(each)
         return found, saved, passed
 
-    def _lies_in_slot(self, tensor: Tensor) -> bool:
-        """Of a unit that nobody uses, and nothing arrives at."""
-        try:
-            offset = tensor.data_ptr() - self._start
-        except RuntimeError:  # it has no storage, or more than one
-            return False
-        busy = (unit.region for unit in self._units if unit.lent or unit.phase in (Phase.GATHERING, Phase.IN_USE))
-        return 0 <= offset < self._arena.memory.numel() and not any(offset in region for region in busy)
+    def _lies_in_slot(self, tensor: Tensor, unit: Unit | None) -> bool:
+        """Of ``unit``, or of one that nobody uses, and nothing arrives at."""
+        owner = self._slots.get(storage_of(tensor))
+        if owner is None or unit is not None:
+            return owner is not None and owner is unit
+        return not owner.lent and owner.phase not in (Phase.GATHERING, Phase.IN_USE)
 
 
 def walk(root: Any, anything: bool = False, seen: set[int] | None = None) -> list[Tensor]:
@@ -144,13 +154,3 @@ def _names(holder: Any, view: Tensor) -> str:
     """That of an attribute, among others."""
     table = holder if type(holder) is dict else getattr(holder, "__dict__", {})
     return ", ".join(f"`{key}`" for key, value in table.items() if value is view and isinstance(key, str))
-
-
-def kept_view(view: Tensor, start: int, units: list[Unit], names: str = "") -> ResidencyError:
-    """What to raise for a ``view`` in the arena that begins at ``start``, whose unit nobody knows."""
-    places = ", ".join(unit.name for unit in units if view.data_ptr() - start in unit.region)
-    return ResidencyError(
-        f"A view (shape {tuple(view.shape)}) of a sharded parameter was kept{names and f' ({names})'} after the forward "
-        f"that made it: its memory belongs to other units then. It was made in one of the units {places}. Keep a copy "
-        "(`.clone()`), or use the parameter itself."
-    )

@@ -93,7 +93,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Fixed byte ranges for units in one buffer, such that neighbours never overlap.
+    """Fixed byte ranges for units in one buffer, such that neighbours do not overlap.
 
     Even units are placed at the low end of a shared area and odd ones at the high end::
 

@@ -125,6 +125,11 @@ class FlatGroup:
         return self._grad  # type: ignore[return-value]
 
     @property
+    def owned(self) -> list[Entry]:
+        """Its parameters that this rank owns a part of."""
+        return [entry for entry in self.entries if entry.part is not None]
+
+    @property
     def grad_nbytes(self) -> int:
         """Bytes that gradients take now."""
         return 0 if self._grad is None else self._grad.nbytes

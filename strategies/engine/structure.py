@@ -23,7 +23,8 @@ class Structure:
 
     def check(self) -> None:
         """Raise a ValueError if a parameter was added, replaced or removed."""
-        if self._identities() == self._seen:
+        # Without a Python loop: this runs in every step.
+        if list(map(id, chain.from_iterable(map(dict.values, self._tables)))) == self._seen:
             return
         now = self._find_names()
         for found, expected, what in ((now, self._names, "added or replaced"), (self._names, now, "removed")):
@@ -33,10 +34,6 @@ class Structure:
                     "strategy shards the model: create or replace them in `__init__`, `configure_model` or `setup`."
                 )
         self._look()  # only names changed (pruning does that), or modules without parameters: nothing that is sharded
-
-    def _identities(self) -> list[int]:
-        # Without a Python loop: this runs in every step.
-        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _find_names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}

@@ -21,6 +21,7 @@ from .shards import Entry, FlatGroup
 from .streams import Lane
 
 _modes, _inference = torch._C._len_torch_dispatch_stack, torch.is_inference_mode_enabled  # C functions: each gather asks
+count_viewers = torch._C._storage_Use_Count  # tensors that share a storage; each use asks
 
 
 @contextmanager
@@ -49,7 +50,7 @@ class Phase(enum.Enum):
 
 
 class Exchange(enum.IntEnum):
-    """Ways in which a unit is gathered."""
+    """What is exchanged of a unit: most are ways in which it is gathered."""
 
     SLOT = 0  # into its slot
     COPY = 1  # slot contents, into memory of their own
@@ -65,7 +66,11 @@ class Arena:
     memory: Tensor  # [bytes]
     holders: list[Unit] = field(default_factory=list)  # whose values are in their slots, or on their way there; always few
     in_use: list[Unit] = field(default_factory=list)  # those among them whose memory no other unit may take
-    in_arrays: list[Alias] = field(default_factory=list)  # of which the user made arrays
+    spilled: tuple[Unit, Tensor] | None = None  # what was gathered for single reads, while another one has the memory
+
+    def part(self, region: range) -> Tensor:
+        """Its bytes in ``region``, in a storage of their own: torch counts the tensors that share one."""
+        return torch.from_dlpack(self.memory[region.start : region.stop])
 
 
 class Unit:
@@ -73,9 +78,13 @@ class Unit:
 
     phase: Phase
     region: range  # bytes of the arena that its slot may take; other units share them
+    memory: Tensor  # [bytes] there
+    storage: int  # its address; see count_viewers
+    viewers: int  # tensors that may view it now, as far as is known
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
     version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
+    in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
 
@@ -89,6 +98,7 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
+        self.in_arrays = []
         self.noted: dict[int, Any] = {}  # views of its slot that graphs hold, by their ids; see contexts.py
         self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
         self._master: dict[str, Tensor] = {}  # what they are taken from
@@ -100,11 +110,13 @@ class Unit:
         The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw in forward.
         """
         self._collectives, self._lane, self._arena, self.region = collectives, lane, arena, region
+        self.memory = arena.part(region)
+        self.storage = self.memory.untyped_storage()._cdata
         self._fills: list[tuple[Tensor, Tensor]] = []
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
-        offset = region.start
+        offset = 0
         for chunk in self.chunks:
-            chunk.slot = arena.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
+            chunk.slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
             sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
             chunk.bytes = sent.view(torch.uint8)
             offset += chunk.nbytes
@@ -116,12 +128,8 @@ class Unit:
 
     def own_views(self) -> list[Tensor]:
         """Tensors of the engine's in the slot, but for the parameters."""
-        return [view for chunk in self.chunks for view in (chunk.slot, chunk.bytes)] + [target for target, _ in self._fills]
-
-    def _illegal(self, phase: Phase) -> None:
-        raise RuntimeError(
-            f"Unit {self.name} cannot go from {self.phase.value!r} to {phase.value!r}; this is a bug in lightning_zero3."
-        )
+        slots = [view for chunk in self.chunks for view in (chunk.slot, chunk.bytes)]
+        return [self.memory, *slots, *(target for target, _ in self._fills)]
 
     def gather(self, ahead: bool = False) -> bool:
         """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there.
@@ -195,9 +203,11 @@ class Unit:
             self.arrive()
         if not self.pins:
             if self.phase is not Phase.READY:
-                self._illegal(Phase.IN_USE)
+                raise RuntimeError(f"Unit {self.name} is used while {self.phase.value}; this is a bug in lightning_zero3.")
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
+            self.in_arrays.clear()  # made of a view that was kept: what follows is about that
+            self.viewers = count_viewers(self.storage)
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version
@@ -210,14 +220,12 @@ class Unit:
         self.pins -= 1
         if self.pins > 0:
             return
-        if self.phase in (Phase.RESTING, Phase.READY):
-            self._illegal(Phase.READY)
         self.phase = Phase.READY
         self._arena.in_use.remove(self)
         for entry, place in self.lifted:
             set_data(entry.parameter, place)
         self.lifted, self._master = [], {}
-        written = bool(self._arena.in_arrays)
+        written = bool(self.in_arrays)
         for entry in self.entries:
             written |= entry.parameter._version != entry.seen
             entry.parameter.__class__ = RestingParameter
@@ -230,8 +238,7 @@ class Unit:
                 self.release()  # what cannot be stored is not computed with either
                 raise
             finally:
-                for k in reversed(self._own_arrays()):
-                    del self._arena.in_arrays[k]
+                self.in_arrays.clear()
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
@@ -274,17 +281,11 @@ class Unit:
 
     def _note_arrays(self) -> None:
         """Find what was written to arrays of the user's: nothing counts that."""
-        for k in self._own_arrays():
-            now, before = self._arena.in_arrays[k]
+        for k, (now, before) in enumerate(self.in_arrays):
             if not torch.equal(_bits(now), _bits(before)):
-                self._arena.in_arrays[k] = now, now.clone()  # it is stored once
+                self.in_arrays[k] = now, now.clone()  # it is stored once
                 for entry in self.entries_at(now.data_ptr()):
                     entry.seen = -1
-
-    def _own_arrays(self) -> list[int]:
-        """Where in the arena's list those are that lie in this slot."""
-        start = self._arena.memory.data_ptr()
-        return [k for k, (now, _) in enumerate(self._arena.in_arrays) if now.data_ptr() - start in self.region]
 
     def entries_at(self, address: int) -> Iterator[Entry]:
         """That of the parameter in whose place in the slot ``address`` is, if any."""
@@ -329,9 +330,7 @@ class Unit:
             self.phase = Phase.GATHERING
             self.arrive()
             self.phase = Phase.IN_USE
-            for k in self._own_arrays():
-                now, _ = self._arena.in_arrays[k]
-                self._arena.in_arrays[k] = now, now.clone()
+            self.in_arrays[:] = [(now, now.clone()) for now, _ in self.in_arrays]
             self._master = self.values() if self.lifted else {}
             for entry, _ in self.lifted:
                 self._take_master(entry)
@@ -376,6 +375,12 @@ class Unit:
             self.announce(self, Exchange.COPY)
         parts = [(self._gather_apart(c, lambda group: group.data, c.wire_dtype, Exchange.COPY), c.dtype) for c in self.chunks]
         return torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in parts])
+
+    def spilled(self) -> Tensor:
+        """:meth:`copy_of_slot`, once for reads that follow each other."""
+        if self._arena.spilled is None or self._arena.spilled[0] is not self:
+            self._arena.spilled = self, self.copy_of_slot()
+        return self._arena.spilled[1]
 
     def _gather_apart(
         self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange

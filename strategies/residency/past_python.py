@@ -35,17 +35,26 @@ _EXCHANGES = (
 _SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
 _NOTHING = slice(0)  # is written to
 Alias = tuple[Tensor, Tensor]  # a weight in its slot, or a part of one, and a copy of what it was
-_ARENAS: dict[int, list[Alias]] = {}  # where the memory begins that slots lie in; what of it is in arrays of the user's
+_SLOTS: dict[int, list[Alias]] = {}  # storage of a slot -> what of it is in arrays of the user's
 
 
 def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
-    """Watch these ways for an engine whose slots lie in ``memory`` [bytes].
+    """Watch these ways for a unit whose slot is ``memory`` [bytes].
 
     ``in_arrays`` gets what became an array of numpy: nobody tells whether that is written to.
     """
-    _ARENAS[memory.data_ptr()] = in_arrays
-    weakref.finalize(memory, _ARENAS.pop, memory.data_ptr(), None)
+    _SLOTS[storage_of(memory)] = in_arrays
+    weakref.finalize(memory, _SLOTS.pop, storage_of(memory))
     _wrap_all()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Tells the storage of ``tensor`` from others; 0 if it has none, or more than one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage()._cdata
+        except RuntimeError:
+            return 0
 
 
 @cache
@@ -109,7 +118,7 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any], writes: slice = _N
 
 def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function`` asks classes of tensors what to do."""
-    if not _ARENAS:
+    if not _SLOTS:
         return function(*args, **kwargs)  # nothing is sharded any more
     given = (*args, *kwargs.values())
     if torch._C._is_torch_function_enabled():
@@ -124,10 +133,7 @@ def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
 def is_gathered(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
     with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return is_sharded(tensor) or is_sharded(tensor._base) or tensor.untyped_storage().data_ptr() in _ARENAS
-        except (RuntimeError, NotImplementedError):  # has no storage, so it is in none of these
-            return False
+        return is_sharded(tensor) or is_sharded(tensor._base) or storage_of(tensor) in _SLOTS
 
 
 def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -183,8 +189,8 @@ def _require_own_memory(function: Any, given: tuple) -> None:
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
-    if _ARENAS and not isinstance(tensor, RestingParameter | ShardedCopy) and is_gathered(tensor) and array.size:
-        in_arrays = _ARENAS.get(tensor.untyped_storage().data_ptr())
+    if _SLOTS and not isinstance(tensor, RestingParameter | ShardedCopy) and is_gathered(tensor) and array.size:
+        in_arrays = _SLOTS.get(storage_of(tensor))
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
             in_arrays.append((tensor.detach(), tensor.detach().clone()))
     return array
@@ -192,7 +198,7 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
 
 def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Batch norm updates running statistics without a word: their versions count it."""
-    if _ARENAS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
+    if _SLOTS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
         for statistic in args[3:5]:
             if isinstance(statistic, Tensor) and is_gathered(statistic):
                 increment_version(statistic)

@@ -267,6 +267,7 @@ class RestingParameter(nn.Parameter):
         if name in METADATA or (resting and name in LIKE):
             if name in LIKE:
                 kwargs.setdefault("dtype", _SHARDED[target].dtype)
+                args, kwargs = (target, *_full(args[1:], [])), _full(kwargs, [])
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
                 if name == "register_post_accumulate_grad_hook":
@@ -277,6 +278,8 @@ class RestingParameter(nn.Parameter):
         if name in ("view_as", "expand_as", "reshape_as") and not resting:
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "copy_" and resting and len(args) > 1:
+            if torch.is_grad_enabled() and target.requires_grad:
+                raise refusal(name, target)  # torch raises, too
             _home(target).write(target, _full(args[1], []))
             return target
         return _compute(func, name, args, kwargs)

@@ -8,7 +8,7 @@ from torch import nn
 from .cases_outputs import Blocks, NoneOutput
 from .harness import DIM, NAN, Block, Case, case
 
-KEPT = r"A view .* of a sharded parameter was kept(?: \(`kept`\))? after the forward.*blocks\.\d.*clone"
+KEPT = r"A view .* of parameter 'blocks\.\d\.up\.bias' \(unit blocks\.\d\) was kept(?: \(`(?:kept|bias)`\))? after.*clone"
 TAKEN = r"would touch the memory of parameter 'blocks\.0\.up\.weight'.*read `parameter\.detach\(\)`"
 WRITTEN_IN_USE = r"Parameters of unit blocks\.\d \(blocks\.\d\.up\.bias\) were changed through a raw alias.*torch.no_grad"
 
@@ -61,6 +61,22 @@ class KeptViewAddedInAnotherUnit(KeptBias):
 
     def loss(self, model, batch):
         self.kept = []
+        return Case.loss(self, model, batch)
+
+
+@case
+class PassedViewAdded(KeptBias):
+    """A view of a weight left in a dict by a module, and taken from it and added in the forward of another"""
+
+    def run(self, block, x):
+        if "bias" not in self.left:
+            self.left["bias"] = block.up.bias.view(2, DIM)
+        elif block is self.last:
+            x = x + self.left.pop("bias")[0]
+        return Block.forward(block, x)
+
+    def loss(self, model, batch):
+        self.left, self.last = {}, model.blocks[-1]
         return Case.loss(self, model, batch)
 
 
@@ -162,6 +178,17 @@ class FrozenNumber(Case):
     def loss(self, model, batch):
         out = model(batch)
         return torch.add(out, out, alpha=model.blocks[0].scale).square().mean()
+
+
+@case
+class FilledWithFrozenNumber(FrozenNumber):
+    """`torch.full_like(weight, scale)` and `weight.new_full(size, scale)` with a frozen 0-dim weight, outside their forward"""
+
+    unseen = None
+
+    def loss(self, model, batch):
+        weight, scale = model.head.weight, model.blocks[0].scale
+        return (model(batch) @ torch.full_like(weight, scale).t() + weight.new_full((len(weight),), scale)).square().mean()
 
 
 @case

@@ -103,7 +103,7 @@ class KeptViewOfWeight(KeptWeight):
     """A view of a weight kept by the module and multiplied with after its forward"""
 
     pitfalls = (7,)
-    refused = "A view .* of a sharded parameter was kept.*after the forward.*blocks.0.*clone"
+    refused = "A view .* of parameter 'blocks.0.up.weight' .unit blocks.0. was kept.*after the forward.*clone"
 
     def keep(self, weight):
         return weight.t()

@@ -50,7 +50,7 @@ def build(
     built = optimizer(model.parameters(), lr=0.1)
     place = torch.device(device)
     door = door or make_collectives(dist.group.WORLD, place)
-    return model, built, Zero3Engine(model, [built], device=place, collectives=door, unit_policy=[block], **options)
+    return model, built, Zero3Engine(model, [built], device=place, collectives=door, **{"unit_policy": [block], **options})
 
 
 def micro_batch(model: nn.Module, engine: Any, rank: int, seed: int) -> None:

@@ -38,7 +38,7 @@ def count_searches(rank, world_size, variant):
 
     model, optimizer, engine = build(rank, world_size, **VARIANTS[variant])
     searches = []
-    kept.KeptViews._look = lambda self: searches.append(1)
+    kept.KeptViews._look = lambda self, *of: searches.append(1)
     for step in range(4):
         with engine.accumulate():
             micro_batch(model, engine, rank, 2 * step)
@@ -48,7 +48,7 @@ def count_searches(rank, world_size, variant):
         with torch.no_grad(), engine.step():
             model(torch.ones(2, WIDTH))
     ordinary = len(searches)
-    kept_view = engine.arena.memory[:8]
+    kept_view = engine.units[0].chunks[0].slot[:8]
     with torch.no_grad(), engine.step():
         pass
     del kept_view
@@ -62,21 +62,76 @@ def test_in_ordinary_training_nobody_looks_for_them(variant):
 
 def keep_in_evaluation(rank, world_size):
     model, _, engine = build(rank, world_size, block=Kept)
-    with torch.no_grad(), engine.step():
+    told = r"A view \(shape \(3,\)\) of parameter '0.first.bias' \(unit 0\) was kept \(`kept`\) after"
+    with pytest.raises(RuntimeError, match=told) as raised, torch.no_grad(), engine.step():
         model(torch.ones(2, WIDTH))
-    with pytest.raises(RuntimeError, match=r"A view \(shape \(3,\)\) .* was kept \(`kept`\)") as raised:
+    with pytest.raises(RuntimeError, match=r"A view \(shape \(3,\)\) .* was kept \(`kept`\)") as again:
         micro_batch(model, engine, rank, 0)
-    for block in model:
-        del block.kept
-    del raised, block
+    del model[0].kept, raised, again
     gc.collect()  # the traceback holds none
     with torch.no_grad(), engine.step():
         pass
     return True
 
 
-def test_one_that_an_evaluation_keeps_is_an_error_of_the_next_step():
+def test_one_that_an_evaluation_keeps_is_an_error_there_and_of_the_next_step():
     assert run_ranks(keep_in_evaluation, 2) == [True, True]
+
+
+def transposed(weight):
+    return weight.t()
+
+
+def detached(weight):
+    return weight.detach()
+
+
+def by_data(weight):
+    return weight.t().data
+
+
+def copied(weight):
+    return weight.t().clone()
+
+
+def pass_on(rank, world_size, make):
+    """The first layer leaves something to the last, which drops it: autograd saves nothing of it, and nobody keeps it."""
+    model, _, engine = build(rank, world_size)
+    cache, x = {}, torch.ones(2, WIDTH)
+    model[0].register_forward_pre_hook(lambda module, args: cache.update(weight=make(module.first.weight)))
+    told = r"A view .* of parameter '0.first.weight' \(unit 0\) was kept \(`weight`\) after .*clone"
+    with nullcontext() if make is copied else pytest.raises(RuntimeError, match=told), engine.step():
+        for layer in model:
+            x = layer(x)
+        x + cache.pop("weight")[:2, :WIDTH]
+    return True
+
+
+@pytest.mark.parametrize("make", [transposed, detached, by_data, copied])
+def test_one_that_another_layer_would_read_is_an_error_where_its_own_ends(make):
+    assert run_ranks(pass_on, 2, make) == [True, True]
+
+
+class Returning(Block):
+    def forward(self, x):
+        return super().forward(x), [self.first.bias[:3], {"same": self.first.bias[:3]}], self.first.bias
+
+
+def return_views(rank, world_size):
+    from lightning_zero3.strategies.engine import kept
+
+    model, _, engine = build(rank, world_size, block=Returning, blocks=2)
+    looks, look = [], kept.KeptViews._look
+    kept.KeptViews._look = lambda self, *of: looks.append(1) or look(self, *of)
+    with engine.step():
+        _, (first, second), bias = model[0](torch.ones(2, WIDTH))
+    with engine.access.gathered(bias, modify=False):
+        assert torch.equal(first, bias[:3]) and torch.equal(second["same"], bias[:3])
+    return len(looks)
+
+
+def test_what_a_layer_returns_is_not_looked_for():
+    assert run_ranks(return_views, 2) == [0, 0]
 
 
 def keep_graph(rank, world_size):
@@ -145,7 +200,7 @@ def keep_in_graphs(rank, world_size, block):
     alone = nn.Sequential(*[block() for _ in range(len(model))])
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
     looks, look = [], kept.KeptViews._look
-    kept.KeptViews._look = lambda self: looks.append(1) or look(self)
+    kept.KeptViews._look = lambda self, *of: looks.append(1) or look(self, *of)
     for step in range(4):
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
         with engine.step():
@@ -231,14 +286,14 @@ def keep_beside_graph(rank, world_size, way):
 
     for step in range(2):
         x = torch.ones(2, WIDTH, requires_grad=True)
-        with engine.step(), model[1].register_forward_pre_hook(keep) if step else nullcontext():
-            losses = [model(x).square().mean(), model(2 * x).mean()]
-        for loss in losses:
-            try:
+        try:
+            with engine.step(), model[1].register_forward_pre_hook(keep) if step else nullcontext():
+                losses = [model(x).square().mean(), model(2 * x).mean()]
+            for loss in losses:
                 with engine.backward():
                     loss.backward()
-            except RuntimeError as error:
-                return step, str(error)
+        except RuntimeError as error:
+            return step, str(error)
         optimizer.step()
         optimizer.zero_grad()
     return "nothing was said"
@@ -247,7 +302,7 @@ def keep_beside_graph(rank, world_size, way):
 @pytest.mark.parametrize("way", ["attribute", "generator", "shared with a graph"])
 def test_one_that_is_kept_later_is_an_error_before_the_optimizer_steps(way):
     for step, error in run_ranks(keep_beside_graph, 2, way):
-        assert step == 1 and error.startswith("A view (shape (3,)) of a sharded parameter was kept"), error
+        assert step == 1 and error.startswith("A view (shape (3,)) of parameter '1.first.bias' (unit 1) was kept"), error
 
 
 class Raising(Block):
@@ -270,8 +325,15 @@ def test_a_traceback_that_is_kept_may_hold_some():
     assert run_ranks(keep_traceback, 2) == [f"of {WIDTH} rows"] * 2
 
 
+class KeptInBackward(Block):
+    def forward(self, x):
+        x = (x + 1).requires_grad_()
+        x.register_hook(lambda grad: setattr(self, "kept", self.first.bias[:3]))
+        return super().forward(x)
+
+
 def skip_batch(rank, world_size):
-    model, optimizer, engine = build(rank, world_size, block=Kept)
+    model, optimizer, engine = build(rank, world_size, block=KeptInBackward)
     with pytest.raises(RuntimeError, match="was kept"):
         micro_batch(model, engine, rank, 0)
     with pytest.raises(RuntimeError, match="An exception ended a backward pass.*zero_grad"):
@@ -309,7 +371,7 @@ def write_to_arrays(rank, world_size, options):
         if rank == 0:
             model[1].first.bias.detach().numpy()[:] = 3.0
     with engine.access.gathered(model[1].first.bias, modify=False):
-        return engine.arena.in_arrays, model[1].first.bias.sum().item()
+        return sum((u.in_arrays for u in engine.units), []), model[1].first.bias.sum().item()
 
 
 @pytest.mark.parametrize("options", [{}, {"debug": True}], ids=["plain", "debug"])
@@ -326,6 +388,27 @@ class Scaled(nn.Sequential):
 
     def forward(self, x):
         return super().forward(x) * self.scale
+
+
+class Remembering(Scaled):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.last = self.scale.detach()
+        return super().forward(x)
+
+
+def buffer_of_root(rank, world_size):
+    model, _, engine = build(rank, world_size, block=Remembering, blocks=1, unit_policy=[Block])
+    with pytest.raises(RuntimeError, match="Buffer '0.last' was set to a view of a sharded parameter.*clone"):
+        micro_batch(model, engine, rank, 0)
+    return True
+
+
+def test_a_buffer_that_views_a_weight_in_use_is_an_error():
+    assert run_ranks(buffer_of_root, 2) == [True, True]
 
 
 def step_after_arrays(rank, world_size, wire, write):

@@ -80,7 +80,7 @@ def test_gradients_of_a_backward_that_raised_are_gone(world_size, explicit):
 def _padding(engine, group):
     """Which elements of a flat tensor [numel] are no parameter's."""
     mask = torch.ones(group.numel, dtype=torch.bool)
-    for entry in engine.gradients.owned(group):
+    for entry in group.owned:
         entry.part.of(mask).fill_(False)
     return mask
 

@@ -110,12 +110,11 @@ def count(rank, world_size, options):
         training.step()
     engine = training.engine
     storages = {address: nbytes for address, nbytes in live_storages().items() if address not in before}
-    scratch = {
-        "slots": engine.arena.memory,
-        "reduce": engine.reducer.buffer,
-        "staging": getattr(engine.collectives, "_staging", torch.empty(0)),
-    }
+    scratch = {"reduce": engine.reducer.buffer, "staging": getattr(engine.collectives, "_staging", torch.empty(0))}
     sizes = {name: storages.pop(tensor.untyped_storage().data_ptr(), 0) for name, tensor in scratch.items()}
+    arena = engine.arena.memory.untyped_storage()  # storages of slots are parts of it
+    sizes["slots"], whole = arena.nbytes(), range(arena.data_ptr(), arena.data_ptr() + arena.nbytes())
+    storages = {address: nbytes for address, nbytes in storages.items() if address not in whole}
     storages.pop(training.tokens.untyped_storage().data_ptr())
     owners = {address: owner for address in storages for low, high, owner in shared_memory() if low <= address < high}
     sizes["boards"] = sum(storages[address] for address, owner in owners.items() if owner == rank)

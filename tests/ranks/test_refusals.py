@@ -124,7 +124,17 @@ def gradient_turned():
     model[0].weight.grad.t_().mul_(2)
 
 
+def copied_into_where_torch_raises():
+    model, _, _ = engine_of(nn.Linear(4, 4))
+    model[0].weight.copy_(torch.ones(4, 4))
+
+
 SHARDED = [
+    (
+        copied_into_where_torch_raises,
+        ResidencyError,
+        r"`copy_` would touch .*'0\.weight'.*under `torch\.no_grad\(\)`",
+    ),
     (gradient_of_another_shape, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
     (gradient_turned, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
     (gathered_in_its_forward, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
@@ -142,7 +152,7 @@ SHARDED = [
     (model_gone, ResidencyError, r"Parameter '0\.weight' \(unit 0\) outlived the model.*strategy\.gathered"),
     (regrouped_beside_lbfgs, ValueError, "Param groups cannot be edited beside LBFGS: its history"),
     (median_of_a_vector, NotImplementedError, "LBFGS takes the `median` of a vector that is sharded over the ranks"),
-    (used_before_gathered, RuntimeError, "Unit 1 cannot go from 'resting' to 'in use'; this is a bug"),
+    (used_before_gathered, RuntimeError, "Unit 1 is used while resting; this is a bug"),
 ]
 WHOLE = [
     (hooked_after_the_engine, ResidencyError, r"hook of parameter '0\.weight' .*would not find its gradient.*manual_backward")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.contracts import WIDTH, build
 from helpers.ranks import run_ranks
 
-KEPT = r"A view \(shape \(64, 64\)\) of a sharded parameter was kept.*clone"
+KEPT = r"A view \(shape \(64, 64\)\) of parameter '\d.first.weight' \(unit \d\) was kept.*clone"
 
 
 class Block(nn.Module):
@@ -451,8 +451,10 @@ def from_before(rank, world_size, distance, detached):
         kept = []
 
         def product(self, x):
-            self.kept.append(self.first.weight.detach().t() if detached else self.first.weight.t())
-            return Holding.apply(x, self.kept[: -distance or None][-1:]) @ self.first.weight.t()
+            view = self.first.weight.detach().t() if detached else self.first.weight.t()
+            if distance:
+                self.kept.append(view)
+            return Holding.apply(x, self.kept[:-distance][-1:] or [view]) @ self.first.weight.t()
 
     model, _, engine = build(rank, world_size, block=FromBefore)
     with pytest.raises(RuntimeError, match=KEPT) if distance else nullcontext(), engine.step():
