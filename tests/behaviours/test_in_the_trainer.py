@@ -14,11 +14,12 @@ from behaviours import trainer_modules
 from behaviours.harness import DIM
 from behaviours.trainer_modules import sync_batch_norm
 from behaviours.trainer_optimizers import OPTIMIZERS
+from behaviours.trainer_states import STATES
 from helpers.parity import full_state, trainer
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.engine import partition
 
-MODULES = {**trainer_modules.MODULES, **OPTIMIZERS}
+MODULES = {**trainer_modules.MODULES, **OPTIMIZERS, **STATES}
 
 
 def fit(module, strategy, world_size):

@@ -496,8 +496,10 @@ class ExceptionOnce(Module):
         return super().training_step(batch, batch_idx)
 
 
-MODULES = {
-    name: cls
-    for name, cls in vars().items()
-    if isinstance(cls, type) and issubclass(cls, Module) and cls not in (Averaged, LikeDdp)
-}
+def modules_in(names):
+    """Name -> class, of what is to be trained among the ``names`` of a file."""
+    found = {name: cls for name, cls in names.items() if isinstance(cls, type) and issubclass(cls, Module)}
+    return {name: cls for name, cls in found.items() if cls not in (Averaged, LikeDdp) and cls.__module__ == names["__name__"]}
+
+
+MODULES = modules_in(vars())

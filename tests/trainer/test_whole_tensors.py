@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from behaviours.trainer_optimizers import MomentaInADict
+from behaviours.trainer_states import MomentaInADict
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.models import Lit, Recipe
