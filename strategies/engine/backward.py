@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,12 +41,12 @@ class Backward:
         self._access, self._kept, self._adopt_values = access, kept, adopt_values
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
+        self.explicit = False  # it was opened, and will be ended; else a callback of autograd does
         self._muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
         self._owed = b""  # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them as saved
         self._current: Unit | None = None  # the unit whose backward runs
         self._holds = False  # its memory is its own meanwhile
         self._recomputed = saved.recomputed
-        self._explicit = False  # run() will close the pass; else a callback of autograd does
         self._broken = False  # an exception left the gradients of this window incomplete, or wrong
 
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
@@ -89,28 +88,22 @@ class Backward:
 
         return collect
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Around ``loss.backward()``; an exception is followed by :meth:`abandon`."""
+    def open(self) -> None:
+        """A loss is about to be differentiated, and :meth:`end` will follow."""
         self._adopt()
         self._gradients.give_back()
-        self._explicit = True
-        try:
-            yield
-            self.end()
-        finally:
-            self._explicit = False
+        self.explicit = True
 
     def begin(self, silent: bool = False) -> None:
         """The first gradient is there; ``silent``: not on this rank."""
         if self.active:
             return
-        if not self._explicit:
+        if not self.explicit:
             self._adopt()
         self.active = True
         self._muted = self._gradients.begin_windows()
         self.require_whole()
-        if not self._explicit and not silent:
+        if not self.explicit and not silent:
             Variable._execution_engine.queue_callback(self.end)
 
     def _adopt(self) -> None:

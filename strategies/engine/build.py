@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,15 +217,11 @@ def fill_shards(
 
 def _initial_values(unit: Unit) -> dict[str, Tensor]:
     """Name -> full value, from the shards of the engine of an earlier run if one has them."""
-    values, earlier = {}, {}
-    for entry in unit.entries:
-        home = home_of(entry.parameter)
-        if home is None:
-            values[entry.name] = entry.parameter.detach()
-        else:
-            earlier.setdefault(home, {})[entry.name] = entry.parameter
-    for home, parameters in earlier.items():
-        values.update(zip(parameters, home.full_values(parameters.values()), strict=True))
+    values: dict[str, Tensor] = {}
+    for home, entries in groupby(unit.entries, lambda entry: home_of(entry.parameter)):
+        parameters = {entry.name: entry.parameter for entry in entries}
+        full = parameters.values() if home is None else home.full_values(parameters.values())
+        values.update(zip(parameters, full, strict=True))
     return values
 
 

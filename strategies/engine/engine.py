@@ -226,11 +226,14 @@ class Zero3Engine:
         Without it autograd's final callback does the same, except where re-entrant checkpoints nest backward passes.
         """
         try:
-            with self.passes.run():
-                yield
+            self.passes.open()
+            yield
+            self.passes.end()
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self.passes.explicit = False
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""

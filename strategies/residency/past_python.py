@@ -72,7 +72,7 @@ def _wrap_all() -> None:
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
     for name in _SPARSE.split():
         _wrap(torch, name, _asked)
-    for name, instead in {"new": _taken, "set_": _taken, "new_tensor": _copied, "numpy": _as_array}.items():
+    for name, instead in {"new": _taken, "set_": _taken, "new_tensor": _constructed, "numpy": _as_array}.items():
         _wrap(Tensor, name, instead)
     Tensor.data = _Data(Tensor.data)
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
@@ -138,17 +138,9 @@ def is_gathered(tensor: Tensor) -> bool:
 
 def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function`` makes a tensor of anything, lists of many numbers among them: a parameter's class is asked."""
-    for value in (*args[:1], *kwargs.values()):
+    for value in (*args[:2], *kwargs.values()):
         if isinstance(value, RestingParameter) and torch._C._is_torch_function_enabled():
             return value.__torch_function__(call, (), args, kwargs)
-    return function(*args, **kwargs)
-
-
-def _copied(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``tensor.new_tensor(parameter)``: of its value."""
-    if torch._C._is_torch_function_enabled():
-        args = (*args[:1], *(each.detach() if isinstance(each, RestingParameter) else each for each in args[1:]))
-        kwargs = {name: each.detach() if isinstance(each, RestingParameter) else each for name, each in kwargs.items()}
     return function(*args, **kwargs)
 
 
