@@ -115,8 +115,10 @@ class KeptViews:
     def _lies_in_slot(self, tensor: Tensor, unit: Unit | None) -> bool:
         """Of ``unit``, or of one that nobody uses, and nothing arrives at."""
         owner = self._slots.get(storage_of(tensor))
-        if owner is None or unit is not None:
-            return owner is not None and owner is unit
+        if owner is None or not tensor.numel():
+            return False
+        if unit is not None:
+            return owner is unit
         return not owner.lent and owner.phase not in (Phase.GATHERING, Phase.IN_USE)
 
 

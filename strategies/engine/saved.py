@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..residency.past_python import storage_of
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
@@ -98,9 +99,9 @@ class SavedTensors:
             values = tensor._values() if tensor.is_sparse else tensor.values() if tensor.layout in _COMPRESSED else None
             return tensor if values is None or self.unit_of(values) is None else tensor.detach().clone()
         if not self._start <= address < self._stop:
-            held = tensor.detach()
+            held = tensor.detach() if address else self._of_no_memory(tensor)
             return held, held._version
-        unit = self._slots[tensor.untyped_storage()._cdata]
+        unit = self._slots.get(tensor.untyped_storage()._cdata) or self._at(address)
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
             if type(tensor._base) is RestingParameter:
@@ -109,6 +110,13 @@ class SavedTensors:
         held = tensor.detach()
         unit.viewers += 1
         return SavedSlot((held, held._version, unit, unit.version))
+
+    def _of_no_memory(self, tensor: Tensor) -> Tensor:
+        """What is kept of one that is made of others, or has no elements, and may share a slot's storage all the same."""
+        if is_traceable_wrapper_subclass(tensor):
+            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            return tensor.detach() if all(self.unit_of(part) is None for part in parts) else tensor.detach().clone()
+        return tensor.detach() if tensor.numel() else torch.empty_like(tensor, requires_grad=False)
 
     def _of_resting(self, parameter: RestingParameter) -> Tensor | SavedSlot:
         """A custom Function saves a parameter that rests."""
@@ -120,9 +128,13 @@ class SavedTensors:
             held = parameter.detach()
         return SavedSlot((held, held._version, unit, unit.version))
 
+    def _at(self, address: int) -> Unit:
+        """Which unit has the memory at ``address``, of which numpy or DLPack has made a tensor."""
+        return next(unit for unit in self._arena.holders if address - self._start in unit.region)
+
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """In whose slot ``tensor`` lies: a view of weights, or a parameter itself."""
-        return self._slots.get(storage_of(tensor))
+        return self._slots.get(storage_of(tensor)) if tensor.numel() else None
 
     def in_slot(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""

@@ -134,6 +134,46 @@ def test_what_a_layer_returns_is_not_looked_for():
     assert run_ranks(return_views, 2) == [0, 0]
 
 
+class Empty(Block):
+    """Parts without elements, which autograd and a context keep."""
+
+    def forward(self, x):
+        x = super().forward(x) + (x[:, :0] * self.first.weight[0, :0]).sum()
+        return Function.apply(x, self.first.weight)
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.part = weight[:0]
+        return x + ctx.part.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + ctx.part.sum(), None
+
+
+class ByArray(Block):
+    """Memory of a weight that came by way of numpy, in a storage that is none of the engine's."""
+
+    def forward(self, x):
+        return super().forward(x * torch.from_numpy(self.first.bias.detach().numpy())[:WIDTH])
+
+
+class Jagged(Block):
+    """A nested tensor that is made of a weight."""
+
+    def forward(self, x):
+        nested = torch.nested.nested_tensor_from_jagged(self.first.weight, torch.tensor([0, 2, len(self.first.weight)]))
+        return super().forward(x + 0.01 * (torch.tanh(2 * nested) * nested).values().mean(0))
+
+
+@pytest.mark.parametrize("block", [Empty, ByArray, Jagged])
+def test_what_autograd_saves_in_other_ways_may_stay(block):
+    for looks in run_ranks(keep_in_graphs, 2, block):
+        assert looks <= (8 if block is not Empty else 60), "few"
+
+
 def keep_graph(rank, world_size):
     """Two forwards in steps of their own, and one backward of both, beside one rank's whole model."""
     model, optimizer, engine = build(rank, world_size)
