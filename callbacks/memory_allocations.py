@@ -98,7 +98,13 @@ def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
         if not (issubclass(type(item), torch.Tensor) and item.device.type == device_type) or is_gathered(item):
             continue  # slots are parts of one tensor
         item = local_part(item)
-        if item.layout != torch.strided or not (address := item.untyped_storage().data_ptr()) or address in seen:
+        if item.layout != torch.strided:
+            continue
+        try:
+            address = item.untyped_storage().data_ptr()
+        except RuntimeError:  # of those without memory that `torch.compile` keeps
+            continue
+        if not address or address in seen:
             continue
         seen.add(address)
         shape = f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"

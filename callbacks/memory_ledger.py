@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..strategies.engine import is_sharded
+
 # `slots`: buffers for communication, such as gathered parameters or gradient buckets.
 OF_THE_STRATEGY = ("parameters", "gradients", "optimizer_state", "slots", "buffers")
 CATEGORIES = (*OF_THE_STRATEGY, "graph_inputs")  # batches at fixed addresses, which `CUDAGraphStep` replays
@@ -102,7 +104,7 @@ def _count(tensors: Iterable[Tensor], device_type: str, seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         tensor = local_part(tensor)
-        if tensor.device.type != device_type:
+        if tensor.device.type != device_type or is_sharded(tensor):  # zero3's, of an earlier run: it has no memory of its own
             continue
         storage = tensor.untyped_storage()
         address = storage.data_ptr()

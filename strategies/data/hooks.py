@@ -26,6 +26,7 @@ from .options import DataOptions, Stage
 from .shard import shard_dataloader
 
 CHECKPOINT_KEY = "zero3_rng"
+LOADERS_KEY, _LIGHTNINGS_KEY = "zero3_loaders", "combined_loader"  # where states of loaders are in files, in Lightning's loop
 _log = logging.getLogger(__name__)
 _STAGES: dict[str, Stage] = {"train": "fit", "validate": "validate", "test": "test", "predict": "predict"}
 
@@ -200,13 +201,21 @@ class DataHooks:
     # ---- checkpoints -----------------------------------------------------------------------
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's random states. A collective: all ranks save."""
+        """Add every rank's random states. A collective: all ranks save.
+
+        States of loaders get a place of their own: other strategies, whose loaders have none, could not go on from the file.
+        """
         states = rng.gather_states()
         checkpoint[CHECKPOINT_KEY] = {"version": 1, "ranks": len(states), "states": [*states, *self._waiting_rng]}
+        combined, loop = trainer.fit_loop._combined_loader, _fit_loop_of(checkpoint)
+        if _LIGHTNINGS_KEY in loop and len(sharded_loaders(combined)) == len(combined.flattened):
+            checkpoint[LOADERS_KEY] = loop.pop(_LIGHTNINGS_KEY)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states until training starts."""
         self._rng = checkpoint.get(CHECKPOINT_KEY)
+        if LOADERS_KEY in checkpoint:
+            _fit_loop_of(checkpoint)[_LIGHTNINGS_KEY] = checkpoint[LOADERS_KEY]
 
     def _restore_rng(self, trainer: Any) -> None:
         saved, self._rng = self._rng, None
@@ -233,6 +242,10 @@ def sharded_loaders(combined: Any) -> list[ShardedLoader]:
     """The loaders of a combined loader that are ours."""
     flattened = [] if combined is None else combined.flattened
     return [loader for loader in flattened if isinstance(loader, ShardedLoader)]
+
+
+def _fit_loop_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
 def _stage(trainer: Any) -> Stage:

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
+from helpers.parity import trainer
 from helpers.ranks import run_ranks
 from helpers.recorded_memory import SPLIT_SEGMENTS, UNSPLIT_SEGMENTS, as_stats
-from helpers.tracking import MIB, Model, fit, needs_cuda
+from helpers.tracking import MIB, WIDTH, Model, fit, needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker, StepTimer
 from lightning_zero3.callbacks.memory_figures import GIB
 from lightning_zero3.callbacks.memory_ledger import CATEGORIES
@@ -281,6 +283,37 @@ def test_the_report_asks_no_other_rank(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         fit(tracker, tmp_path=tmp_path, model=Exploding())
     assert tracker.oom_reports and called == []
+
+
+class Compiled(Model):
+    """Whose compiler keeps tensors without memory."""
+
+    def __init__(self):
+        super().__init__(layers=4)
+        for layer in self.layers:
+            layer.compile(backend="aot_eager")
+
+    def train_dataloader(self):
+        return DataLoader(RandomDataset(WIDTH, 8), 2)
+
+    val_dataloader = train_dataloader
+
+
+def several_stages(rank, world_size, strategy, folder):
+    """A validation and two fits of one model, which zero3 has sharded since the first of them."""
+    module = Compiled()
+    for run in range(2):
+        tracker = CUDAMemoryTracker(report=Path(folder, f"{run}.html"))
+        runner = trainer(strategy, world_size, callbacks=[tracker], limit_val_batches=1)
+        if run == 0:
+            runner.validate(module)
+        runner.fit(module)
+    return Path(folder, "1.html").exists()
+
+
+@pytest.mark.parametrize("world_size, strategy", [(1, "auto"), (1, "zero3"), (2, "zero3")])
+def test_several_stages_in_one_process(world_size, strategy, tmp_path):
+    assert run_ranks(several_stages, world_size, strategy, tmp_path, timeout=120) == [True] * world_size
 
 
 # ---- arguments, YAML ------------------------------------------------------------------------------

@@ -102,6 +102,22 @@ def files(tmp_path_factory):
     return file
 
 
+def steps(rank, world_size, strategy, until, read=None, write=None):
+    """Train until step ``until``, in the middle of the first epoch of four or in the next one."""
+    runner = trainer(strategy_for(strategy), world_size, max_epochs=-1, max_steps=until)
+    runner.fit(Lit(RECIPE, no_gradients), ckpt_path=read)
+    if write is not None:
+        runner.save_checkpoint(write)
+    return runner.global_step
+
+
+@pytest.mark.parametrize("world_size, strategy", [(1, "auto"), (2, "ddp"), (1, "zero3"), (2, "zero3")])
+def test_any_strategy_goes_on_from_the_middle_of_an_epoch(tmp_path, world_size, strategy):
+    path = str(tmp_path / "two.ckpt")
+    assert run_ranks(steps, 2, "zero3", 2, None, path, timeout=60) == [2, 2]
+    assert run_ranks(steps, world_size, strategy, 6, path, timeout=60) == [6] * world_size
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("what", KINDS)
 def test_resumed_is_uninterrupted_to_the_bit(files, what, world_size):
