@@ -7,9 +7,11 @@ or a checkpoint, and what runs it in backward, is wrapped once for a process.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
+from sys import getrefcount
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -19,10 +21,11 @@ from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFun
 from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame
 
 from ..residency.functions import METADATA, instances, name_of
+from ..residency.past_python import storage_of
 from ..residency.resting import ResidencyError, set_data
 from .kept import walk
-from .saved import WATCHING, Reading, alias, hold, kept_view, look_up, unit_of
-from .unit import Phase, Unit
+from .saved import WATCHING, Reading, SavedSlot, alias, hold, kept_view, look_up, unit_of
+from .unit import Phase, Unit, count_viewers
 
 _NOTES = "_zero3_notes"  # on a ctx: the units whose forward made it, and the places of views that it holds
 _ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__", "grad", "backward"}
@@ -145,8 +148,33 @@ def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place |
 def _new_place(view: Tensor, unit: Unit) -> Place:
     if not unit.pins:
         raise kept_view(view, unit)
-    unit.viewers += 1
     return Place(view, unit)
+
+
+# ---- kept by anybody else ------------------------------------------------------------------------
+
+
+def note_kept(unit: Unit, outputs: list[Tensor]) -> None:
+    """A forward of ``unit`` is over: nobody can read the views of its weights that are left until they show them again.
+
+    Torch counts the tensors that share the slot. Those that autograd saves and those in places are known; only when there are
+    more does anybody look for them, the youngest first.
+
+    Args:
+        outputs: views among what the forward returned, in whose place the caller gets copies.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        known = {id(view) for own in unit.own_views() for view in (own, own._base)}
+        found = [view for view in outputs if storage_of(view) == unit.storage]
+        for generation in range(4):
+            for view in found:
+                if type(view) is Tensor and id(view) not in known and id(view) not in unit.noted:
+                    Place(view, unit).show(False)
+            if generation == 3 or count_viewers(unit.storage) - getrefcount(unit.mark) - len(unit.noted) <= unit.viewers:
+                return
+            young = gc.get_objects(generation)
+            known.update(id(each[0]) for each in young if type(each) is SavedSlot)  # made after it: not older
+            found = [each for each in young if issubclass(type(each), Tensor) and storage_of(each) == unit.storage]
 
 
 # ---- looked up in backward -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
@@ -20,7 +21,7 @@ from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
-from .contexts import watch_contexts
+from .contexts import note_kept, watch_contexts
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
@@ -371,6 +372,8 @@ class Zero3Engine:
             self._saved.leave_outside(unit)
         if unit.pins:
             unit.unuse()
-            if not (unit.pins or unit.whole) and count_viewers(unit.storage) > unit.viewers:
-                self.kept.check_forward(unit, views)
+            if not (unit.pins or unit.whole or self.kept.captured):
+                known = getrefcount(unit.mark) + len(unit.noted) + unit.viewers
+                if views or count_viewers(unit.storage) > known:
+                    note_kept(unit, views)
         return outputs if views else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import deque
 from functools import partial
 from types import BuiltinMethodType, CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
@@ -28,10 +27,10 @@ _MOST = 1_000  # objects that are gone through for a view in any of them
 
 
 class KeptViews:
-    """Finds them where a forward of a unit is over, at the end of a backward, and when a step begins.
+    """Finds them where no use of a unit goes on: at the end of a backward, and when a step begins.
 
-    Torch counts the tensors that share a storage. Only when there are more than are known does anybody look for them. What a
-    graph alone holds, and finds again because it was noted, may stay; so may what only a frame or a traceback holds.
+    Torch counts the tensors that share a storage. Only when there are more than the engine's own does anybody look for them.
+    What a graph alone holds, and finds again because it was noted, may stay; so may what only a traceback holds.
     """
 
     captured = False  # CUDA graphs hold views, too, and know what is there when they are replayed
@@ -46,16 +45,6 @@ class KeptViews:
     def _count(self) -> int:
         return sum(map(count_viewers, self._slots))
 
-    def check_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
-        """Raise a ResidencyError if the forward of ``unit`` left a view of its weights to others than autograd.
-
-        Args:
-            outputs: views among its outputs, which are replaced.
-        """
-        known = unit.viewers + len(set(map(id, outputs)))
-        if count_viewers(unit.storage) > known and not (self.captured or unit.nested or sys.exc_info()[1]):
-            self._raise_found(unit, outputs)
-
     def check(self, between_steps: bool) -> None:
         """Raise a ResidencyError if anybody keeps a view of a unit that is not in use.
 
@@ -66,33 +55,30 @@ class KeptViews:
         least = self._innocent.get(self._nth, self._usual)
         if self.captured or self._count() <= least:
             return
-        self._raise_found()
-        if self._nth:
-            self._innocent[self._nth] = self._count()
-
-    def _raise_found(self, unit: Unit | None = None, outputs: list[Tensor] | None = None) -> None:
-        error = self._look(unit, outputs)
+        error = self._look()
         for generation in (1, 2):
             if error is not None:
                 gc.collect(generation)  # it may be in a cycle that nobody holds
-                error = self._look(unit, outputs)
+                error = self._look()
         if error is not None:
             raise error
+        if self._nth:
+            self._innocent[self._nth] = self._count()
 
-    def _look(self, unit: Unit | None, outputs: list[Tensor] | None) -> ResidencyError | None:
+    def _look(self) -> ResidencyError | None:
         with torch._C.DisableTorchFunctionSubclass():
-            found, saved, passed = self._find(unit)
+            found, saved, passed = self._find()
             numbers = set(map(id, found))
             others = numbers.difference(*(each.noted for each in self._units))
             for holder in gc.get_referrers(*found):
                 running = isinstance(holder, FrameType) or (isinstance(holder, GeneratorType) and holder.gi_running)
                 wrong = others if id(holder) in passed else numbers
                 held = [part for part in gc.get_referents(holder) if id(part) in wrong]
-                if held and holder is not found and holder is not outputs and not running and id(holder) not in saved:
+                if held and holder is not found and not running and id(holder) not in saved:
                     return kept_view(held[0], self._slots[storage_of(held[0])], _names(holder, held[0]))
         return None
 
-    def _find(self, unit: Unit | None) -> tuple[list[Tensor], set[int], set[int]]:
+    def _find(self) -> tuple[list[Tensor], set[int], set[int]]:
         """Tensors in slots, but for the engine's own; ids of what autograd saves, and of what may hold those that are noted."""
         own = [view for each in self._units for view in each.own_views()]
         known = {*map(id, own), *(id(view._base) for view in own)}
@@ -108,18 +94,15 @@ class KeptViews:
                 walk(vars(each), seen=passed)
                 if issubclass(kind, _CheckpointFrame):  # what a backward recomputed, and no other one will read
                     saved |= {id(recomputed.data) for recomputed in each.recomputed.values()}
-            elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each, unit):
+            elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each):
                 found.append(each)
         return found, saved, passed
 
-    def _lies_in_slot(self, tensor: Tensor, unit: Unit | None) -> bool:
-        """Of ``unit``, or of one that nobody uses, and nothing arrives at."""
-        owner = self._slots.get(storage_of(tensor))
-        if owner is None or not tensor.numel():
-            return False
-        if unit is not None:
-            return owner is unit
-        return not owner.lent and owner.phase not in (Phase.GATHERING, Phase.IN_USE)
+    def _lies_in_slot(self, tensor: Tensor) -> bool:
+        """Of a unit that nobody uses, and nothing arrives at."""
+        unit = self._slots.get(storage_of(tensor))
+        busy = unit is None or unit.lent or unit.phase in (Phase.GATHERING, Phase.IN_USE)
+        return not busy and tensor.numel() > 0
 
 
 def walk(root: Any, anything: bool = False, seen: set[int] | None = None) -> list[Tensor]:

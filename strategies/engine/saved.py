@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..residency.past_python import storage_of
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
 from .hooks import copy_views, transform
-from .unit import Arena, Phase, Unit, apart
+from .unit import Arena, Mark, Phase, Unit, apart
 
 # Tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no hooks.
 # Detached, because an output that its own graph holds would live until the garbage collector comes.
 SavedOther = tuple[Tensor, int]  # not in a slot; its version
 
 
-class SavedSlot(tuple[Tensor, int, Unit, int]):
-    """An alias in a slot, its version, unit, version of the unit's weights."""
+class SavedSlot(tuple[Tensor, int, Mark, int]):
+    """An alias in a slot, its version, the mark of its unit, version of the unit's weights."""
 
     __slots__ = ()
 
@@ -108,8 +108,7 @@ class SavedTensors:
                 _require_asked(tensor._base)
             raise kept_view(tensor, unit)
         held = tensor.detach()
-        unit.viewers += 1
-        return SavedSlot((held, held._version, unit, unit.version))
+        return SavedSlot((held, held._version, unit.mark, unit.version))
 
     def _of_no_memory(self, tensor: Tensor) -> Tensor:
         """What is kept of one that is made of others, or has no elements, and may share a slot's storage all the same."""
@@ -126,7 +125,7 @@ class SavedTensors:
             return parameter.detach()  # of another engine, which gathers it now or raises
         with torch._C.DisableTorchFunctionSubclass():
             held = parameter.detach()
-        return SavedSlot((held, held._version, unit, unit.version))
+        return SavedSlot((held, held._version, unit.mark, unit.version))
 
     def _at(self, address: int) -> Unit:
         """Which unit has the memory at ``address``, of which numpy or DLPack has made a tensor."""
@@ -154,7 +153,7 @@ def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     held, version = saved[0], saved[1]
-    unit = saved[2] if type(saved) is SavedSlot else None
+    unit = saved[2].unit if type(saved) is SavedSlot else None
     if unit is not None and saved[3] != unit.version:
         for entry in unit.entries_at(held.data_ptr()):
             if entry.changed > saved[3]:
@@ -328,4 +327,10 @@ def _shelter(pack: Callable[[Tensor], Any], unpack_other: Callable[[Any], Tensor
             return packed if unit_of(packed) is None else _pack_any(packed)
         return copy_views(packed, lambda inside: unit_of(inside) is not None)[0]
 
-    return pack_place, lambda packed: unpack_other(unpack(packed) if type(packed) is SavedSlot else packed)
+    def unpack_place(packed: Any) -> Tensor:
+        found = unpack_other(unpack(packed) if type(packed) is SavedSlot else packed)
+        unit = unit_of(found)  # if it has kept a view by itself
+        with torch._C.DisableTorchFunctionSubclass():
+            return found if unit is None or unit.phase is Phase.IN_USE else look_up(found, unit)
+
+    return pack_place, unpack_place

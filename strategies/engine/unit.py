@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -68,9 +69,11 @@ class Arena:
     in_use: list[Unit] = field(default_factory=list)  # those among them whose memory no other unit may take
     spilled: tuple[Unit, Tensor] | None = None  # what was gathered for single reads, while another one has the memory
 
-    def part(self, region: range) -> Tensor:
-        """Its bytes in ``region``, in a storage of their own: torch counts the tensors that share one."""
-        return torch.from_dlpack(self.memory[region.start : region.stop])
+
+class Mark:
+    """Stands for a unit in what autograd saves of its slot: whoever counts its references counts that."""
+
+    __slots__ = ("unit",)
 
 
 class Unit:
@@ -78,9 +81,9 @@ class Unit:
 
     phase: Phase
     region: range  # bytes of the arena that its slot may take; other units share them
-    memory: Tensor  # [bytes] there
+    memory: Tensor  # [bytes] there, in a storage of its own: torch counts the tensors that share one
     storage: int  # its address; see count_viewers
-    viewers: int  # tensors that may view it now, as far as is known
+    viewers: int  # tensors of the engine's, or of an earlier use, that view it
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
     version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
@@ -98,7 +101,8 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
-        self.in_arrays = []
+        self.in_arrays, self.mark = [], Mark()
+        self.mark.unit = self
         self.noted: dict[int, Any] = {}  # views of its slot that graphs hold, by their ids; see contexts.py
         self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
         self._master: dict[str, Tensor] = {}  # what they are taken from
@@ -110,7 +114,7 @@ class Unit:
         The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw in forward.
         """
         self._collectives, self._lane, self._arena, self.region = collectives, lane, arena, region
-        self.memory = arena.part(region)
+        self.memory = torch.from_dlpack(arena.memory[region.start : region.stop])
         self.storage = self.memory.untyped_storage()._cdata
         self._fills: list[tuple[Tensor, Tensor]] = []
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
@@ -207,7 +211,7 @@ class Unit:
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
             self.in_arrays.clear()  # made of a view that was kept: what follows is about that
-            self.viewers = count_viewers(self.storage)
+            self.viewers = count_viewers(self.storage) - getrefcount(self.mark) - len(self.noted)
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version

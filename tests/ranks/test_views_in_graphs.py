@@ -441,7 +441,7 @@ class Holding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return grad + ctx.views[0].sum(), None
 
 
 def from_before(rank, world_size, distance, detached):
@@ -457,14 +457,16 @@ def from_before(rank, world_size, distance, detached):
             return Holding.apply(x, self.kept[:-distance][-1:] or [view]) @ self.first.weight.t()
 
     model, _, engine = build(rank, world_size, block=FromBefore)
-    with pytest.raises(RuntimeError, match=KEPT) if distance else nullcontext(), engine.step():
-        run(model, torch.ones(2, WIDTH))
+    with engine.step():
+        loss = run(model, torch.ones(2, WIDTH).requires_grad_())
+    with pytest.raises(RuntimeError, match=KEPT) if distance else nullcontext(), engine.backward():
+        loss.backward()
     return True
 
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("distance", [0, 1, 2])
-def test_one_that_was_kept_before_is_an_error_where_it_comes_to_ctx(distance, detached):
+def test_one_that_was_kept_before_is_an_error_where_backward_reads_it(distance, detached):
     assert run_ranks(from_before, 2, distance, detached) == [True, True]
 
 
