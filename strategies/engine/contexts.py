@@ -1,8 +1,8 @@
 """Views of weights that a graph holds past autograd: on the ``ctx`` of custom Functions, in closures of checkpoints.
 
-They are noted when forward is over, like tensors that autograd saves (saved.py). While their unit is not in use nobody can read
-them; the backward that may need them makes them show the weights of now, whatever container they are in. What makes a context
-or a checkpoint, and what runs it in backward, is wrapped once for a process.
+They are noted when forward is over, like tensors that autograd saves (saved.py), and so are those that it leaves to anybody else.
+While their unit is not in use nobody can read them; the backward that may need them makes them show the weights of now, whatever
+container they are in. What makes a context or a checkpoint, and what runs it in backward, is wrapped once for a process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids o
 
 
 class RestingView(Tensor):
-    """A view that a graph holds of a unit that is not in use."""
+    """A view that a graph, or anybody else, holds of a unit that is not in use."""
 
     __repr__, __format__ = object.__repr__, object.__format__
 
@@ -168,7 +168,7 @@ def note_kept(unit: Unit, outputs: list[Tensor]) -> None:
         found = [view for view in outputs if storage_of(view) == unit.storage]
         for generation in range(4):
             for view in found:
-                if type(view) is Tensor and id(view) not in known and id(view) not in unit.noted:
+                if type(view) is Tensor and view.numel() and id(view) not in known and id(view) not in unit.noted:
                     Place(view, unit).show(False)
             if generation == 3 or count_viewers(unit.storage) - getrefcount(unit.mark) - len(unit.noted) <= unit.viewers:
                 return

@@ -97,6 +97,10 @@ def copied(weight):
     return weight.t().clone()
 
 
+def emptied(weight):
+    return weight.detach()[:0]
+
+
 def pass_on(rank, world_size, make):
     """The first layer leaves something to the last, which drops it: autograd saves nothing of it, and nobody keeps it.
 
@@ -114,12 +118,12 @@ def pass_on(rank, world_size, make):
     with engine.step():
         for layer in model:
             x = layer(x)
-        with nullcontext() if make is copied else pytest.raises(RuntimeError, match=told):
-            x + cache.pop("weight")[:2, :WIDTH]
+        with nullcontext() if make in (copied, emptied) else pytest.raises(RuntimeError, match=told):
+            x + cache.pop("weight")[:2, :WIDTH].sum()
     return True
 
 
-@pytest.mark.parametrize("make", [transposed, detached, by_data, copied])
+@pytest.mark.parametrize("make", [transposed, detached, by_data, copied, emptied])
 def test_one_that_another_layer_reads_is_an_error_there(make):
     assert run_ranks(pass_on, 2, make) == [True, True]
 
