@@ -1,8 +1,9 @@
 """Views of weights that a graph holds past autograd: on the ``ctx`` of custom Functions, in closures of checkpoints.
 
-They are noted when forward is over, like tensors that autograd saves (saved.py), and so are those that it leaves to anybody else.
-While their unit is not in use nobody can read them; the backward that may need them makes them show the weights of now, whatever
-container they are in. What makes a context or a checkpoint, and what runs it in backward, is wrapped once for a process.
+They are noted when forward is over, like tensors that autograd saves (saved.py), and so are those that it leaves to anybody
+else. While their unit is not in use nobody can read them; the backward that may need them makes them show the weights of now,
+whatever container they are in. What makes a context or a checkpoint, and what runs it in backward, is wrapped once for a
+process.
 """
 
 from __future__ import annotations
