@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._nodes = nodes
         self._own: dict[int, torch.UntypedStorage] = {}  # memory that was made during the capture
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # older memory, and a copy
+        self._before: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}  # of older memory a view, and a copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -145,12 +145,12 @@ class _Recorder(TorchDispatchMode):
     def keep(self, tensor: Tensor) -> None:
         key = memory_of(tensor)
         if key not in self._own and key not in self._before:
-            storage = tensor.untyped_storage()
-            self._before[key] = storage, storage.clone()
+            self._before[key] = tensor.detach(), tensor.untyped_storage().clone()
 
     def undo(self) -> None:
-        for storage, before in reversed(self._before.values()):  # slots of two units may share memory
-            storage.copy_(before)  # of storages: versions of tensors stay as they are
+        with torch._C.DisableTorchFunctionSubclass():
+            for view, before in reversed(self._before.values()):  # slots of two units may share memory
+                view.untyped_storage().copy_(before)  # of storages: versions of tensors stay as they are
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class Watch(TorchDispatchMode):
         self._free: dict[Hashable, Any] = {}  # what functions have in closures
         self._local: set[Hashable] = set()  # those closures that are made in each step
         self._logging = self._capturing = False
-        self._held: list[torch.UntypedStorage] = []  # a graph knows their addresses
+        self._held: list[Tensor] = []  # a graph knows the addresses of their memory
         self._codes: dict[CodeType, bool] = {}  # whether it is the user's
 
     def add(self, what: str, place: Place = None) -> None:
@@ -360,7 +360,7 @@ class Watch(TorchDispatchMode):
         shapes = tuple(t.shape for t in tensors)
         given = [] if func.overloadpacket is torch.ops.aten.lift_fresh or not self._forward else tensors
         sources = tuple(0 if memory in self._made or memory in self._inputs else memory for memory in map(_memory, given))
-        self._held += [t.untyped_storage() for t, memory in zip(given, sources, strict=True) if memory]
+        self._held += [t.detach() for t, memory in zip(given, sources, strict=True) if memory]
         self.operations.append(Operation(str(func.overloadpacket), tuple(map(plain, constants)), shapes, place, sources))
 
     def _check_devices(self, func: Any, tensors: list[Tensor], kwargs: dict, place: Place) -> None:

@@ -22,7 +22,7 @@ class ReplayedStep:
 
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
-        engine.reducer.lasting = engine.reducer.captured = engine.kept.captured = True
+        engine.reducer.lasting = engine.reducer.captured = True
         self._filled: list[list[int]] = [[], []]  # units in slots after the forward, after the backward
         self._used: list[int] = []  # numbers of the parameters that get a gradient
         self._written: list[list[Tensor]] = [[], []]  # buffers that forward, that backward writes to
@@ -98,7 +98,6 @@ def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:
     Raises:
         ValueError: there are units inside of the module, or around other modules.
     """
-    engine.kept.captured = True
     read = set(module.parameters())
     units = [u for u in engine.units if not u.whole and not read.isdisjoint(entry.parameter for entry in u.entries)]
     inside = set(module.modules()) - {module}

@@ -47,6 +47,7 @@ LAYERS = [
             "strategies/rng",
             "strategies/rollcall",
             "strategies/sessions",
+            "strategies/engine/apart",
             "strategies/engine/streams",
             "strategies/engine/partition",
             "strategies/residency/resting",

@@ -23,9 +23,10 @@ from ..residency.resting import (
     settle,
     told_of_gradient,
 )
+from .apart import apart
 from .gradients import Gradients
 from .shards import Entry
-from .unit import Unit, apart
+from .unit import Unit
 
 
 class Access:

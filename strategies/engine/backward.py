@@ -15,7 +15,6 @@ from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
-from .kept import KeptViews
 from .order import BackwardSchedule
 from .saved import SavedTensors
 from .unit import Unit
@@ -33,12 +32,11 @@ class Backward:
         joint: JointSteps,
         saved: SavedTensors,
         access: Access,
-        kept: KeptViews,
         adopt_values: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self._access, self._kept, self._adopt_values = access, kept, adopt_values
+        self._access, self._adopt_values = access, adopt_values
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
         self.explicit = False  # it was opened, and will be ended; else a callback of autograd does
@@ -165,9 +163,6 @@ class Backward:
         self.begin(silent=True)
         self.complete()
         self._conclude()
-        self._broken = True
-        self._kept.check(between_steps=False)
-        self._broken = False
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.

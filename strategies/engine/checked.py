@@ -37,9 +37,9 @@ class CheckedUnit(Unit):
     def _poisonable(self) -> list[Tensor]:
         return [chunk.slot for chunk in self.chunks if chunk.dtype.is_floating_point or chunk.dtype.is_complex]
 
-    def unuse(self) -> None:
+    def unuse(self, failed: bool = False) -> None:
         """See :meth:`Unit.unuse`; what was written past torch (by a pointer) would not reach the shards."""
-        super().unuse()
+        super().unuse(failed)
         if self.pins:
             return
         lost = [entry.name for chunk in self.chunks for entry in chunk.entries if not self._holds(chunk, entry)]

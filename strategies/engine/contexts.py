@@ -1,96 +1,37 @@
 """Views of weights that a graph holds past autograd: on the ``ctx`` of custom Functions, in closures of checkpoints.
 
-They are noted when forward is over, like tensors that autograd saves (saved.py), and so are those that it leaves to anybody
-else. While their unit is not in use nobody can read them; the backward that may need them makes them show the weights of now,
-whatever container they are in. What makes a context or a checkpoint, and what runs it in backward, is wrapped once for a
-process.
+They are noted when forward is over, like tensors that autograd saves (saved.py). While their unit is not in use nobody can read
+them (kept.py); the backward that may need them makes them show the weights of now, whatever container they are in. What makes a
+context or a checkpoint, and what runs it in backward, is wrapped once for a process.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
-from sys import getrefcount
+from types import BuiltinMethodType, CellType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFunction
 from torch.utils.checkpoint import _checkpoint_hook, _CheckpointFrame
 
-from ..residency.functions import METADATA, instances, name_of
-from ..residency.past_python import storage_of
-from ..residency.resting import ResidencyError, set_data
-from .kept import walk
-from .saved import WATCHING, Reading, SavedSlot, alias, hold, kept_view, look_up, unit_of
-from .unit import Phase, Unit, count_viewers
+from .hooks import copy_views
+from .kept import Place, place_of
+from .saved import WATCHING, Reading, hold, kept_view, unit_of
+from .unit import Phase, Unit
 
 _NOTES = "_zero3_notes"  # on a ctx: the units whose forward made it, and the places of views that it holds
-_ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__", "grad", "backward"}
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, partial, MethodType, BuiltinMethodType, SimpleNamespace)
+_ATOMS = frozenset({type, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_NEVER = (type, ModuleType, FrameType, nn.Module)  # too much hangs on them, and graphs' views are not in there
+_PACKAGE = __name__.partition(".")[0]
+_MOST = 1_000  # objects that are gone through for a view in any of them
 _thread = threading.local()  # its `contexts`: of Functions that run, the innermost last; None until torch has made it
-_places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids of views; units hold them
-
-
-class RestingView(Tensor):
-    """A view that a graph, or anybody else, holds of a unit that is not in use."""
-
-    __repr__, __format__ = object.__repr__, object.__format__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Raise, unless it is no question about the values."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for view in instances([*args, *(kwargs or {}).values()], RestingView) if name_of(func) not in _ABOUT else ():
-                if (place := _places.get(id(view))) is None:
-                    raise ResidencyError("A view of a weight was kept longer than its model.")
-                raise kept_view(view, place.unit)
-            return func(*args, **(kwargs or {}))
-
-
-class Place:
-    """Where a view lies: that graphs hold it is right, and others may read it while its unit is in use."""
-
-    def __init__(self, view: Tensor, unit: Unit) -> None:
-        self.unit = unit
-        self.moved = False  # it shows a copy of its weight, for somebody's backward
-        self._address, key, noted = view.data_ptr(), id(view), unit.noted
-        self._view = ref(view, lambda _: (_places.pop(key, None), noted.pop(key, None)))
-        _places[key] = noted[key] = self
-
-    def show(self, values: bool) -> None:
-        """The use of its unit begins, or ends."""
-        view = self._view()
-        if not self.moved and type(view) is (RestingView if values else Tensor):
-            view.__class__ = Tensor if values else RestingView
-
-    def look_up(self) -> bool:
-        """The view is needed; whether it shows a copy from here on, until :meth:`put_back`."""
-        view = self._view()
-        if view is None or self.moved:
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            if view.data_ptr() != self._address:
-                return False  # the user has set its `.data`
-            now = look_up(view, self.unit)
-            if now is view and not self.unit.lent:
-                hold(self.unit)
-                return False
-            now = now.detach().clone() if now is view else now
-            set_data(view, now)
-            self.show(True)
-            self.moved = True
-        return True
-
-    def put_back(self) -> None:
-        """The end of what :meth:`look_up` began."""
-        self.moved = False
-        if (view := self._view()) is not None:
-            memory = self.unit.memory
-            set_data(view, alias(view, memory, self._address - memory.data_ptr()))
-            self.show(self.unit.phase is Phase.IN_USE)
 
 
 @cache
@@ -141,7 +82,7 @@ def _note(holder: Any, anything: bool = False) -> list[Place]:
 
 def _views_in(holder: Any, anything: bool = False) -> list[tuple[Tensor, Place | None, Unit]]:
     """Views of weights in there, where they are if that is noted, and whose."""
-    found = [(view, _places.get(id(view))) for view in walk(holder, anything) if not isinstance(view, nn.Parameter)]
+    found = [(view, place_of(view)) for view in _walk(holder, anything) if not isinstance(view, nn.Parameter)]
     units = [unit_of(view) if place is None else place.unit for view, place in found]
     return [(*each, unit) for each, unit in zip(found, units, strict=True) if unit is not None]
 
@@ -150,32 +91,6 @@ def _new_place(view: Tensor, unit: Unit) -> Place:
     if not unit.pins:
         raise kept_view(view, unit)
     return Place(view, unit)
-
-
-# ---- kept by anybody else ------------------------------------------------------------------------
-
-
-def note_kept(unit: Unit, outputs: list[Tensor]) -> None:
-    """A forward of ``unit`` is over: nobody can read the views of its weights that are left until they show them again.
-
-    Torch counts the tensors that share the slot. Those that autograd saves and those in places are known; only when there are
-    more does anybody look for them, the youngest first.
-
-    Args:
-        outputs: views among what the forward returned, in whose place the caller gets copies.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        known = {id(view) for own in unit.own_views() for view in (own, own._base)}
-        found = [view for view in outputs if storage_of(view) == unit.storage]
-        for generation in range(4):
-            for view in found:
-                if type(view) is Tensor and view.numel() and id(view) not in known and id(view) not in unit.noted:
-                    Place(view, unit).show(False)
-            if generation == 3 or count_viewers(unit.storage) - getrefcount(unit.mark) - len(unit.noted) <= unit.viewers:
-                return
-            young = gc.get_objects(generation)
-            known.update(id(each[0]) for each in young if type(each) is SavedSlot)  # made after it: not older
-            found = [each for each in young if issubclass(type(each), Tensor) and storage_of(each) == unit.storage]
 
 
 # ---- looked up in backward -----------------------------------------------------------------------
@@ -218,7 +133,8 @@ def _with_places(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         if any(unit.phase is not Phase.IN_USE for unit in units):
             _note(attributes, anything=True)  # one deep in some object may show other weights now
         with _LookedUp(units, places):
-            result = run_backward(ctx, *grads)
+            # A copy of what another node would read when the weights are not there any more.
+            result, _ = copy_views(run_backward(ctx, *grads), lambda grad: unit_of(grad) is not None)
             if len(attributes) > 1:
                 attributes[_NOTES] = units, list(dict.fromkeys(places + _note(attributes)))
         return result
@@ -255,3 +171,30 @@ def _recompute(recompute: Callable[..., Any], places: list[Place], *args: Any) -
             return recompute(*args)
         finally:
             places[:] = dict.fromkeys(places + _note(recompute))
+
+
+def _walk(root: Any, anything: bool) -> list[Tensor]:
+    """Tensors in nested containers, dataclasses and closures; ``anything``: in objects of all kinds, but few."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        kind = type(each)
+        if kind is FunctionType:
+            inside = [each.__closure__, each.__defaults__, each.__kwdefaults__]  # not its module's globals
+        elif issubclass(kind, Tensor):
+            found.append(each)
+            inside = []
+        elif issubclass(kind, _CONTAINERS) or (hasattr(kind, "__dataclass_fields__") and not issubclass(kind, nn.Module)):
+            inside = gc.get_referents(each)
+        elif anything and len(seen) < _MOST and not (issubclass(kind, _NEVER) or str(kind.__module__).startswith(_PACKAGE)):
+            inside = gc.get_referents(each)
+        else:
+            continue
+        seen.add(id(each))
+        if not _ATOMS.issuperset(map(type, inside)):  # else a long list of numbers would cost each call
+            todo += [part for part in inside if type(part) not in _ATOMS]
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from sys import getrefcount
 from threading import get_ident
 from typing import Any
 
@@ -21,11 +20,11 @@ from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
-from .contexts import note_kept, watch_contexts
+from .contexts import watch_contexts
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
-from .kept import KeptViews
+from .kept import note, note_kept
 from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
@@ -34,7 +33,7 @@ from .saved import SavedTensors
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
-from .unit import Arena, Unit, count_viewers
+from .unit import Arena, Unit
 from .whole import WholeReducer
 
 
@@ -118,16 +117,16 @@ class Zero3Engine:
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
             for unit in self.units:
+                unit.note_kept = note_kept
                 guard(unit.memory, unit.in_arrays)
             watch_contexts()
         self._saved = SavedTensors(self.units, self.arena)
-        self.kept = KeptViews(self.units)
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
         self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
-        self.passes = Backward(self.units, *passes, self.kept, self._adopt_flat_values)
+        self.passes = Backward(self.units, *passes, self._adopt_flat_values)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -196,7 +195,6 @@ class Zero3Engine:
         for hooks, key in self._last:
             if key in hooks:
                 hooks[key] = hooks.pop(key)  # to the end
-        self.kept.check(between_steps=True)
         self.structure.check()
         self._adopt_values()
         self._forward.begin()
@@ -371,9 +369,6 @@ class Zero3Engine:
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:
+            note(views, unit)  # the caller gets copies
             unit.unuse()
-            if not (unit.pins or unit.whole or self.kept.captured):
-                known = getrefcount(unit.mark) + len(unit.noted) + unit.viewers
-                if views or count_viewers(unit.storage) > known:
-                    note_kept(unit, views)
         return outputs if views else None

@@ -1,141 +1,140 @@
-"""Views of weights that somebody keeps after their unit's use, when their memory belongs to other units."""
+"""Views of weights that somebody holds when their unit's use ends: nobody can read them until they show the weights again.
+
+The unit's memory belongs to others then. Torch counts the tensors that share a storage, so whoever holds one is found, wherever
+the view was made: in a forward, in a backward, or between them.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections import deque
-from functools import partial
-from types import BuiltinMethodType, CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import _CheckpointFrame
+from torch import Tensor
 
+from ..residency.functions import METADATA, instances, name_of
 from ..residency.past_python import storage_of
-from ..residency.resting import ResidencyError, is_sharded
-from .saved import SavedSlot, kept_view
-from .unit import Phase, Unit, count_viewers
+from ..residency.resting import ResidencyError, set_data
+from .saved import SavedSlot, alias, hold, kept_view, look_up, values_of
+from .unit import Phase, Unit
 
-_IN_GRAPHS = (BackwardCFunction, _CheckpointFrame)  # what holds views of weights as a part of a graph; see contexts.py
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, partial, MethodType, BuiltinMethodType, SimpleNamespace)
-_ATOMS = frozenset({type, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-_NEVER = (type, ModuleType, FrameType, nn.Module)  # too much hangs on them; what they keep is found later
-_PACKAGE = __name__.partition(".")[0]
-_MOST = 1_000  # objects that are gone through for a view in any of them
+_ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__", "grad", "backward"}
+_places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids of views; units hold them
 
 
-class KeptViews:
-    """Finds them where no use of a unit goes on: at the end of a backward, and when a step begins.
+class RestingView(Tensor):
+    """A view that a graph, or anybody else, holds of a unit that is not in use."""
 
-    Torch counts the tensors that share a storage. Only when there are more than the engine's own does anybody look for them.
-    What a graph alone holds, and finds again because it was noted, may stay; so may what only a traceback holds.
-    """
+    __repr__, __format__ = object.__repr__, object.__format__
 
-    captured = False  # CUDA graphs hold views, too, and know what is there when they are replayed
-
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
-        self._slots = {unit.storage: unit for unit in units if not unit.whole}
-        self._usual = self._count()
-        self._nth = 0  # backward of a step
-        self._innocent: dict[int, int] = {}  # after the nth: how many there were when only graphs held them
-
-    def _count(self) -> int:
-        return sum(map(count_viewers, self._slots))
-
-    def check(self, between_steps: bool) -> None:
-        """Raise a ResidencyError if anybody keeps a view of a unit that is not in use.
-
-        Args:
-            between_steps: few graphs are left. Else what others hold is looked through once, and when it is more.
-        """
-        self._nth = 0 if between_steps else self._nth + 1
-        least = self._innocent.get(self._nth, self._usual)
-        if self.captured or self._count() <= least:
-            return
-        error = self._look()
-        for generation in (1, 2):
-            if error is not None:
-                gc.collect(generation)  # it may be in a cycle that nobody holds
-                error = self._look()
-        if error is not None:
-            raise error
-        if self._nth:
-            self._innocent[self._nth] = self._count()
-
-    def _look(self) -> ResidencyError | None:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Raise, unless it is no question about the values."""
         with torch._C.DisableTorchFunctionSubclass():
-            found, saved, passed = self._find()
-            numbers = set(map(id, found))
-            others = numbers.difference(*(each.noted for each in self._units))
-            for holder in gc.get_referrers(*found):
-                running = isinstance(holder, FrameType) or (isinstance(holder, GeneratorType) and holder.gi_running)
-                wrong = others if id(holder) in passed else numbers
-                held = [part for part in gc.get_referents(holder) if id(part) in wrong]
-                if held and holder is not found and not running and id(holder) not in saved:
-                    return kept_view(held[0], self._slots[storage_of(held[0])], _names(holder, held[0]))
-        return None
-
-    def _find(self) -> tuple[list[Tensor], set[int], set[int]]:
-        """Tensors in slots, but for the engine's own; ids of what autograd saves, and of what may hold those that are noted."""
-        own = [view for each in self._units for view in each.own_views()]
-        known = {*map(id, own), *(id(view._base) for view in own)}
-        found: list[Tensor] = []
-        saved: set[int] = set()
-        passed: set[int] = set()
-        for each in gc.get_objects():
-            kind = type(each)
-            if kind is SavedSlot:
-                saved.add(id(each))
-            elif issubclass(kind, _IN_GRAPHS):
-                passed.add(id(each))
-                walk(vars(each), seen=passed)
-                if issubclass(kind, _CheckpointFrame):  # what a backward recomputed, and no other one will read
-                    saved |= {id(recomputed.data) for recomputed in each.recomputed.values()}
-            elif issubclass(kind, Tensor) and id(each) not in known and not is_sharded(each) and self._lies_in_slot(each):
-                found.append(each)
-        return found, saved, passed
-
-    def _lies_in_slot(self, tensor: Tensor) -> bool:
-        """Of a unit that nobody uses, and nothing arrives at."""
-        unit = self._slots.get(storage_of(tensor))
-        busy = unit is None or unit.lent or unit.phase in (Phase.GATHERING, Phase.IN_USE)
-        return not busy and tensor.numel() > 0
+            for view in instances([*args, *(kwargs or {}).values()], RestingView) if name_of(func) not in _ABOUT else ():
+                if (place := _places.get(id(view))) is None:
+                    raise ResidencyError("A view of a weight was kept longer than its model.")
+                raise kept_view(view, place.unit)
+            return func(*args, **(kwargs or {}))
 
 
-def walk(root: Any, anything: bool = False, seen: set[int] | None = None) -> list[Tensor]:
-    """Tensors in nested containers, dataclasses and closures; ``anything``: in objects of all kinds, but few.
+class Place:
+    """Where a view lies: that graphs hold it is right, and others may read it while its unit is in use."""
 
-    ``seen`` has ids of what is not gone through again, and gets those of what was.
+    def __init__(self, view: Tensor, unit: Unit) -> None:
+        self.unit = unit
+        self.moved = False  # it shows a copy of its weight, for somebody's backward
+        self._address, self._key, self._any = view.data_ptr(), id(view), view.numel() > 0
+        key, noted = self._key, unit.noted
+        self._view = ref(view, lambda _: (_places.pop(key, None), noted.pop(key, None)))
+        _places[key] = noted[key] = self
+
+    def show(self, values: bool) -> None:
+        """The use of its unit begins, or ends."""
+        view = self._view()
+        if type(view) is (RestingView if values else Tensor) and self._any:
+            view.__class__ = Tensor if values else RestingView
+
+    def look_up(self) -> bool:
+        """The view is needed; whether it shows a copy from here on, until :meth:`put_back`."""
+        view = self._view()
+        if view is None or self.moved:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if view.data_ptr() != self._address:
+                return False  # the user has set its `.data`
+            now = look_up(view, self.unit)
+            if now is view and not self.unit.lent:
+                hold(self.unit)
+                return False
+            now = now.detach().clone() if now is view else now
+            set_data(view, now)
+            self.show(True)
+            self.moved = True
+            self.unit.noted.pop(self._key)
+        return True
+
+    def put_back(self) -> None:
+        """The end of what :meth:`look_up` began."""
+        self.moved = False
+        if (view := self._view()) is not None:
+            self.unit.noted[self._key] = self
+            memory = self.unit.memory
+            set_data(view, alias(view, memory, self._address - memory.data_ptr()))
+            self.show(self.unit.phase is Phase.IN_USE)
+
+
+def place_of(view: Tensor) -> Place | None:
+    """Where ``view`` lies, if that is noted."""
+    return _places.get(id(view))
+
+
+def note(views: list[Tensor], unit: Unit) -> None:
+    """Those among ``views`` that lie in the slot of ``unit``, which is in use, are held by somebody."""
+    for view in views:
+        if storage_of(view) == unit.storage and place_of(view) is None:
+            Place(view, unit)
+
+
+def note_kept(unit: Unit, failed: bool) -> None:
+    """A use of ``unit`` is over, and there are more tensors in its slot than the engine, graphs and places have.
+
+    Only then does anybody look for them, the youngest first.
+
+    Args:
+        failed: an exception ends the use, and what its traceback holds is no error.
+
+    Raises:
+        ResidencyError: somebody holds the memory who cannot be kept from reading it.
     """
-    found: list[Tensor] = []
-    seen = set() if seen is None else seen
-    todo = [root]
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        kind = type(each)
-        if kind is FunctionType:
-            inside = [each.__closure__, each.__defaults__, each.__kwdefaults__]  # not its module's globals
-        elif issubclass(kind, Tensor):
-            found.append(each)
-            inside = []
-        elif issubclass(kind, _CONTAINERS) or (hasattr(kind, "__dataclass_fields__") and not issubclass(kind, nn.Module)):
-            inside = gc.get_referents(each)
-        elif anything and len(seen) < _MOST and not (issubclass(kind, _NEVER) or str(kind.__module__).startswith(_PACKAGE)):
-            inside = gc.get_referents(each)
+    wrong = [kept_view(now, unit, " as an array (`.numpy()`)") for now, _, array in unit.in_arrays if array() is not None]
+    unit.in_arrays.clear()
+    with torch._C.DisableTorchFunctionSubclass():
+        known = {id(view) for own in unit.own_views() for view in (own, own._base)}
+        for generation in range(3):
+            if unit.viewers() <= unit.usual:
+                break
+            young = [each for each in gc.get_objects(generation) if issubclass(type(each), Tensor | SavedSlot)]
+            known.update(id(each[0]) for each in young if type(each) is SavedSlot)  # made after it: not older
+            for view in (each for each in young if isinstance(each, Tensor) and id(each) not in known):
+                if type(view) is Tensor and id(view) not in unit.noted and storage_of(view) == unit.storage:
+                    Place(view, unit).show(False)
+                elif (values := values_of(view)) is not None and storage_of(values) == unit.storage:
+                    wrong.append(kept_view(values, unit, " in a sparse tensor"))
+            young = view = values = None
         else:
-            continue
-        seen.add(id(each))
-        if not _ATOMS.issuperset(map(type, inside)):  # else a long list of numbers would cost each call
-            todo += [part for part in inside if type(part) not in _ATOMS]
-    return found
+            gc.collect()  # the rest may be in a cycle that nobody holds
+    if not wrong and unit.viewers() > unit.usual:
+        wrong.append(_unseen(unit))
+    if wrong and not failed:
+        raise wrong[0]
 
 
-def _names(holder: Any, view: Tensor) -> str:
-    """That of an attribute, among others."""
-    table = holder if type(holder) is dict else getattr(holder, "__dict__", {})
-    return ", ".join(f"`{key}`" for key, value in table.items() if value is view and isinstance(key, str))
+def _unseen(unit: Unit) -> ResidencyError:
+    names = ", ".join([repr(entry.name) for entry in unit.entries[:4]] + ["..."] * (len(unit.entries) > 4))
+    return ResidencyError(
+        f"Memory of unit {unit.name} (parameters {names}) was kept after the forward or backward that used it, when it belongs "
+        "to other units, by what is no ordinary tensor: an `nn.Parameter` made of a view, a storage, memory given to another "
+        "library (DLPack). Keep that of a copy of the parameter (`.clone()`)."
+    )

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..residency.past_python import storage_of
 from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
+from .apart import apart
 from .hooks import copy_views, transform
-from .unit import Arena, Mark, Phase, Unit, apart
+from .unit import Arena, Mark, Phase, Unit
 
 # Tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no hooks.
 # Detached, because an output that its own graph holds would live until the garbage collector comes.
@@ -96,18 +97,20 @@ class SavedTensors:
             with torch._C.DisableTorchFunctionSubclass():  # a user's class is not asked
                 address = tensor.data_ptr()
         except RuntimeError:  # has no storage (functorch), or more than one
-            values = tensor._values() if tensor.is_sparse else tensor.values() if tensor.layout in _COMPRESSED else None
+            values = values_of(tensor)
             return tensor if values is None or self.unit_of(values) is None else tensor.detach().clone()
         if not self._start <= address < self._stop:
             held = tensor.detach() if address else self._of_no_memory(tensor)
             return held, held._version
-        unit = self._slots.get(tensor.untyped_storage()._cdata) or self._at(address)
+        unit, held = self._slots.get(tensor.untyped_storage()._cdata), tensor.detach()
+        if unit is None:
+            unit = self._at(address)
+            held = held.new_empty(0).set_(alias(held, unit.memory, address - unit.memory.data_ptr()))  # and lets the array go
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
             if type(tensor._base) is RestingParameter:
                 _require_asked(tensor._base)
             raise kept_view(tensor, unit)
-        held = tensor.detach()
         return SavedSlot((held, held._version, unit.mark, unit.version))
 
     def _of_no_memory(self, tensor: Tensor) -> Tensor:
@@ -174,11 +177,16 @@ def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
     return held
 
 
-def kept_view(view: Tensor, unit: Unit, names: str = "") -> ResidencyError:
-    """What to raise for a ``view`` of a weight of ``unit`` while that is not in use; ``names`` of what holds it."""
+def values_of(tensor: Tensor) -> Tensor | None:
+    """What a sparse ``tensor`` is made of; None for one that is not."""
+    return tensor._values() if tensor.is_sparse else tensor.values() if tensor.layout in _COMPRESSED else None
+
+
+def kept_view(view: Tensor, unit: Unit, how: str = "") -> ResidencyError:
+    """What to raise for a ``view`` of a weight of ``unit`` while that is not in use, and ``how`` it is held."""
     whose = ", ".join(repr(entry.name) for entry in unit.entries_at(view.data_ptr()))
     return ResidencyError(
-        f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept{names and f' ({names})'} after "
+        f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept{how} after "
         "the forward that made it: its memory belongs to other units then. Keep a copy (`.clone()`), or use the parameter "
         "itself."
     )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
 from ..residency.past_python import Alias
 from ..residency.resting import ResidencyError, RestingParameter, set_data
+from .apart import apart
 from .chunk import Chunk
 from .partition import UnitModules
 from .shards import Entry, FlatGroup
@@ -23,22 +22,6 @@ from .streams import Lane
 
 _modes, _inference = torch._C._len_torch_dispatch_stack, torch.is_inference_mode_enabled  # C functions: each gather asks
 count_viewers = torch._C._storage_Use_Count  # tensors that share a storage; each use asks
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Inside nothing is recorded: not by autograd, transforms of torch.func or selective checkpoints, which count operations.
-
-    What is gathered under ``inference_mode`` may be used outside of it.
-    """
-    counted = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
-    with (
-        _disable_current_modes() if counted else nullcontext(),
-        torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
-        torch._C._DisableFuncTorch(),
-        torch.no_grad(),
-    ):
-        yield
 
 
 class Phase(enum.Enum):
@@ -83,13 +66,14 @@ class Unit:
     region: range  # bytes of the arena that its slot may take; other units share them
     memory: Tensor  # [bytes] there, in a storage of its own: torch counts the tensors that share one
     storage: int  # its address; see count_viewers
-    viewers: int  # tensors of the engine's, or of an earlier use, that view it
+    usual: int  # how many view it when nobody does but the engine
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
     version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
+    note_kept: Callable[[Unit, bool], None]  # see kept.py
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
         self.index, self.chunks = index, chunks
@@ -103,8 +87,8 @@ class Unit:
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
         self.in_arrays, self.mark = [], Mark()
         self.mark.unit = self
-        self.noted: dict[int, Any] = {}  # views of its slot that graphs hold, by their ids; see contexts.py
-        self.lifted: list[tuple[Entry, Tensor]] = []  # parameters that hold full-precision values; their place in the slot
+        self.noted: dict[int, Any] = {}  # views of its slot that others hold, by their ids; see kept.py
+        self.lifted: dict[str, tuple[Tensor, Tensor]] = {}  # parameters that hold full-precision values, and their place here
         self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
 
@@ -115,25 +99,34 @@ class Unit:
         """
         self._collectives, self._lane, self._arena, self.region = collectives, lane, arena, region
         self.memory = torch.from_dlpack(arena.memory[region.start : region.stop])
-        self.storage = self.memory.untyped_storage()._cdata
+        self._storage = self.memory.untyped_storage()
+        self.storage = self._storage._cdata
         self._fills: list[tuple[Tensor, Tensor]] = []
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
         offset = 0
         for chunk in self.chunks:
-            chunk.slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
-            sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
-            chunk.bytes = sent.view(torch.uint8)
+            self._place(chunk, offset)
             offset += chunk.nbytes
-            shard = chunk.shard_of(sent, collectives.rank)
-            self._fills += [(shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned]
-            for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
-                entry.parameter.data = view
         self.rest()
+        self.usual = self.viewers()
+
+    def _place(self, chunk: Chunk, offset: int) -> None:
+        chunk.slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
+        sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
+        chunk.bytes = sent.view(torch.uint8)
+        shard = chunk.shard_of(sent, self._collectives.rank)
+        self._fills += [(shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned]
+        for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
+            entry.parameter.data = view
 
     def own_views(self) -> list[Tensor]:
         """Tensors of the engine's in the slot, but for the parameters."""
         slots = [view for chunk in self.chunks for view in (chunk.slot, chunk.bytes)]
         return [self.memory, *slots, *(target for target, _ in self._fills)]
+
+    def viewers(self) -> int:
+        """How many tensors and others have the slot's memory that are neither saved by autograd nor noted; see ``usual``."""
+        return count_viewers(self.storage) + getrefcount(self._storage) - getrefcount(self.mark) - len(self.noted)
 
     def gather(self, ahead: bool = False) -> bool:
         """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there.
@@ -211,7 +204,6 @@ class Unit:
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
             self.in_arrays.clear()  # made of a view that was kept: what follows is about that
-            self.viewers = count_viewers(self.storage) - getrefcount(self.mark) - len(self.noted)
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version
@@ -219,16 +211,16 @@ class Unit:
                 place.show(True)
         self.pins += 1
 
-    def unuse(self) -> None:
-        """End of one use. The values stay in the slot until another unit takes it."""
+    def unuse(self, failed: bool = False) -> None:
+        """End of one use, which an exception may have ``failed``. The values stay in the slot until another unit takes it."""
         self.pins -= 1
         if self.pins > 0:
             return
         self.phase = Phase.READY
         self._arena.in_use.remove(self)
-        for entry, place in self.lifted:
-            set_data(entry.parameter, place)
-        self.lifted, self._master = [], {}
+        while self.lifted:
+            set_data(*self.lifted.popitem()[1])  # bound to no name: it is a viewer
+        self._master = {}
         written = bool(self.in_arrays)
         for entry in self.entries:
             written |= entry.parameter._version != entry.seen
@@ -241,25 +233,25 @@ class Unit:
             except ResidencyError:
                 self.release()  # what cannot be stored is not computed with either
                 raise
-            finally:
-                self.in_arrays.clear()
+        # `viewers()`, without a call.
+        if count_viewers(self.storage) + getrefcount(self._storage) - getrefcount(self.mark) - len(self.noted) > self.usual:
+            self.note_kept(self, failed)
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
         if self.phase is not Phase.IN_USE or self.lent:
             return  # their values are full already
         self._master = self._master or self.values()
-        held = {id(entry) for entry, _ in self.lifted}
         with torch._C._DisableFuncTorch():  # a transform would wrap what the parameter is to hold
             for entry in entries:
-                if id(entry) not in held:
-                    self.lifted.append((entry, entry.parameter.detach()))
-                    self._take_master(entry)
+                if entry.name not in self.lifted:
+                    self.lifted[entry.name] = entry.parameter, entry.parameter.detach()
+                    self._take_master(entry.name)
 
-    def _take_master(self, entry: Entry) -> None:
+    def _take_master(self, name: str) -> None:
         # A copy: what autograd saves of it must not keep the values of the whole unit alive.
         with apart():
-            set_data(entry.parameter, self._master[entry.name].clone(memory_format=torch.preserve_format))
+            set_data(self.lifted[name][0], self._master[name].clone(memory_format=torch.preserve_format))
 
     def keep_written(self) -> None:
         """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
@@ -285,9 +277,9 @@ class Unit:
 
     def _note_arrays(self) -> None:
         """Find what was written to arrays of the user's: nothing counts that."""
-        for k, (now, before) in enumerate(self.in_arrays):
+        for k, (now, before, array) in enumerate(self.in_arrays):
             if not torch.equal(_bits(now), _bits(before)):
-                self.in_arrays[k] = now, now.clone()  # it is stored once
+                self.in_arrays[k] = now, now.clone(), array  # it is stored once
                 for entry in self.entries_at(now.data_ptr()):
                     entry.seen = -1
 
@@ -334,10 +326,10 @@ class Unit:
             self.phase = Phase.GATHERING
             self.arrive()
             self.phase = Phase.IN_USE
-            self.in_arrays[:] = [(now, now.clone()) for now, _ in self.in_arrays]
+            self.in_arrays[:] = [(now, now.clone(), array) for now, _, array in self.in_arrays]
             self._master = self.values() if self.lifted else {}
-            for entry, _ in self.lifted:
-                self._take_master(entry)
+            for name in self.lifted:
+                self._take_master(name)
         else:
             self.release()
 
@@ -345,7 +337,7 @@ class Unit:
         """After an exception: no use is left, however many were open."""
         incomplete = self.phase is Phase.GATHERING
         self.phase, self.pins = Phase.IN_USE, 1
-        self.unuse()
+        self.unuse(failed=True)
         if incomplete:
             self._pending = []
             self.release()

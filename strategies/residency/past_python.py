@@ -34,7 +34,8 @@ _EXCHANGES = (
 )
 _SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
 _NOTHING = slice(0)  # is written to
-Alias = tuple[Tensor, Tensor]  # a weight in its slot, or a part of one, and a copy of what it was
+# A weight in its slot, or a part of one; a copy of what it was; the array that the user made of it.
+Alias = tuple[Tensor, Tensor, weakref.ref[Any]]
 _SLOTS: dict[int, list[Alias]] = {}  # storage of a slot -> what of it is in arrays of the user's
 
 
@@ -184,7 +185,7 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
     if _SLOTS and not isinstance(tensor, RestingParameter | ShardedCopy) and is_gathered(tensor) and array.size:
         in_arrays = _SLOTS.get(storage_of(tensor))
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
-            in_arrays.append((tensor.detach(), tensor.detach().clone()))
+            in_arrays.append((tensor.detach(), tensor.detach().clone(), weakref.ref(array)))
     return array
 
 
