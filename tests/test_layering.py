@@ -82,7 +82,6 @@ LAYERS = [
     ),
     (["strategies/engine/gradients", "strategies/engine/saved"], TORCH),
     (["strategies/engine/kept"], TORCH),
-    (["strategies/engine/contexts"], TORCH),
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/backward"], TORCH),
     (["strategies/engine/engine"], TORCH),

@@ -20,7 +20,6 @@ from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
-from .contexts import watch_contexts
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
@@ -119,7 +118,6 @@ class Zero3Engine:
             for unit in self.units:
                 unit.note_kept = note_kept
                 guard(unit.memory, unit.in_arrays)
-            watch_contexts()
         self._saved = SavedTensors(self.units, self.arena)
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))

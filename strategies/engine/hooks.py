@@ -130,11 +130,11 @@ def _dropper(name: str, dropped: list[str]) -> Collector:
     return drop
 
 
-def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit], None]) -> bool:
-    """Call ``enter_backward(unit)`` when the gradient of a tensor in ``outputs`` is there; whether any of them needs one."""
+def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tensor], Tensor | None]) -> bool:
+    """Call ``enter_backward(unit, grad)`` when a tensor in ``outputs`` has its gradient; whether any of them needs one."""
 
-    def hook(grad: Tensor) -> None:
-        enter_backward(unit)
+    def hook(grad: Tensor) -> Tensor | None:
+        return enter_backward(unit, grad)
 
     found = False
     for tensor in (outputs,) if isinstance(outputs, Tensor) else instances(outputs, Tensor):

@@ -1,7 +1,8 @@
-"""Views of weights that somebody holds when their unit's use ends: nobody can read them until they show the weights again.
+"""Views of weights that somebody holds when their unit's use ends, and the unit's memory is free for others.
 
-The unit's memory belongs to others then. Torch counts the tensors that share a storage, so whoever holds one is found, wherever
-the view was made: in a forward, in a backward, or between them.
+Torch counts the tensors that share a storage, so whoever holds one is found, wherever it was made and whatever holds it: a list
+of the user's, the ``ctx`` of a custom Function, a closure that a checkpoint runs again, a frame that a backward runs inside.
+From then on a read of it gathers, and finds the weights of now, as in plain torch.
 """
 
 from __future__ import annotations
@@ -12,88 +13,105 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..residency.functions import METADATA, instances, name_of
+from ..residency.functions import METADATA, RAW, instances, name_of, replaced, written
 from ..residency.past_python import storage_of
-from ..residency.resting import ResidencyError, set_data
-from .saved import SavedSlot, alias, hold, kept_view, look_up, values_of
-from .unit import Phase, Unit
+from ..residency.resting import (
+    NO_GRAPH_TASK,
+    Absent,
+    ResidencyError,
+    graph_task,
+    home_of,
+    shield,
+    told_of_value,
+)
+from .saved import SavedSlot, copy_of, kept_view, values_of
+from .unit import Unit
 
-_ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__", "grad", "backward"}
+_ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__"}
 _places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids of views; units hold them
 
 
-class RestingView(Tensor):
-    """A view that a graph, or anybody else, holds of a unit that is not in use."""
+class RestingView(Absent, Tensor):
+    """A view of a unit that is not in use."""
 
     __repr__, __format__ = object.__repr__, object.__format__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Raise, unless it is no question about the values."""
+        """Answer, gather or raise."""
+        kwargs = kwargs or {}
+        if name_of(func) not in _ABOUT:
+            return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            for view in instances([*args, *(kwargs or {}).values()], RestingView) if name_of(func) not in _ABOUT else ():
-                if (place := _places.get(id(view))) is None:
-                    raise ResidencyError("A view of a weight was kept longer than its model.")
-                raise kept_view(view, place.unit)
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+
+
+@torch._disable_dynamo
+def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func`` of the values of now, to which it does not write."""
+    for view in instances(args[:1] if name_of(func) in RAW else written(func, args, kwargs), RestingView):
+        raise kept_view(view, _place(view).unit)
+    if func is torch.autograd.grad and len(args) > 1:
+        args = args[0], replaced(args[1], RestingView, _edge_of), *args[2:]
+    kwargs = {name: replaced(value, RestingView, _edge_of) if name == "inputs" else value for name, value in kwargs.items()}
+    read: list[tuple[Tensor, str, tuple]] = []
+
+    def value_of(view: RestingView) -> Tensor:
+        read.append(_place(view).read(view))
+        return read[-1][0]
+
+    return shield(func(*replaced(args, RestingView, value_of), **replaced(kwargs, RestingView, value_of)), read)
+
+
+def _edge_of(view: Tensor) -> GradientEdge:
+    """What to differentiate by: it, and not a copy."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(view)
+
+
+def _place(view: Tensor) -> Place:
+    if id(view) not in _places:
+        raise ResidencyError("A view of a weight was kept longer than its model.")
+    return _places[id(view)]
 
 
 class Place:
-    """Where a view lies: that graphs hold it is right, and others may read it while its unit is in use."""
+    """Where a view lies: others may read it while its unit is in use."""
 
     def __init__(self, view: Tensor, unit: Unit) -> None:
         self.unit = unit
-        self.moved = False  # it shows a copy of its weight, for somebody's backward
-        self._address, self._key, self._any = view.data_ptr(), id(view), view.numel() > 0
-        key, noted = self._key, unit.noted
+        self._resting = RestingView if view.numel() else Tensor
+        key, noted = id(view), unit.noted
         self._view = ref(view, lambda _: (_places.pop(key, None), noted.pop(key, None)))
         _places[key] = noted[key] = self
 
     def show(self, values: bool) -> None:
         """The use of its unit begins, or ends."""
         view = self._view()
-        if type(view) is (RestingView if values else Tensor) and self._any:
-            view.__class__ = Tensor if values else RestingView
+        if type(view) in (Tensor, RestingView):
+            view.__class__ = Tensor if values else self._resting
 
-    def look_up(self) -> bool:
-        """The view is needed; whether it shows a copy from here on, until :meth:`put_back`."""
-        view = self._view()
-        if view is None or self.moved:
-            return False
+    def read(self, view: Tensor) -> tuple[Tensor, str, tuple]:
+        """A copy of what ``view`` would show now, with its graph; collective. For the rest see :meth:`ShardedCopy.of`."""
         with torch._C.DisableTorchFunctionSubclass():
-            if view.data_ptr() != self._address:
-                return False  # the user has set its `.data`
-            now = look_up(view, self.unit)
-            if now is view and not self.unit.lent:
-                hold(self.unit)
-                return False
-            now = now.detach().clone() if now is view else now
-            set_data(view, now)
-            self.show(True)
-            self.moved = True
-            self.unit.noted.pop(self._key)
-        return True
-
-    def put_back(self) -> None:
-        """The end of what :meth:`look_up` began."""
-        self.moved = False
-        if (view := self._view()) is not None:
-            self.unit.noted[self._key] = self
-            memory = self.unit.memory
-            set_data(view, alias(view, memory, self._address - memory.data_ptr()))
-            self.show(self.unit.phase is Phase.IN_USE)
-
-
-def place_of(view: Tensor) -> Place | None:
-    """Where ``view`` lies, if that is noted."""
-    return _places.get(id(view))
+            parameter = next(self.unit.entries_at(view.data_ptr())).parameter
+            home = home_of(parameter)
+            if home is None or not (home.in_step or graph_task() != NO_GRAPH_TASK):
+                raise kept_view(view, self.unit)
+            value = copy_of(view, self.unit)
+            if torch.is_grad_enabled() and view.requires_grad:
+                linked = view.clone()  # of whatever is there
+                linked.data.copy_(value)
+                value = linked
+        return value, told_of_value(parameter), (parameter, home.age(parameter))
 
 
 def note(views: list[Tensor], unit: Unit) -> None:
     """Those among ``views`` that lie in the slot of ``unit``, which is in use, are held by somebody."""
     for view in views:
-        if storage_of(view) == unit.storage and place_of(view) is None:
+        if storage_of(view) == unit.storage and id(view) not in _places:
             Place(view, unit)
 
 

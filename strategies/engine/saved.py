@@ -7,7 +7,6 @@ path it reaches a unit (a loss on an intermediate value, a view changed in place
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
@@ -146,10 +145,6 @@ class SavedTensors:
             except RuntimeError:
                 return False
 
-    def busy(self) -> list[Unit]:
-        """Units in use whose memory others take when they are not."""
-        return [unit for unit in self._arena.in_use if not unit.root and not unit.nested]
-
 
 def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
     """Backward reads what :meth:`SavedTensors.pack` returned."""
@@ -170,11 +165,10 @@ def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
             raise _modified(held, version)
     if unit is None:
         return held
-    held = held if unit.phase is Phase.IN_USE else look_up(held, unit)
-    if READER.held is not None and READER.task == graph_task():
-        hold(unit)
-        return held.detach()  # the user may keep it, and it would be noted
-    return held
+    if unit.phase is Phase.IN_USE:
+        return held.detach()  # whoever keeps it is found when the use ends
+    # Else whoever reads it may go on to run other units.
+    return look_up(held, unit) if unit.root or unit.nested else copy_of(held, unit)
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -184,7 +178,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 def kept_view(view: Tensor, unit: Unit, how: str = "") -> ResidencyError:
     """What to raise for a ``view`` of a weight of ``unit`` while that is not in use, and ``how`` it is held."""
-    whose = ", ".join(repr(entry.name) for entry in unit.entries_at(view.data_ptr()))
+    with torch._C.DisableTorchFunctionSubclass():
+        whose = ", ".join(repr(entry.name) for entry in unit.entries_at(view.data_ptr()))
     return ResidencyError(
         f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept{how} after "
         "the forward that made it: its memory belongs to other units then. Keep a copy (`.clone()`), or use the parameter "
@@ -202,43 +197,17 @@ def look_up(view: Tensor, unit: Unit) -> Tensor:
     return view
 
 
+def copy_of(view: Tensor, unit: Unit) -> Tensor:
+    """``view`` of the weights of now, in memory of its own; collective if they are not in the slot."""
+    with apart(), torch._C.DisableTorchFunctionSubclass():
+        return look_up(view, unit).clone()
+
+
 def alias(view: Tensor, memory: Tensor, offset: int) -> Tensor:
     """One like ``view`` at ``offset`` [bytes] of ``memory``."""
     there = memory.view(view.dtype).as_strided(view.shape, view.stride(), offset // view.itemsize)
     there = there.conj() if view.is_conj() else there
     return torch._neg_view(there) if view.is_neg() else there
-
-
-class _Reader(threading.local):
-    """The innermost Python code that a backward runs in this thread: what it has read stays where it is until it is over."""
-
-    task = NO_GRAPH_TASK  # another one is a backward inside of that code, whose nodes do not keep what they read
-    held: list[Unit] | None = None  # units that it has read
-
-
-READER = _Reader()
-
-
-class Reading:
-    """Around Python code that a backward runs, and that may run modules, or a backward, before it is through with a value."""
-
-    def __enter__(self) -> None:
-        self._before = READER.task, READER.held
-        READER.task, READER.held = graph_task(), []
-
-    def __exit__(self, *raised: Any) -> None:
-        held: list[Unit] = READER.held  # type: ignore[assignment]
-        READER.task, READER.held = self._before
-        for unit in held:
-            if unit.pins:  # else an exception has ended all uses
-                unit.unuse()
-
-
-def hold(unit: Unit | None) -> None:
-    """The code that runs has read a value of ``unit``, or may."""
-    if unit is not None and unit.phase is not Phase.RESTING and not unit.lent and unit not in READER.held:
-        unit.use()
-        READER.held.append(unit)
 
 
 def _modified(held: Tensor, version: int) -> RuntimeError:

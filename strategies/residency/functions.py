@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -89,3 +90,14 @@ def instances(value: Any, cls: type[T]) -> list[T]:
     elif is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, f.name, None) for f in fields(value)]
     return [found for item in inside for found in instances(item, cls)]
+
+
+def replaced(value: Any, cls: type[T], by: Callable[[T], Any]) -> Any:
+    """``value`` with what ``by`` returns in the place of instances of ``cls``, in lists, tuples and dicts."""
+    if isinstance(value, cls):
+        return by(value)
+    if type(value) in (tuple, list):
+        return type(value)(replaced(item, cls, by) for item in value)
+    if isinstance(value, dict):
+        return {key: replaced(item, cls, by) for key, item in value.items()}
+    return value

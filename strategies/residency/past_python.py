@@ -22,7 +22,7 @@ from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import instances, name_of
-from .resting import ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, refusal
+from .resting import Absent, ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, refusal
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -123,7 +123,7 @@ def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
         return function(*args, **kwargs)  # nothing is sharded any more
     given = (*args, *kwargs.values())
     if torch._C._is_torch_function_enabled():
-        for tensor in instances(given, RestingParameter) or instances(given, ShardedCopy):
+        for tensor in instances(given, Absent) or instances(given, ShardedCopy):
             return tensor.__torch_function__(call, (), args, kwargs)
     for tensor in instances(given[call.writes], Tensor):
         if is_gathered(tensor):
@@ -140,7 +140,7 @@ def is_gathered(tensor: Tensor) -> bool:
 def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function`` makes a tensor of anything, lists of many numbers among them: a parameter's class is asked."""
     for value in (*args[:2], *kwargs.values()):
-        if isinstance(value, RestingParameter) and torch._C._is_torch_function_enabled():
+        if isinstance(value, Absent) and torch._C._is_torch_function_enabled():
             return value.__torch_function__(call, (), args, kwargs)
     return function(*args, **kwargs)
 
@@ -148,7 +148,7 @@ def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: t
 def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``tensor.new(parameter)`` and the like: two would have one memory."""
     _require_own_memory(call, (*args[1:], *kwargs.values()))
-    return function(*args, **kwargs)
+    return _constructed(call, function, args, kwargs)
 
 
 def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -182,7 +182,7 @@ def _require_own_memory(function: Any, given: tuple) -> None:
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
-    if _SLOTS and not isinstance(tensor, RestingParameter | ShardedCopy) and is_gathered(tensor) and array.size:
+    if _SLOTS and not isinstance(tensor, Absent | ShardedCopy) and is_gathered(tensor) and array.size:
         in_arrays = _SLOTS.get(storage_of(tensor))
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
             in_arrays.append((tensor.detach(), tensor.detach().clone(), weakref.ref(array)))
@@ -219,7 +219,7 @@ def _parameters(module: torch._C.ScriptModule) -> Iterator[Tensor]:
 
 def _lifted(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What torch.func differentiates by, or maps over: values in the place of resting parameters."""
-    if isinstance(args[0], RestingParameter):
+    if isinstance(args[0], Absent):
         with temporarily_clear_interpreter_stack():  # the copy is made before, not by, what is transformed
             args = (args[0].clone(), *args[1:])
     return function(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, written
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, replaced, written
 from .home import Home
 
 
@@ -176,7 +176,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
-        return _shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
+        return shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
 
 
 def _require_current(copies: list[ShardedCopy]) -> None:
@@ -206,10 +206,10 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
 
 
-def _shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
-    """``result``, of which what lies in the memory of one of ``sources`` can only be read."""
+def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
+    """``result``, of which what lies in the memory of one of ``sources`` can only be read; see :meth:`ShardedCopy.of`."""
     if type(result) in (tuple, list):
-        return type(result)(_shield(each, sources) for each in result)
+        return type(result)(shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would tell the shards
     if not isinstance(result, Tensor) or isinstance(result, ShardedCopy | RestingParameter):
@@ -247,7 +247,11 @@ def _asking(attribute: Any) -> property:
     return property(attribute.__get__, lambda p, value: RestingParameter.__torch_function__(attribute.__set__, (), (p, value)))
 
 
-class RestingParameter(nn.Parameter):
+class Absent:
+    """Of tensors whose values are not in their memory: functions that do not ask for classes have to ask these."""
+
+
+class RestingParameter(Absent, nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
 
     real, imag = _asking(Tensor.real), _asking(Tensor.imag)
@@ -307,10 +311,12 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise refusal(name, touched[0])  # it writes past the counters of torch, or to one twice
     for copy, parameter in changed.values():
         if not _may_change(parameter) or copy.requires_grad or copy.shape != parameter.shape:
-            raise ResidencyError(f"{in_words(name)} would change {_told(parameter)}")
+            raise ResidencyError(f"{in_words(name)} would change {told_of_value(parameter)}")
         _home(parameter).write(parameter, copy)
         result = parameter if result is copy else result
-    return _shield(result, [(copy, _told(parameter), (parameter, _home(parameter).age(parameter))) for copy, parameter in read])
+    return shield(
+        result, [(copy, told_of_value(parameter), (parameter, _home(parameter).age(parameter))) for copy, parameter in read]
+    )
 
 
 def _may_change(parameter: nn.Parameter) -> bool:
@@ -333,7 +339,8 @@ def refusal(name: str, parameter: nn.Parameter) -> ResidencyError:
     )
 
 
-def _told(parameter: nn.Parameter) -> str:
+def told_of_value(parameter: nn.Parameter) -> str:
+    """What copies of its value are, see :attr:`ShardedCopy.told`."""
     return f"a copy of the value of parameter {describe(parameter)}, not the parameter. Inside a step {_CHANGE}"
 
 
@@ -363,11 +370,9 @@ def keep_engine_last(parameter: Tensor) -> None:
 
 def _full(value: Any, read: list[tuple[Tensor, nn.Parameter]]) -> Any:
     """``value`` with full values in the place of resting parameters; ``read`` notes these, and of which they are."""
-    if isinstance(value, RestingParameter):
-        read.append((_home(value).read(value), value))
+
+    def value_of(parameter: RestingParameter) -> Tensor:
+        read.append((_home(parameter).read(parameter), parameter))
         return read[-1][0]
-    if type(value) in (tuple, list):
-        return type(value)(_full(item, read) for item in value)
-    if isinstance(value, dict):
-        return {key: _full(item, read) for key, item in value.items()}
-    return value
+
+    return replaced(value, RestingParameter, value_of)

@@ -8,7 +8,7 @@ from torch import nn
 from .cases_outputs import Blocks, NoneOutput
 from .harness import DIM, NAN, Block, Case, case
 
-KEPT = r"A view .* of parameter 'blocks\.\d\.up\.bias' \(unit blocks\.\d\) was kept(?: \(`(?:kept|bias)`\))? after.*clone"
+KEPT = r"A view .* of parameter 'blocks\.\d\.up\.bias' \(unit blocks\.\d\) was kept(?: as an array .*)? after.*clone"
 TAKEN = r"would touch the memory of parameter 'blocks\.0\.up\.weight'.*read `parameter\.detach\(\)`"
 WRITTEN_IN_USE = r"Parameters of unit blocks\.\d \(blocks\.\d\.up\.bias\) were changed through a raw alias.*torch.no_grad"
 
@@ -16,7 +16,6 @@ WRITTEN_IN_USE = r"Parameters of unit blocks\.\d \(blocks\.\d\.up\.bias\) were c
 class KeptBias(Blocks):
     """Every block keeps a view of its bias, which `use` sees after the model's forward"""
 
-    refused = KEPT
     pitfalls = (7,)
 
     def use(self, out, kept):
@@ -84,10 +83,27 @@ class PassedViewAdded(KeptBias):
 class KeptViewWritten(KeptBias):
     """A view of a weight kept by the module and written to after its forward"""
 
+    refused = KEPT
+
     def use(self, out, kept):
         with torch.no_grad():
             kept.zero_()
         return out
+
+
+@case
+class KeptArray(KeptBias):
+    """A numpy array of a weight kept by the module and read after its forward"""
+
+    on_host = True
+    refused = KEPT
+
+    def run(self, block, x):
+        block.kept = block.up.bias.detach().numpy()
+        return Block.forward(block, x)
+
+    def use(self, out, kept):
+        return out * float(kept.sum())
 
 
 @case

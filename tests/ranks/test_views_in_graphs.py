@@ -1,10 +1,10 @@
-"""Views of weights that graphs hold past autograd: right wherever they are on `ctx` or in a checkpoint, or an error."""
+"""Views of weights that graphs hold past autograd: right wherever they are on `ctx` or in a checkpoint."""
 
 import functools
 import sys
 import types
 from collections import defaultdict, deque
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.contracts import WIDTH, build
 from helpers.ranks import run_ranks
-
-KEPT = r"A view \(shape \(64, 64\)\) of parameter '\d.first.weight' \(unit \d\) was kept.*clone"
 
 
 class Block(nn.Module):
@@ -47,7 +45,7 @@ def run(model, x):
     for block in model:
         out = block(x)
         x = block.result if out is None else out
-    return x.square().mean()
+    return x.square().mean() if x.dim() else x
 
 
 def worst(block, blocks=5, within=lambda loss, x: None, prepare=lambda model: None):
@@ -159,8 +157,8 @@ CONTAINERS = {
     "deque": (lambda view: deque([view]), lambda kept: kept[0]),
     "cyclic": (cyclic, lambda kept: kept["itself"]["view"]),
     "nested": (lambda view: defaultdict(list, {1: [(view,)]}), lambda kept: kept[1][0][0]),
+    "objects": (lambda view: Slotted(Slotted([view])), lambda kept: kept.holder.holder[0]),
 }
-OBJECTS = (lambda view: Slotted(Slotted([view])), lambda kept: kept.holder.holder[0])
 
 
 def keeping(put, get):
@@ -202,15 +200,14 @@ def gradient_in_the_step(way):
     torch.testing.assert_close(mine, input_gradient(run(plain, x), x))
 
 
-def in_objects(rank, world_size):
+def in_steps(rank, world_size):
     gradient_in_the_step(CONTAINERS["namespace"])
-    with pytest.raises(RuntimeError, match=KEPT):
-        gradient_in_the_step(OBJECTS)
+    gradient_in_the_step(CONTAINERS["objects"])
     return True
 
 
-def test_one_that_is_deep_in_an_object_is_an_error_of_the_backward():
-    assert run_ranks(in_objects, 2) == [True, True]
+def test_a_graph_that_is_gone_before_the_step_ends():
+    assert run_ranks(in_steps, 2) == [True, True]
 
 
 class InClosure(Block):
@@ -421,16 +418,13 @@ def share(model):
 
 
 def in_one_list(rank, world_size):
-    found = [worst(block, prepare=share) for block in (Shared, SharedAndReturned)]
-    for block in (Shared, SharedAndReturned):
-        for reads in ("forward", "backward"):
-            with pytest.raises(RuntimeError, match=KEPT):
-                worst(type("Block", (block,), {"reads": reads}), prepare=share)
-    return max(found)
+    ways = [(block, reads) for block in (Shared, SharedAndReturned) for reads in ("", "forward", "backward")]
+    return [worst(type("Block", (block,), {"reads": reads}), prepare=share) for block, reads in ways]
 
 
-def test_one_of_another_unit_cannot_be_read():
-    assert max(run_ranks(in_one_list, 2, timeout=60)) < 1e-5
+def test_one_of_another_unit():
+    for found in run_ranks(in_one_list, 2, timeout=60):
+        assert max(found) < 1e-5, found
 
 
 class Holding(torch.autograd.Function):
@@ -448,26 +442,55 @@ def from_before(rank, world_size, distance, detached):
     """A Function is given the view that a layer before kept, whose memory the layer of now may have."""
 
     class FromBefore(Block):
-        kept = []
-
         def product(self, x):
             view = self.first.weight.detach().t() if detached else self.first.weight.t()
             if distance:
-                self.kept.append(view)
-            return Holding.apply(x, self.kept[:-distance][-1:] or [view]) @ self.first.weight.t()
+                self.shared.append(view)
+            return Holding.apply(x, self.shared[:-distance][-1:] or [view]) @ self.first.weight.t()
 
-    model, _, engine = build(rank, world_size, block=FromBefore)
-    with engine.step():
-        loss = run(model, torch.ones(2, WIDTH).requires_grad_())
-    with pytest.raises(RuntimeError, match=KEPT) if distance else nullcontext(), engine.backward():
-        loss.backward()
-    return True
+    return worst(FromBefore, prepare=share)
 
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("distance", [0, 1, 2])
-def test_one_that_was_kept_before_is_an_error_where_backward_reads_it(distance, detached):
-    assert run_ranks(from_before, 2, distance, detached) == [True, True]
+def test_one_that_was_kept_before(distance, detached):
+    assert max(run_ranks(from_before, 2, distance, detached)) < 1e-5
+
+
+class GivingWeight(torch.autograd.Function):
+    """The sum of products, whose gradient is the weight itself if that of the sum is 1."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return weight[:], x
+
+
+class EndingInWeight(Block):
+    """The last one's result is a number."""
+
+    last = False
+
+    def forward(self, x):
+        if self.last:
+            return GivingWeight.apply(x.sum(0), self.first.weight[0])
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def give_weights(rank, world_size):
+    def end(model):
+        model[-1].last = True
+
+    return worst(EndingInWeight, prepare=end)
+
+
+def test_a_gradient_that_is_a_view_of_a_weight():
+    assert max(run_ranks(give_weights, 2)) < 1e-5
 
 
 class Caching(torch.autograd.Function):
