@@ -8,7 +8,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.resting import (
@@ -23,7 +22,7 @@ from ..residency.resting import (
     settle,
     told_of_gradient,
 )
-from .apart import apart
+from .apart import apart, connected
 from .gradients import Gradients
 from .shards import Entry
 from .unit import Unit
@@ -64,15 +63,7 @@ class Access:
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
             value = self.full_values([parameter])[0]
-            if not differentiable:
-                return value.clone()
-            # A transform that runs has not wrapped the parameter. A node of torch's own, not of a Python function: it outlives
-            # the copy, as whoever looks for `p.expand_as(p).grad_fn.next_functions` needs it.
-            with torch.enable_grad(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunctionSubclass():
-                # The backward of `to` takes no sparse gradients.
-                read = parameter.clone() if parameter.dtype == value.dtype else parameter.to(value.dtype)
-            read.data.copy_(value)
-        return read
+            return connected(value, parameter) if differentiable else value.clone()
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See :meth:`~.residency.home.Home.full_values`."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
@@ -23,3 +25,14 @@ def apart() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
+
+
+def connected(value: Tensor, original: Tensor) -> Tensor:
+    """``value`` as autograd's result of ``original``, which has other memory; to be called :func:`apart`."""
+    # A transform that runs has not wrapped the original. A node of torch's own, not of a Python function: it outlives the copy,
+    # as whoever looks for `p.expand_as(p).grad_fn.next_functions` needs it.
+    with torch.enable_grad(), temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunctionSubclass():
+        # The backward of `to` takes no sparse gradients.
+        copy = original.clone() if original.dtype == value.dtype else original.to(value.dtype)
+    copy.data.copy_(value)
+    return copy

@@ -15,7 +15,6 @@ from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
-from .kept import RestingView
 from .order import BackwardSchedule
 from .saved import SavedTensors
 from .unit import Unit
@@ -110,10 +109,10 @@ class Backward:
         self._gradients.adopt()
         self._reducer.hide()
 
-    def enter(self, unit: Unit, grad: Tensor) -> Tensor | None:
-        """A gradient of an output of ``unit`` is there; what replaces it, if not None."""
+    def enter(self, unit: Unit, grad: Tensor) -> None:
+        """The gradient ``grad`` of an output of ``unit`` is there."""
         if unit is self._current:
-            return None
+            return
         if not self.active:
             self.begin()
         # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
@@ -122,10 +121,8 @@ class Backward:
             passed = self.schedule.advance()
             self._visit(self._units[passed])
             if passed == unit.index:
-                break
-        else:
-            self._visit(unit)
-        return grad.clone() if type(grad) is RestingView else None  # a custom Function gave a view of weights
+                return
+        self._visit(unit)
 
     def recompute(self, unit: Unit) -> None:
         """A checkpoint runs ``unit`` again: what it saves must stay until the backward that reads it is over."""

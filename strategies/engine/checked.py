@@ -16,7 +16,7 @@ from .unit import Arena, Phase, Unit
 class CheckedUnit(Unit):
     """A unit that verifies what ordinary ones take for granted; costs a gather and passes over the slot for each use.
 
-    Its slot is nobody else's, see engine.py: a view that was kept finds NaN there whoever runs, and a write to one is found.
+    Its slot is nobody else's, see engine.py: who reads by an address finds NaN there whoever runs, and a write is found.
     """
 
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
@@ -28,9 +28,9 @@ class CheckedUnit(Unit):
     def _start(self) -> None:
         if self.phase is not Phase.IN_USE and not all(bool(slot.isnan().all()) for slot in self._poisonable()):
             raise ResidencyError(
-                f"The memory of unit {self.name} was written while its parameters rested, through a view of one that was kept "
-                "from an earlier forward, or a pointer; the change would be lost. Change the parameters themselves, between "
-                "steps in `with strategy.gathered(module, modify=True):`."
+                f"The memory of unit {self.name} was written while its parameters rested, by an address that was kept from an "
+                "earlier forward; the change would be lost. Change the parameters themselves, between steps in `with "
+                "strategy.gathered(module, modify=True):`."
             )
         super()._start()
 
@@ -49,7 +49,7 @@ class CheckedUnit(Unit):
                 "they were gathered; the change would be lost. Change them under `torch.no_grad()`, or "
                 "between steps in `with strategy.gathered(module, modify=True):`."
             )
-        self.release()  # at once, not when another unit wants the memory: a stale view finds NaN, not old numbers
+        self.release()  # at once, not when another unit wants the memory: an old address finds NaN, not old numbers
 
     def _holds(self, chunk: Chunk, entry: Entry) -> bool:
         """Whether the slot holds of a parameter what this rank's shard holds."""

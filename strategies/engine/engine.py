@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -28,7 +29,7 @@ from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
-from .saved import SavedTensors
+from .saved import WATCHING, SavedTensors
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
@@ -131,6 +132,7 @@ class Zero3Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        WATCHING.discard(self._saved)
 
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close; collective."""
@@ -368,5 +370,5 @@ class Zero3Engine:
             self._saved.leave_outside(unit)
         if unit.pins:
             note(views, unit)  # the caller gets copies
-            unit.unuse()
+            unit.unuse(failed=outputs is None and sys.exc_info()[0] is not None)
         return outputs if views else None

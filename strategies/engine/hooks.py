@@ -130,12 +130,9 @@ def _dropper(name: str, dropped: list[str]) -> Collector:
     return drop
 
 
-def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tensor], Tensor | None]) -> bool:
+def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tensor], None]) -> bool:
     """Call ``enter_backward(unit, grad)`` when a tensor in ``outputs`` has its gradient; whether any of them needs one."""
-
-    def hook(grad: Tensor) -> Tensor | None:
-        return enter_backward(unit, grad)
-
+    hook = partial(enter_backward, unit)
     found = False
     for tensor in (outputs,) if isinstance(outputs, Tensor) else instances(outputs, Tensor):
         if tensor.grad_fn is not None:  # a hook on a parameter would stay there, one more in each step

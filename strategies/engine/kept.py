@@ -8,58 +8,59 @@ From then on a read of it gathers, and finds the weights of now, as in plain tor
 from __future__ import annotations
 
 import gc
+import warnings
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..residency.functions import METADATA, RAW, instances, name_of, replaced, written
+from ..residency.functions import METADATA, RAW, in_words, instances, name_of, replaced, written
 from ..residency.past_python import storage_of
-from ..residency.resting import (
-    NO_GRAPH_TASK,
-    Absent,
-    ResidencyError,
-    graph_task,
-    home_of,
-    shield,
-    told_of_value,
-)
-from .saved import SavedSlot, copy_of, kept_view, values_of
+from ..residency.resting import NO_GRAPH_TASK, Absent, ResidencyError, graph_task, home_of, shield, told_of_value
+from .apart import apart, connected
+from .saved import SavedSlot, copy_of, kept_view, parts_of, unit_of
 from .unit import Unit
-
-_ABOUT = METADATA | {"dtype.__get__", "grad.__get__", "grad.__set__", "grad.__delete__"}
-_places: WeakValueDictionary[int, Place] = WeakValueDictionary()  # by the ids of views; units hold them
 
 
 class RestingView(Absent, Tensor):
     """A view of a unit that is not in use."""
 
-    __repr__, __format__ = object.__repr__, object.__format__
+    __repr__ = object.__repr__
+
+    def __format__(self, spec: str) -> str:
+        """A number is formatted, anything else told without a look at the values."""
+        return format(self.item(), spec) if spec and not self.dim() else object.__format__(self, spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answer, gather or raise."""
         kwargs = kwargs or {}
-        if name_of(func) not in _ABOUT:
+        if name_of(func) not in METADATA:
             return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def refusal(self, name: str) -> ResidencyError:
+        """See :meth:`Absent.refusal`."""
+        return kept_view(self, _unit_of(self), f"{in_words(name)} would change it, or take its memory")
 
 
 @torch._disable_dynamo
 def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of the values of now, to which it does not write."""
-    for view in instances(args[:1] if name_of(func) in RAW else written(func, args, kwargs), RestingView):
-        raise kept_view(view, _place(view).unit)
+    raw = name_of(func) in RAW or name_of(func) == "as_strided"  # which looks at what surrounds the view
+    for view in instances(args[:1] if raw else written(func, args, kwargs), RestingView):
+        raise view.refusal(name_of(func))
     if func is torch.autograd.grad and len(args) > 1:
         args = args[0], replaced(args[1], RestingView, _edge_of), *args[2:]
     kwargs = {name: replaced(value, RestingView, _edge_of) if name == "inputs" else value for name, value in kwargs.items()}
     read: list[tuple[Tensor, str, tuple]] = []
 
     def value_of(view: RestingView) -> Tensor:
-        read.append(_place(view).read(view))
+        read.append(_read(view))
         return read[-1][0]
 
     return shield(func(*replaced(args, RestingView, value_of), **replaced(kwargs, RestingView, value_of)), read)
@@ -71,88 +72,109 @@ def _edge_of(view: Tensor) -> GradientEdge:
         return get_gradient_edge(view)
 
 
-def _place(view: Tensor) -> Place:
-    if id(view) not in _places:
-        raise ResidencyError("A view of a weight was kept longer than its model.")
-    return _places[id(view)]
+def _unit_of(view: Tensor) -> Unit:
+    with torch._C.DisableTorchFunctionSubclass():
+        unit = unit_of(view)
+    if unit is None:
+        raise ResidencyError("A view of a weight was kept longer than its model, or than the run that it was made in.")
+    return unit
+
+
+def _read(view: RestingView) -> tuple[Tensor, str, tuple]:
+    """A copy of what ``view`` would show now, connected with it, and what :meth:`ShardedCopy.of` is to tell; collective."""
+    unit, differentiable = _unit_of(view), torch.is_grad_enabled() and view.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter = next(unit.entries_at(view.data_ptr())).parameter
+        home = home_of(parameter)
+        if home is None or not (home.in_step or graph_task() != NO_GRAPH_TASK):
+            raise kept_view(view, unit, "is read outside of a step")
+        value = copy_of(view, unit)
+        if differentiable:
+            with apart():
+                value = connected(value, view)
+        told = told_of_value(parameter), (parameter, home.age(parameter))
+        return value.as_subclass(unit.noted[id(view)].cls), *told
 
 
 class Place:
-    """Where a view lies: others may read it while its unit is in use."""
+    """A view that somebody holds, and its unit; its class says whether the unit is in use."""
 
     def __init__(self, view: Tensor, unit: Unit) -> None:
-        self.unit = unit
-        self._resting = RestingView if view.numel() else Tensor
-        key, noted = id(view), unit.noted
-        self._view = ref(view, lambda _: (_places.pop(key, None), noted.pop(key, None)))
-        _places[key] = noted[key] = self
+        self.cls = type(view)  # the user's
+        self._resting = RestingView if view.numel() else self.cls
+        self._storage, self._forget = unit.storage, partial(unit.noted.pop, id(view), None)
+        self._view = ref(view, lambda _, forget=self._forget: forget())
+        unit.noted[id(view)] = self
 
     def show(self, values: bool) -> None:
         """The use of its unit begins, or ends."""
         view = self._view()
-        if type(view) in (Tensor, RestingView):
-            view.__class__ = Tensor if values else self._resting
-
-    def read(self, view: Tensor) -> tuple[Tensor, str, tuple]:
-        """A copy of what ``view`` would show now, with its graph; collective. For the rest see :meth:`ShardedCopy.of`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter = next(self.unit.entries_at(view.data_ptr())).parameter
-            home = home_of(parameter)
-            if home is None or not (home.in_step or graph_task() != NO_GRAPH_TASK):
-                raise kept_view(view, self.unit)
-            value = copy_of(view, self.unit)
-            if torch.is_grad_enabled() and view.requires_grad:
-                linked = view.clone()  # of whatever is there
-                linked.data.copy_(value)
-                value = linked
-        return value, told_of_value(parameter), (parameter, home.age(parameter))
+        if view is None:
+            return
+        if storage_of(view) == self._storage:
+            view.__class__ = self.cls if values else self._resting
+        else:
+            self._forget()  # the user has set its `.data`
 
 
 def note(views: list[Tensor], unit: Unit) -> None:
-    """Those among ``views`` that lie in the slot of ``unit``, which is in use, are held by somebody."""
-    for view in views:
-        if storage_of(view) == unit.storage and id(view) not in _places:
-            Place(view, unit)
+    """Those among ``views``, and parts of them, that lie in the slot of ``unit``, which is in use, are held by somebody."""
+    for each in [each for view in views for each in (view, *parts_of(view))]:
+        if storage_of(each) == unit.storage and id(each) not in unit.noted and not isinstance(each, nn.Parameter):
+            Place(each, unit)
 
 
 def note_kept(unit: Unit, failed: bool) -> None:
-    """A use of ``unit`` is over, and there are more tensors in its slot than the engine, graphs and places have.
+    """A use of ``unit`` is over, and more have the memory than the engine, autograd and those who are known to.
 
     Only then does anybody look for them, the youngest first.
 
     Args:
-        failed: an exception ends the use, and what its traceback holds is no error.
+        failed: an exception ends the use, and what its traceback holds is no error, but a warning.
 
     Raises:
         ResidencyError: somebody holds the memory who cannot be kept from reading it.
     """
-    wrong = [kept_view(now, unit, " as an array (`.numpy()`)") for now, _, array in unit.in_arrays if array() is not None]
+    arrays = [now for now, _, array in unit.in_arrays if array() is not None]
+    wrong = [kept_view(now, unit, "is an array (`.numpy()`), which nobody can keep from being read") for now in arrays]
     unit.in_arrays.clear()
+    del arrays
     with torch._C.DisableTorchFunctionSubclass():
         known = {id(view) for own in unit.own_views() for view in (own, own._base)}
         for generation in range(3):
             if unit.viewers() <= unit.usual:
                 break
-            young = [each for each in gc.get_objects(generation) if issubclass(type(each), Tensor | SavedSlot)]
+            young = gc.get_objects(generation)
+            kinds = {kind for kind in set(map(type, young)) if issubclass(kind, Tensor | SavedSlot)}
+            young = [each for each in young if type(each) in kinds]  # of perhaps a million
             known.update(id(each[0]) for each in young if type(each) is SavedSlot)  # made after it: not older
             for view in (each for each in young if isinstance(each, Tensor) and id(each) not in known):
-                if type(view) is Tensor and id(view) not in unit.noted and storage_of(view) == unit.storage:
-                    Place(view, unit).show(False)
-                elif (values := values_of(view)) is not None and storage_of(values) == unit.storage:
-                    wrong.append(kept_view(values, unit, " in a sparse tensor"))
-            young = view = values = None
-        else:
-            gc.collect()  # the rest may be in a cycle that nobody holds
+                wrong += _note_found(view, unit)
+            young = view = None
+    if unit.viewers() > unit.usual and gc.isenabled():
+        gc.collect()  # the rest may be in a cycle that nobody holds
     if not wrong and unit.viewers() > unit.usual:
         wrong.append(_unseen(unit))
     if wrong and not failed:
         raise wrong[0]
+    if wrong:
+        warnings.warn(str(wrong[0]), stacklevel=2)
+
+
+def _note_found(view: Tensor, unit: Unit) -> list[ResidencyError]:
+    """Keep ``view`` from being read if it lies in the slot of ``unit``; what to raise if it cannot be kept from it."""
+    if storage_of(view) == unit.storage:
+        if id(view) not in unit.noted and not isinstance(view, nn.Parameter):
+            Place(view, unit).show(False)
+        return []
+    parts = [part for part in parts_of(view) if storage_of(part) == unit.storage]
+    return [kept_view(part, unit, f"is a part of a {type(view).__name__}, which nobody asks") for part in parts]
 
 
 def _unseen(unit: Unit) -> ResidencyError:
     names = ", ".join([repr(entry.name) for entry in unit.entries[:4]] + ["..."] * (len(unit.entries) > 4))
     return ResidencyError(
         f"Memory of unit {unit.name} (parameters {names}) was kept after the forward or backward that used it, when it belongs "
-        "to other units, by what is no ordinary tensor: an `nn.Parameter` made of a view, a storage, memory given to another "
-        "library (DLPack). Keep that of a copy of the parameter (`.clone()`)."
+        "to other units, by what is no ordinary tensor: an `nn.Parameter` made of a view, a storage, a gradient that is a view "
+        "of a weight, memory given to another library (DLPack). Keep a copy (`.clone()`)."
     )

@@ -16,11 +16,13 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..residency.functions import replaced
 from ..residency.past_python import storage_of
-from ..residency.resting import NO_GRAPH_TASK, ResidencyError, RestingParameter, describe, graph_task, is_aliased
+from ..residency.resting import NO_GRAPH_TASK, Absent, ResidencyError, RestingParameter, graph_task, is_aliased
 from .apart import apart
 from .hooks import copy_views, transform
 from .unit import Arena, Mark, Phase, Unit
@@ -34,9 +36,6 @@ class SavedSlot(tuple[Tensor, int, Mark, int]):
     """An alias in a slot, its version, the mark of its unit, version of the unit's weights."""
 
     __slots__ = ()
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class SavedTensors:
@@ -90,43 +89,45 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Tensor | SavedOther | SavedSlot:
         """Autograd saves ``tensor``."""
-        if type(tensor) is RestingParameter:
+        if isinstance(tensor, Absent):
             return self._of_resting(tensor)
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # a user's class is not asked
-                address = tensor.data_ptr()
+            with torch._C.DisableTorchFunction():  # no class and no mode of a user's is asked
+                address, storage = tensor.data_ptr(), tensor.untyped_storage()._cdata
         except RuntimeError:  # has no storage (functorch), or more than one
-            values = values_of(tensor)
-            return tensor if values is None or self.unit_of(values) is None else tensor.detach().clone()
+            return tensor.detach().clone() if self._has_parts(tensor) else tensor
         if not self._start <= address < self._stop:
             held = tensor.detach() if address else self._of_no_memory(tensor)
             return held, held._version
-        unit, held = self._slots.get(tensor.untyped_storage()._cdata), tensor.detach()
+        unit, held = self._slots.get(storage), tensor.detach()
         if unit is None:
             unit = self._at(address)
             held = held.new_empty(0).set_(alias(held, unit.memory, address - unit.memory.data_ptr()))  # and lets the array go
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
             if type(tensor._base) is RestingParameter:
-                _require_asked(tensor._base)
-            raise kept_view(tensor, unit)
+                raise tensor._base.refusal("A `__torch_function__`")
+            raise kept_view(tensor, unit, "is saved for backward")
         return SavedSlot((held, held._version, unit.mark, unit.version))
+
+    def _has_parts(self, tensor: Tensor) -> bool:
+        return any(self.unit_of(part) is not None for part in parts_of(tensor))
 
     def _of_no_memory(self, tensor: Tensor) -> Tensor:
         """What is kept of one that is made of others, or has no elements, and may share a slot's storage all the same."""
-        if is_traceable_wrapper_subclass(tensor):
-            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            return tensor.detach() if all(self.unit_of(part) is None for part in parts) else tensor.detach().clone()
+        if self._has_parts(tensor):
+            return tensor.detach().clone()
         return tensor.detach() if tensor.numel() else torch.empty_like(tensor, requires_grad=False)
 
-    def _of_resting(self, parameter: RestingParameter) -> Tensor | SavedSlot:
-        """A custom Function saves a parameter that rests."""
-        _require_asked(parameter)
-        unit = self.unit_of(parameter)
+    def _of_resting(self, absent: Tensor) -> Tensor | SavedSlot:
+        """A custom Function, or a checkpoint, saves a parameter that rests, or a view of one."""
+        if not torch._C._is_torch_function_enabled():
+            raise absent.refusal("A `__torch_function__` that calls functions with what it was given")
+        unit = self.unit_of(absent)
         if unit is None:
-            return parameter.detach()  # of another engine, which gathers it now or raises
+            return absent.detach()  # of another engine, which gathers it now or raises
         with torch._C.DisableTorchFunctionSubclass():
-            held = parameter.detach()
+            held = absent.detach()
         return SavedSlot((held, held._version, unit.mark, unit.version))
 
     def _at(self, address: int) -> Unit:
@@ -141,9 +142,12 @@ class SavedTensors:
         """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""
         with torch._C.DisableTorchFunctionSubclass():
             try:  # without a call: each forward of a unit asks
-                return self._start <= tensor.data_ptr() < self._stop and not isinstance(tensor, nn.Parameter)
+                address = tensor.data_ptr()
             except RuntimeError:
-                return False
+                address = 0
+            if not address:
+                return self._has_parts(tensor)
+            return self._start <= address < self._stop and not isinstance(tensor, nn.Parameter)
 
 
 def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
@@ -165,25 +169,30 @@ def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
             raise _modified(held, version)
     if unit is None:
         return held
-    if unit.phase is Phase.IN_USE:
-        return held.detach()  # whoever keeps it is found when the use ends
-    # Else whoever reads it may go on to run other units.
-    return look_up(held, unit) if unit.root or unit.nested else copy_of(held, unit)
+    if unit.phase is not Phase.IN_USE:
+        if not unit.nested:
+            return copy_of(held, unit)  # whoever reads it may go on to run other units
+        held = look_up(held, unit)
+    return held.detach()  # whoever keeps it is found when the use ends
 
 
-def values_of(tensor: Tensor) -> Tensor | None:
-    """What a sparse ``tensor`` is made of; None for one that is not."""
-    return tensor._values() if tensor.is_sparse else tensor.values() if tensor.layout in _COMPRESSED else None
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def kept_view(view: Tensor, unit: Unit, how: str = "") -> ResidencyError:
-    """What to raise for a ``view`` of a weight of ``unit`` while that is not in use, and ``how`` it is held."""
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """What a sparse tensor is made of, or one of a class that wraps others (nested, ``DTensor``)."""
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor._values()] if tensor.is_sparse else [tensor.values()] if tensor.layout in _COMPRESSED else []
+
+
+def kept_view(view: Tensor, unit: Unit, reason: str) -> ResidencyError:
+    """What to raise for a ``view`` of a weight of ``unit`` while that is not in use, and the ``reason``."""
     with torch._C.DisableTorchFunctionSubclass():
         whose = ", ".join(repr(entry.name) for entry in unit.entries_at(view.data_ptr()))
     return ResidencyError(
-        f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept{how} after "
-        "the forward that made it: its memory belongs to other units then. Keep a copy (`.clone()`), or use the parameter "
-        "itself."
+        f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept after the forward that made it, "
+        f"when its memory belongs to other units, and {reason}. Keep a copy (`.clone()`), or use the parameter itself."
     )
 
 
@@ -200,7 +209,8 @@ def look_up(view: Tensor, unit: Unit) -> Tensor:
 def copy_of(view: Tensor, unit: Unit) -> Tensor:
     """``view`` of the weights of now, in memory of its own; collective if they are not in the slot."""
     with apart(), torch._C.DisableTorchFunctionSubclass():
-        return look_up(view, unit).clone()
+        found = look_up(view, unit)
+        return found.clone() if found is view else found
 
 
 def alias(view: Tensor, memory: Tensor, offset: int) -> Tensor:
@@ -225,14 +235,6 @@ def _caller(error: Exception) -> str:
     return codes[inside[0] - 1 if inside else -1].co_name
 
 
-def _require_asked(parameter: Tensor) -> None:
-    if not torch._C._is_torch_function_enabled():
-        raise ResidencyError(
-            f"The memory of parameter {describe(parameter)} was read while it is sharded over the ranks, by a "
-            "`__torch_function__` that calls functions with what it was given. Give them a copy (`parameter.clone()`)."
-        )
-
-
 # ---- hooks of the user's own, which autograd asks instead ----------------------------------------
 
 WATCHING: WeakSet[SavedTensors] = WeakSet()
@@ -254,12 +256,26 @@ def _watch_others() -> None:
         enter(self)
 
     saved_tensors_hooks.__enter__ = enter_sheltered  # type: ignore[method-assign]
+    for name in ("apply", "apply_boxed"):  # the second since torch 2.13
+        if hasattr(BackwardCFunction, name):
+            setattr(BackwardCFunction, name, _with_own_gradients(getattr(BackwardCFunction, name)))
     torch.autograd._engine_run_backward = _watched(torch.autograd._engine_run_backward)  # what all ways to a backward call
 
 
 def unit_of(tensor: Tensor) -> Unit | None:
     """In whose slot ``tensor`` lies, of all engines."""
     return next((unit for saved in WATCHING if (unit := saved.unit_of(tensor)) is not None), None)
+
+
+def _with_own_gradients(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom Function's backward. Gradients that are views of weights are copied: others may have that memory soon."""
+
+    @wraps(run_backward)
+    def run_with_own(ctx: BackwardCFunction, *grads: Any) -> Any:
+        result = run_backward(ctx, *grads)
+        return copy_views(result, lambda grad: unit_of(grad) is not None)[0] if WATCHING else result
+
+    return run_with_own
 
 
 def _pack_any(tensor: Tensor) -> SavedOther | SavedSlot:
@@ -287,6 +303,7 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         watched = not (create_graph and WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         # torch.func refuses such hooks, and keeps what it saves to itself.
+        grads = replaced(grads, Absent, torch.clone)  # the C++ engine asks no classes
         with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, unpack):
             return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..residency.flat_gradient import FlatGradient, FlatParameter
 from ..residency.in_use import class_while_used
+from ..residency.resting import as_subclass
 from .layout import Span
 
 
@@ -217,7 +218,7 @@ class FlatGroup:
             segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
             if grad is not None:
-                segment.parameter.grad = grad.as_subclass(FlatGradient if guarded else Tensor)
+                segment.parameter.grad = as_subclass(grad, FlatGradient if guarded else Tensor)
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
@@ -271,7 +272,7 @@ class Segment:
 
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""
-        self.parameter.grad = gradients[self.start : self.stop].as_subclass(FlatGradient)
+        self.parameter.grad = as_subclass(gradients[self.start : self.stop], FlatGradient)
 
 
 def _part(value: Any, segment: Segment, low: int, high: int) -> Any:

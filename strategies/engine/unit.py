@@ -54,7 +54,7 @@ class Arena:
 
 
 class Mark:
-    """Stands for a unit in what autograd saves of its slot: whoever counts its references counts that."""
+    """Stands for a unit in each :class:`~.saved.SavedSlot`: its references tell how many tensors autograd saves in the slot."""
 
     __slots__ = ("unit",)
 
@@ -219,7 +219,7 @@ class Unit:
         self.phase = Phase.READY
         self._arena.in_use.remove(self)
         while self.lifted:
-            set_data(*self.lifted.popitem()[1])  # bound to no name: it is a viewer
+            set_data(*self.lifted.popitem()[1])  # without a name for it, which would be one more viewer below
         self._master = {}
         written = bool(self.in_arrays)
         for entry in self.entries:

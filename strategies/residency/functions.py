@@ -18,7 +18,8 @@ METADATA = frozenset(
     "size dim ndimension numel nelement stride __len__ __hash__ get_device is_contiguous is_floating_point is_complex "
     "is_signed is_inference is_shared is_same_size is_conj is_neg _is_view has_names requires_grad_ requires_grad.__set__ "
     "retain_grad register_hook register_post_accumulate_grad_hook _backward_hooks.__set__ "
-    "_post_accumulate_grad_hooks.__set__".split()
+    "_post_accumulate_grad_hooks.__set__ dtype.__get__ itemsize.__get__ nbytes.__get__ element_size storage_offset is_pinned "
+    "grad.__get__ grad.__set__ grad.__delete__ __dir__".split()
 )
 # New tensors that take after a parameter, but not its value.
 LIKE = frozenset(
@@ -96,8 +97,9 @@ def replaced(value: Any, cls: type[T], by: Callable[[T], Any]) -> Any:
     """``value`` with what ``by`` returns in the place of instances of ``cls``, in lists, tuples and dicts."""
     if isinstance(value, cls):
         return by(value)
-    if type(value) in (tuple, list):
-        return type(value)(replaced(item, cls, by) for item in value)
+    if isinstance(value, tuple | list):
+        items = [replaced(item, cls, by) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: replaced(item, cls, by) for key, item in value.items()}
     return value

@@ -22,7 +22,7 @@ from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import instances, name_of
-from .resting import Absent, ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded, refusal
+from .resting import Absent, ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -51,7 +51,7 @@ def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
 
 def storage_of(tensor: Tensor) -> int:
     """Tells the storage of ``tensor`` from others; 0 if it has none, or more than one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():  # modes, too
         try:
             return tensor.untyped_storage()._cdata
         except RuntimeError:
@@ -73,7 +73,14 @@ def _wrap_all() -> None:
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
     for name in _SPARSE.split():
         _wrap(torch, name, _asked)
-    for name, instead in {"new": _taken, "set_": _taken, "new_tensor": _constructed, "numpy": _as_array}.items():
+    _wrap(torch.nested, "nested_tensor", _asked)
+    for name, instead in {
+        "new": _taken,
+        "set_": _taken,
+        "new_tensor": _constructed,
+        "as_subclass": _constructed,
+        "numpy": _as_array,
+    }.items():
         _wrap(Tensor, name, instead)
     Tensor.data = _Data(Tensor.data)
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
@@ -148,7 +155,7 @@ def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: t
 def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``tensor.new(parameter)`` and the like: two would have one memory."""
     _require_own_memory(call, (*args[1:], *kwargs.values()))
-    return _constructed(call, function, args, kwargs)
+    return function(*args, **kwargs)
 
 
 def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -174,9 +181,9 @@ class _Data(property):
 
 def _require_own_memory(function: Any, given: tuple) -> None:
     if torch._C._is_torch_function_enabled():
-        for parameter in given:
-            if isinstance(parameter, RestingParameter):
-                raise refusal(name_of(function), parameter)
+        for each in given:
+            if isinstance(each, Absent):
+                raise each.refusal(name_of(function))
 
 
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

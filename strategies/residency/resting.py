@@ -41,6 +41,7 @@ is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter (restin
 
 # Torch's own, past the classes below.
 set_data = Tensor.data.__set__  # the parameter gets other memory
+as_subclass = Tensor.as_subclass
 get_grad, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # what autograd adds to
 
 # Identity of the backward pass that runs in this thread.
@@ -123,6 +124,21 @@ def told_of_gradient(parameter: nn.Parameter) -> str:
     )
 
 
+def _asking(attribute: Any) -> property:
+    """``attribute`` of tensors, whose setter in torch writes without a look at the class."""
+    return property(attribute.__get__, lambda each, value: each.__torch_function__(attribute.__set__, (), (each, value)))
+
+
+class Absent:
+    """Of tensors whose values are not in their memory: functions that do not ask for classes have to ask these."""
+
+    real, imag = _asking(Tensor.real), _asking(Tensor.imag)
+
+    def refusal(self, name: str) -> ResidencyError:
+        """What to raise when the function ``name`` would touch their memory."""
+        raise NotImplementedError
+
+
 class ShardedCopy(Tensor):
     """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
 
@@ -136,7 +152,7 @@ class ShardedCopy(Tensor):
         cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, since: tuple = (), read: tuple | None = None
     ) -> ShardedCopy:
         """``value``, with what is known of it."""
-        copy = value.as_subclass(cls)
+        copy = as_subclass(value, cls)
         copy.told, copy.parameter, copy.since, copy.read = told, parameter, since, read
         return copy
 
@@ -150,8 +166,8 @@ class ShardedCopy(Tensor):
 def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments among which are copies of what is sharded."""
     given = (*args, *kwargs.values())
-    if instances(given, RestingParameter):
-        return RestingParameter.__torch_function__(func, (), args, kwargs)  # their memory is not theirs now
+    for absent in instances(given, Absent):
+        return absent.__torch_function__(func, (), args, kwargs)  # their memory is not theirs now
     if func in (torch.autograd.grad, torch.autograd.backward):
         return _differentiate(func, *args, **kwargs)
     if func is Tensor.backward:
@@ -201,9 +217,7 @@ def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Copies as ordinary tensors in the same memory."""
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    return value.as_subclass(Tensor) if isinstance(value, ShardedCopy) else value
+    return replaced(value, ShardedCopy, lambda copy: as_subclass(copy, Tensor))
 
 
 def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
@@ -212,7 +226,7 @@ def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
         return type(result)(shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would tell the shards
-    if not isinstance(result, Tensor) or isinstance(result, ShardedCopy | RestingParameter):
+    if not isinstance(result, Tensor) or isinstance(result, ShardedCopy | Absent):
         return result
     address = _address(result)
     for source, told, read in sources:
@@ -242,19 +256,12 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _asking(attribute: Any) -> property:
-    """``attribute`` of tensors, whose setter in torch writes without a look at the class."""
-    return property(attribute.__get__, lambda p, value: RestingParameter.__torch_function__(attribute.__set__, (), (p, value)))
-
-
-class Absent:
-    """Of tensors whose values are not in their memory: functions that do not ask for classes have to ask these."""
-
-
 class RestingParameter(Absent, nn.Parameter):
     """A parameter whose unit is not in use. See the module's docstring."""
 
-    real, imag = _asking(Tensor.real), _asking(Tensor.imag)
+    def refusal(self, name: str) -> ResidencyError:
+        """See :meth:`Absent.refusal`."""
+        return refusal(name, self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from collections import namedtuple
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -36,11 +37,15 @@ VARIANTS = {
 
 
 def count_looks():
-    """A list that has one item for each generation of objects that was looked through."""
+    """A list that has one item for each generation of objects that was looked through, and for each collection."""
     from lightning_zero3.strategies.engine import kept
 
     looks = []
-    kept.gc = SimpleNamespace(get_objects=lambda of: looks.append(of) or gc.get_objects(of), collect=gc.collect)
+    kept.gc = SimpleNamespace(
+        get_objects=lambda of: looks.append(of) or gc.get_objects(of),
+        collect=lambda: looks.append("all") or gc.collect(),
+        isenabled=lambda: True,
+    )
     return looks
 
 
@@ -391,13 +396,18 @@ def keep_beside_graph(rank, world_size, way):
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    with engine.access.gathered(model, modify=False):
+        expected = model[1].first.bias[:3].clone()
+    with torch.no_grad(), engine.step():
+        found = next(kept[-1]) if way == "generator" else kept[-1]
+        assert torch.equal(found, 0 * expected if way == "generator" else expected)
     with pytest.raises(RuntimeError, match=r"A view \(shape \(3,\)\) of parameter '1.first.bias' \(unit 1\) was kept"):
         next(kept[0]) if way == "generator" else kept[0].sum()
     return True
 
 
-@pytest.mark.parametrize("way", ["attribute", "generator", "shared with a graph"])
-def test_one_that_is_kept_beside_graphs_cannot_be_read(way):
+@pytest.mark.parametrize("way", ["list", "generator", "shared with a graph"])
+def test_one_that_is_kept_beside_graphs_is_read_in_steps_only(way):
     assert run_ranks(keep_beside_graph, 2, way) == [True, True]
 
 
@@ -421,6 +431,203 @@ def test_a_traceback_that_is_kept_may_hold_some():
     assert run_ranks(keep_traceback, 2) == [f"of {WIDTH} rows"] * 2
 
 
+class KeptBoth(Block):
+    """Keeps a vector and a matrix of its weights."""
+
+    def forward(self, x):
+        self.kept, self.matrix = self.first.bias[:WIDTH], self.first.weight[:WIDTH].t()
+        return super().forward(x)
+
+
+class Own(torch.Tensor):
+    """A class of the user's."""
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, view):
+        ctx.save_for_backward(x, view)
+        return x * view
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, view = ctx.saved_tensors
+        return grad * view, grad * x
+
+
+class Giving(torch.autograd.Function):
+    """The sum of products, if that of its gradient is 1: two outputs' gradients are views, and flow into other operations."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight):
+        ctx.save_for_backward(weight)
+        return (x * weight).sum() + (y * weight).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return weight[:], weight[None], None
+
+
+def by_checkpoint(x, view, reentrant):
+    return checkpoint(lambda x, view: torch.tanh(x) * view, x, view, use_reentrant=reentrant)
+
+
+# What a step does with views that earlier layers have kept: x [2, WIDTH], the vectors, the matrices, a model.
+USES = {
+    "beside a copy": lambda x, v, m, model: x * v[0] + model[1].second.weight.detach()[:2, :WIDTH] * v[2],
+    "matrix beside a parameter": lambda x, v, m, model: nn.functional.linear(x, m[0], model[1].second.bias[:WIDTH]),
+    "two": lambda x, v, m, model: nn.functional.linear(x, m[0], v[1]) @ m[2],
+    "named tuple": lambda x, v, m, model: x * torch.stack(Pair(v[0], v[1])),
+    "saved": lambda x, v, m, model: Saving.apply(x, v[0]) + Saving.apply(x, v[1]),
+    "checkpoint": lambda x, v, m, model: by_checkpoint(x, v[0], False) @ m[1],
+    "checkpoint, re-entrant": lambda x, v, m, model: by_checkpoint(x, v[0], True) @ m[1],
+    "gradient by it": lambda x, v, m, model: (
+        torch.autograd.grad((x * v[0]).square().sum(), v[0], create_graph=True)[0] * x / 100
+    ),
+    "gradient given": lambda x, v, m, model: torch.autograd.grad((x * x).sum(0), x, v[0], create_graph=True)[0],
+    "given by a Function": lambda x, v, m, model: Giving.apply(torch.tanh(x[0] * 2) * x[1], x[:1] * 3, v[0]) + 0 * x,
+    "of a class": lambda x, v, m, model: x * v[0].as_subclass(Own),
+    "tensor": lambda x, v, m, model: x * torch.tensor([v[0][0], v[0][1]]).sum() + torch.as_tensor(v[1].detach()),
+    "nested": lambda x, v, m, model: x * torch.nested.nested_tensor([v[0].detach(), v[1].detach()])[1],
+    "vmap": lambda x, v, m, model: torch.vmap(lambda row: row * v[0])(x) * torch.vmap(lambda one: one * 2)(v[1]),
+    "loops": lambda x, v, m, model: x * sum(one for one in v[0]) + float(v[1].sum()),
+}
+
+
+def use_kept(rank, world_size, names):
+    """How far losses and gradients are from those of plain torch."""
+    found = {}
+    for name in names:
+        model, optimizer, engine = build(rank, world_size, block=KeptBoth)
+        torch.manual_seed(0)
+        alone = nn.Sequential(*[KeptBoth() for _ in range(len(model))])
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        worst = 0.0
+        for step in range(2):
+            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
+            losses = []
+            for each in (model, alone):
+                with engine.step() if each is model else nullcontext():
+                    out = each(x.clone().requires_grad_()) + x
+                    out = USES[name](out, [b.kept for b in each], [b.matrix for b in each], each)
+                    losses.append(torch.as_tensor(out).square().mean() if name != "given by a Function" else out.mean())
+            with engine.backward():
+                losses[0].backward()
+            losses[1].backward()
+            pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)] + [losses]
+            assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
+            worst = max([worst, *((p - q).abs().max().item() for p, q in pairs if q is not None)])
+            for each in (optimizer, plain):
+                each.step()
+                each.zero_grad()
+        found[name] = worst
+    return found
+
+
+def test_uses_of_kept_views_are_those_of_plain_torch():
+    for found in run_ranks(use_kept, 2, tuple(USES)):
+        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+
+
+def refuse_uses(rank, world_size):
+    model, _, engine = build(rank, world_size, block=KeptBoth)
+    with torch.no_grad(), engine.step():
+        model(torch.ones(2, WIDTH))
+        view = model[0].kept
+        assert (view.element_size(), view.nbytes, view.is_pinned()) == (4, 4 * WIDTH, False)
+        uses = [
+            lambda: torch.Tensor(view),
+            lambda: setattr(torch.empty(0), "data", view),
+            lambda: setattr(view, "real", torch.ones(WIDTH)),
+            lambda: view.as_strided((2,), (1,)),
+            lambda: view.add_(1),
+            lambda: view.untyped_storage(),
+        ]
+        for use in uses:
+            with pytest.raises(RuntimeError, match=r"A view .* of parameter '0.first.bias' .* was kept.*clone"):
+                use()
+    engine.close()
+    with pytest.raises(RuntimeError, match="was kept longer than its model, or than the run"):
+        view + 1
+    return True
+
+
+def test_what_would_write_to_a_kept_view_or_take_its_memory_is_an_error():
+    assert run_ranks(refuse_uses, 2) == [True, True]
+
+
+class Replaced(Block):
+    """Gives a kept view other memory, and keeps what nobody could keep from being read."""
+
+    def forward(self, x):
+        if hasattr(self, "kept"):
+            self.kept.data = torch.zeros(3)
+            self.other = nn.Parameter(self.first.bias.detach()[3:6])
+        self.kept = getattr(self, "kept", self.first.bias.detach()[:3])
+        return super().forward(x)
+
+
+class ReturnedAndKept(Block):
+    def forward(self, x):
+        self.kept = self.first.bias.detach()[:WIDTH].as_subclass(Own)
+        return super().forward(x) + 0 * self.kept[:1], self.kept
+
+
+def keep_more(rank, world_size):
+    model, _, engine = build(rank, world_size, block=Replaced)
+    with torch.no_grad(), engine.step():
+        model(torch.ones(2, WIDTH))
+    with pytest.raises(RuntimeError, match="Memory of unit 0 .* was kept"), torch.no_grad(), engine.step():
+        model(torch.ones(2, WIDTH))
+    assert torch.equal(model[0].kept, torch.zeros(3))
+    model, _, engine = build(rank, world_size, block=ReturnedAndKept)
+    with torch.no_grad(), engine.step():
+        x, given = torch.ones(2, WIDTH), []
+        for block in model:
+            x, kept = block(x)
+            given.append(kept)
+        for block, kept in zip(model, given, strict=True):
+            assert type(kept) is Own and torch.equal(block.kept + 0, kept)
+    return True
+
+
+def test_who_is_known_hides_nobody_else():
+    assert run_ranks(keep_more, 2) == [True, True]
+
+
+class NestedOfWeight(Block):
+    keep = False
+
+    def forward(self, x):
+        nested = torch.nested.nested_tensor_from_jagged(
+            self.first.weight.detach(), torch.tensor([0, 2, len(self.first.weight)])
+        )
+        if self.keep:
+            self.kept = nested
+        return super().forward(x), None if self.keep else nested
+
+
+def nest(rank, world_size):
+    model, _, engine = build(rank, world_size, block=NestedOfWeight)
+    with torch.no_grad(), engine.step():
+        found = [block(torch.ones(2, WIDTH))[1] for block in model]
+        values = [nested.values().clone() for nested in found]
+    with engine.access.gathered(model, modify=False):
+        assert all(torch.equal(block.first.weight, value) for block, value in zip(model, values, strict=True))
+    model[0].keep = True
+    with pytest.raises(RuntimeError, match="'0.first.weight'.* was kept .* is a part of a NestedTensor"), engine.step():
+        model[0](torch.ones(2, WIDTH))
+    return True
+
+
+def test_nested_tensors_of_a_weight_are_copied_if_returned_and_an_error_if_kept():
+    assert run_ranks(nest, 2) == [True, True]
+
+
 class KeptInBackward(Block):
     def forward(self, x):
         x = (x + 1).requires_grad_()
@@ -431,13 +638,17 @@ class KeptInBackward(Block):
 def keep_in_backward(rank, world_size):
     model, _, engine = build(rank, world_size, block=KeptInBackward)
     micro_batch(model, engine, rank, 0)
+    with engine.access.gathered(model, modify=False):
+        expected = [block.first.bias[:3].clone() for block in model]
+    with torch.no_grad(), engine.step():
+        assert all(torch.equal(block.kept, value) for block, value in zip(model, expected, strict=True))
     for block in model:
         with pytest.raises(RuntimeError, match=r"A view .* of parameter '.*.first.bias' .* was kept"):
             block.kept + 1
     return True
 
 
-def test_one_that_a_backward_keeps_cannot_be_read():
+def test_one_that_a_backward_keeps_is_read_in_steps_only():
     assert run_ranks(keep_in_backward, 2) == [True, True]
 
 
@@ -486,9 +697,9 @@ def keep_otherwise(rank, world_size, block):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (KeptArray, r"parameter '0.first.weight' \(unit 0\) was kept as an array .*clone"),
+        (KeptArray, r"parameter '0.first.weight' \(unit 0\) was kept .* is an array .*clone"),
         (KeptStorage, "Memory of unit 0 .*'0.first.weight'.* was kept .*clone"),
-        (KeptSparse, r"parameter '0.first.weight' \(unit 0\) was kept in a sparse tensor .*clone"),
+        (KeptSparse, r"parameter '0.first.weight' \(unit 0\) was kept .* is a part of a Tensor.*clone"),
         (KeptParameter, "Memory of unit 0 .*'0.first.weight'.* was kept .*clone"),
     ],
 )
