@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..residency.functions import replaced
 from ..residency.past_python import storage_of
-from ..residency.resting import NO_GRAPH_TASK, Absent, ResidencyError, RestingParameter, graph_task, is_aliased
+from ..residency.resting import NO_GRAPH_TASK, Absent, ResidencyError, RestingParameter, describe, graph_task, is_aliased
 from .apart import apart
 from .hooks import copy_views, transform
 from .unit import Arena, Mark, Phase, Unit
@@ -106,7 +106,7 @@ class SavedTensors:
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
             if type(tensor._base) is RestingParameter:
-                raise tensor._base.refusal("A `__torch_function__`")
+                raise _unasked(tensor._base)
             raise kept_view(tensor, unit, "is saved for backward")
         return SavedSlot((held, held._version, unit.mark, unit.version))
 
@@ -122,7 +122,7 @@ class SavedTensors:
     def _of_resting(self, absent: Tensor) -> Tensor | SavedSlot:
         """A custom Function, or a checkpoint, saves a parameter that rests, or a view of one."""
         if not torch._C._is_torch_function_enabled():
-            raise absent.refusal("A `__torch_function__` that calls functions with what it was given")
+            raise _unasked(absent)
         unit = self.unit_of(absent)
         if unit is None:
             return absent.detach()  # of another engine, which gathers it now or raises
@@ -233,6 +233,16 @@ def _caller(error: Exception) -> str:
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     inside = [place for place, code in enumerate(codes) if "_functorch" in code.co_filename]
     return codes[inside[0] - 1 if inside else -1].co_name
+
+
+def _unasked(absent: Tensor) -> ResidencyError:
+    by = "by a `__torch_function__` that calls functions with what it was given"
+    if not isinstance(absent, RestingParameter):
+        return kept_view(absent, unit_of(absent), f"is read {by}")
+    return ResidencyError(
+        f"The memory of parameter {describe(absent)} was read while it is sharded over the ranks, {by}. Give them a copy "
+        "(`parameter.clone()`)."
+    )
 
 
 # ---- hooks of the user's own, which autograd asks instead ----------------------------------------
