@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives
 from ..residency.resting import ResidencyError
+from .apart import apart
 from .chunk import Chunk
 from .shards import Entry
 from .streams import Lane
@@ -26,7 +27,9 @@ class CheckedUnit(Unit):
             slot.fill_(float("nan"))
 
     def _start(self) -> None:
-        if self.phase is not Phase.IN_USE and not all(bool(slot.isnan().all()) for slot in self._poisonable()):
+        with apart():
+            clean = self.phase is Phase.IN_USE or all(bool(slot.isnan().all()) for slot in self._poisonable())
+        if not clean:
             raise ResidencyError(
                 f"The memory of unit {self.name} was written while its parameters rested, by an address that was kept from an "
                 "earlier forward; the change would be lost. Change the parameters themselves, between steps in `with "
@@ -42,7 +45,8 @@ class CheckedUnit(Unit):
         super().unuse(failed)
         if self.pins:
             return
-        lost = [entry.name for chunk in self.chunks for entry in chunk.entries if not self._holds(chunk, entry)]
+        with apart():
+            lost = [entry.name for chunk in self.chunks for entry in chunk.entries if not self._holds(chunk, entry)]
         if lost:
             raise ResidencyError(
                 f"Parameters of unit {self.name} ({', '.join(lost)}) were changed through a raw alias of their memory while "
@@ -64,5 +68,6 @@ class CheckedUnit(Unit):
         gone = self.phase is not Phase.RESTING
         super().release()
         if gone and self.phase is Phase.RESTING:
-            for slot in self._poisonable():
-                slot.fill_(float("nan"))
+            with apart():
+                for slot in self._poisonable():
+                    slot.fill_(float("nan"))
