@@ -369,6 +369,7 @@ class Zero3Engine:
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:
-            note(views, unit)  # the caller gets copies
+            if views:
+                note(views, unit)  # the caller gets copies
             unit.unuse(failed=outputs is None and sys.exc_info()[0] is not None)
         return outputs if views else None
