@@ -22,6 +22,7 @@ from .unit import Unit
 
 transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
 Collector = Callable[[Tensor], None]
+_register_hook = Tensor.register_hook  # torch's own: each forward calls it
 _NOT_USER_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))
 
 
@@ -136,7 +137,7 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tens
     found = False
     for tensor in (outputs,) if isinstance(outputs, Tensor) else instances(outputs, Tensor):
         if tensor.grad_fn is not None:  # a hook on a parameter would stay there, one more in each step
-            tensor.register_hook(hook)
+            _register_hook(tensor, hook)
             found = True
     return found
 

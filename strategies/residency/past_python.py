@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache, update_wrapper
+from functools import cache, update_wrapper, wraps
 from types import MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
@@ -80,6 +80,7 @@ def _wrap_all() -> None:
         "new_tensor": _constructed,
         "as_subclass": _constructed,
         "numpy": _as_array,
+        "register_hook": _hooked,
     }.items():
         _wrap(Tensor, name, instead)
     Tensor.data = _Data(Tensor.data)
@@ -194,6 +195,18 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
             in_arrays.append((tensor.detach(), tensor.detach().clone(), weakref.ref(array)))
     return array
+
+
+def _hooked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A hook may return a weight, or a view of one, as the gradient, which nodes in C++ read when others have the memory."""
+    tensor, hook = (*args, *kwargs.values())
+
+    @wraps(hook)
+    def own(grad: Tensor) -> Any:
+        result = hook(grad)
+        return result.clone() if _SLOTS and isinstance(result, Tensor) and is_gathered(result) else result
+
+    return function(tensor, own)
 
 
 def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -472,6 +472,12 @@ class Giving(torch.autograd.Function):
         return weight[:], weight[None], None
 
 
+def by_hook(x, gradient):
+    y = x.sum(0) * 2
+    y.register_hook(lambda grad: gradient)
+    return y * x
+
+
 def by_checkpoint(x, view, reentrant):
     return checkpoint(lambda x, view: torch.tanh(x) * view, x, view, use_reentrant=reentrant)
 
@@ -490,6 +496,8 @@ USES = {
     ),
     "gradient given": lambda x, v, m, model: torch.autograd.grad((x * x).sum(0), x, v[0], create_graph=True)[0],
     "given by a Function": lambda x, v, m, model: Giving.apply(torch.tanh(x[0] * 2) * x[1], x[:1] * 3, v[0]) + 0 * x,
+    "given by a hook": lambda x, v, m, model: by_hook(torch.tanh(x @ m[1]), v[0]),
+    "parameter given by a hook": lambda x, v, m, model: by_hook(torch.tanh(x @ m[1]), model[1].second.bias),
     "of a class": lambda x, v, m, model: x * v[0].as_subclass(Own),
     "tensor": lambda x, v, m, model: x * torch.tensor([v[0][0], v[0][1]]).sum() + torch.as_tensor(v[1].detach()),
     "nested": lambda x, v, m, model: x * torch.nested.nested_tensor([v[0].detach(), v[1].detach()])[1],
