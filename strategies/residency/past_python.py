@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from .functions import instances, name_of
+from .functions import instances, name_of, replaced
 from .resting import Absent, ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
@@ -83,6 +84,7 @@ def _wrap_all() -> None:
         "register_hook": _hooked,
     }.items():
         _wrap(Tensor, name, instead)
+    _wrap(BackwardCFunction, "register_hook", _hooked)  # for hooks of modules' backwards, too
     Tensor.data = _Data(Tensor.data)
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
     # It calls what it was given to call, whatever else is among the arguments.
@@ -198,15 +200,15 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
 
 
 def _hooked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A hook may return a weight, or a view of one, as the gradient, which nodes in C++ read when others have the memory."""
-    tensor, hook = (*args, *kwargs.values())
+    """A hook may return a weight, or a view of one, as a gradient, which nodes in C++ read when others have the memory."""
+    hooked, hook = (*args, *kwargs.values())
 
     @wraps(hook)
-    def own(grad: Tensor) -> Any:
-        result = hook(grad)
-        return result.clone() if _SLOTS and isinstance(result, Tensor) and is_gathered(result) else result
+    def own(*grads: Any) -> Any:
+        result = hook(*grads)
+        return replaced(result, Tensor, lambda grad: grad.clone() if is_gathered(grad) else grad) if _SLOTS else result
 
-    return function(tensor, own)
+    return function(hooked, own)
 
 
 def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -478,6 +478,15 @@ def by_hook(x, gradient):
     return y * x
 
 
+def by_module_hook(x, gradient, pre):
+    module = nn.Identity()
+    if pre:
+        module.register_full_backward_pre_hook(lambda *_: (gradient,))
+    else:
+        module.register_full_backward_hook(lambda *_: (gradient,))
+    return module(torch.tanh(x.sum(0)) * 2) * x
+
+
 def by_checkpoint(x, view, reentrant):
     return checkpoint(lambda x, view: torch.tanh(x) * view, x, view, use_reentrant=reentrant)
 
@@ -498,6 +507,8 @@ USES = {
     "given by a Function": lambda x, v, m, model: Giving.apply(torch.tanh(x[0] * 2) * x[1], x[:1] * 3, v[0]) + 0 * x,
     "given by a hook": lambda x, v, m, model: by_hook(torch.tanh(x @ m[1]), v[0]),
     "parameter given by a hook": lambda x, v, m, model: by_hook(torch.tanh(x @ m[1]), model[1].second.bias),
+    "given by a module's hook": lambda x, v, m, model: by_module_hook(torch.tanh(x @ m[1]), v[0], pre=False),
+    "given by a module's pre-hook": lambda x, v, m, model: by_module_hook(torch.tanh(x @ m[1]), v[0], pre=True),
     "of a class": lambda x, v, m, model: x * v[0].as_subclass(Own),
     "tensor": lambda x, v, m, model: x * torch.tensor([v[0][0], v[0][1]]).sum() + torch.as_tensor(v[1].detach()),
     "nested": lambda x, v, m, model: x * torch.nested.nested_tensor([v[0].detach(), v[1].detach()])[1],
