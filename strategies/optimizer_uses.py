@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .collectives import Setting
 from .engine import ResidencyError, Zero3Engine, is_sharded
+from .residency.flat_gradient import unguarded
 from .residency.resting import RestingParameter
 
 _MARKS: WeakKeyDictionary[Optimizer, dict[str, int]] = WeakKeyDictionary()  # of the shards that each steps on
@@ -65,7 +66,7 @@ def protect(optimizers: Sequence[Optimizer], engine: Zero3Engine) -> None:
         mine = [entry for entry in entries if entry.group.key.optimizer == index]
         _require_no_lists(optimizer, Counter(tuple(entry.size) for entry in mine))
         if optimizer not in _MARKS:
-            optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, _MARK: _mark(optimizer)})
+            optimizer.register_state_dict_post_hook(_mark_state)
             optimizer.register_load_state_dict_pre_hook(_require_own)
             optimizer.register_load_state_dict_post_hook(partial(_protect_state, holders=2))  # torch's own method has it, too
         _MARKS[optimizer], _KNOWN[optimizer] = mark, {id(entry.parameter) for entry in mine}
@@ -82,6 +83,11 @@ def _is_new(of: ref[Optimizer], key: Tensor) -> bool:
 def _mark(optimizer: Optimizer) -> dict[str, int]:
     sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
     return {**_MARKS[optimizer], "cuts": crc32(repr(sizes).encode())}
+
+
+def _mark_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    state = {key: unguarded(value) if isinstance(value, dict) else value for key, value in packed["state"].items()}
+    return {**packed, "state": state, _MARK: _mark(optimizer)}
 
 
 def _require_own(optimizer: Optimizer, state: dict[str, Any]) -> None:

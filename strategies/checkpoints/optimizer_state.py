@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup, Segment
+from ..residency.flat_gradient import unguarded
 from .slices import OwnedTensor, Place, SavedTensor, SlicedTensor, places
 
 State = Mapping[str, dict[str, Any]]  # of an optimizer, by parameter name
@@ -381,4 +382,4 @@ def _check_shape(place: Place, key: str, source: Tensor) -> None:
 def _segments_with_state(group: FlatGroup, optimizer: Optimizer) -> Iterator[tuple[Segment, dict[str, Any]]]:
     for segment in group.segments:
         if segment.parameter in optimizer.state:
-            yield segment, optimizer.state[segment.parameter]
+            yield segment, unguarded(optimizer.state[segment.parameter])

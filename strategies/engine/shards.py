@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency.flat_gradient import FlatGradient, FlatParameter
+from ..residency.flat_gradient import FlatGradient, FlatParameter, FlatState
 from ..residency.in_use import class_while_used
 from ..residency.resting import as_subclass
 from .layout import Span
@@ -212,13 +212,17 @@ class FlatGroup:
         return found
 
     def guard(self, guarded: bool) -> None:
-        """Whether a norm of values or gradients is an error: not while the optimizer steps, which may be compiled."""
+        """Whether a norm of values, gradients or state is an error: not while the optimizer steps, which may be compiled."""
+        assert self.owner is not None
         self.adopt()
         for segment in self.segments:
             segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
             if grad is not None:
                 segment.parameter.grad = as_subclass(grad, FlatGradient if guarded else Tensor)
+            for value in self.owner[0].state.get(segment.parameter, {}).values():
+                if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
+                    value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
@@ -274,9 +278,12 @@ class Segment:
         """Let the optimizer see its range of the group's ``gradients``."""
         self.parameter.grad = as_subclass(gradients[self.start : self.stop], FlatGradient)
 
+    def has_shape_of(self, value: Tensor) -> bool:
+        """Whether ``value`` has one number for each of its elements."""
+        return value.dim() == 1 and value.numel() == self.stop - self.start
+
 
 def _part(value: Any, segment: Segment, low: int, high: int) -> Any:
     if isinstance(value, Tensor):
-        elementwise = value.dim() == 1 and value.numel() == segment.stop - segment.start
-        return value[low:high] if elementwise else value.clone()
+        return value[low:high] if segment.has_shape_of(value) else value.clone()
     return value

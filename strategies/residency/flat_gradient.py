@@ -59,6 +59,16 @@ class FlatValues(FlatGradient):
     instead = "the module's parameters, between steps in `with strategy.gathered(module):`"
 
 
+class FlatState(FlatGradient):
+    """The same of the state that an optimizer keeps of each element."""
+
+    what = "optimizer state"
+    instead = (
+        "`.as_subclass(torch.Tensor)` for what this rank has, and add it up over the ranks "
+        "(`trainer.strategy.reduce(..., reduce_op='sum')`)"
+    )
+
+
 class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
@@ -72,3 +82,8 @@ class FlatParameter(nn.Parameter):
             )
         # `detach` counts what is written to it.
         return FlatValues.__torch_function__(Tensor.detach if func == Tensor.data.__get__ else func, types, args, kwargs)
+
+
+def unguarded(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` of a flat tensor with ordinary tensors in the same memory, which can be saved for others to load."""
+    return {key: value.as_subclass(Tensor) if isinstance(value, FlatState) else value for key, value in state.items()}

@@ -1,6 +1,7 @@
 """Modules whose optimizers keep state in ways of their own, for `test_in_the_trainer.py`."""
 
 import copy
+import io
 import os
 
 import torch
@@ -80,6 +81,25 @@ class StateHalved(Module):
             state["momentum_buffer"] *= 0.5
 
 
+class NormOfState(Module):
+    """It would be of one rank's shard."""
+
+    refused = "`norm` would be of the optimizer state that this rank holds a shard of.*as_subclass"
+
+    def on_train_batch_end(self, *args):
+        for state in self.optimizers().state.values():
+            self.shared.append(state["momentum_buffer"].square().mul(0.5).norm().item())
+
+
+class NormOfStateAddedUp(Module):
+    """As that error says."""
+
+    def on_train_batch_end(self, *args):
+        buffers = [state["momentum_buffer"].as_subclass(torch.Tensor) for state in self.optimizers().state.values()]
+        norms = torch.stack([buffer.square().sum() for buffer in buffers])
+        self.shared.append(self.trainer.strategy.reduce(norms.sum(), reduce_op="sum").sqrt().item())
+
+
 class StateStartedAnew(Module):
     """One parameter's, as the error says."""
 
@@ -98,12 +118,14 @@ class StateStartedAnew(Module):
 
 
 class StatePutBack(Module):
-    """What each rank has taken, on the same rank."""
+    """What each rank has taken, on the same rank, of ordinary tensors."""
 
     def on_train_epoch_start(self):
         optimizer = self.optimizers(use_pl_optimizer=False)
         if self.current_epoch == 1:
-            self.kept = copy.deepcopy(optimizer.state_dict())
+            torch.save(optimizer.state_dict(), kept := io.BytesIO())
+            kept.seek(0)
+            self.kept = torch.load(kept, weights_only=True)
         if self.current_epoch == 2:
             optimizer.load_state_dict(self.kept)
 
