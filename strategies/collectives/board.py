@@ -25,9 +25,11 @@ class Board:
 
     Attributes:
         meanwhile: called again and again while this rank waits.
+        require_same_label: given this rank's label of an exchange, another rank, and that one's label.
     """
 
     meanwhile: Callable[[], None]
+    require_same_label: Callable[[int, int, int], None]
 
     def __init__(self, words: list[memoryview], rank: int, processes: list[int], timeout_s: float) -> None:
         self._words, self._mine, self._rank, self._processes = words, words[rank], rank, processes
@@ -78,8 +80,16 @@ class Board:
             if now - looked > _LOOK_S:
                 looked = now
                 self._require_alive(rank)
+                self._require_same(rank)
             if now - began > self._timeout_s:
                 raise RuntimeError(f"Rank {self._rank} timed out: rank {rank} did not come in {self._timeout_s:.0f} s.")
+
+    def _require_same(self, rank: int) -> None:
+        """Both may have posted more than is waited for, and ``rank`` may have found a difference there and be gone."""
+        words, last = self._words[rank], min(self._mine[_POSTED], self._words[rank][_POSTED])
+        for number in range(max(1, last - _RING // 2), last + 1):
+            place = _LABELS + number % _RING
+            self.require_same_label(self._mine[place], rank, words[place])
 
     def _require_alive(self, rank: int) -> None:
         try:

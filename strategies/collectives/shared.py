@@ -32,7 +32,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         super().__init__(group)
         self.board, self.others = board, self._others
         self.unread: list[_Gather] = []
-        board.meanwhile = self._read
+        board.meanwhile, board.require_same_label = self._read, self.require_same_label
         self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, the block of each rank
         self._ballots = [block.view(torch.int64) for block in ballots]  # of each rank
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..residency.resting import ResidencyError, get_grad, set_grad
+from ..residency.home import ResidencyError
+from ..residency.resting import get_grad, set_grad
 from .access import Access
 from .agreement import Agreement
 from .buffers import Buffers

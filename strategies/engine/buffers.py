@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
-from ..residency.past_python import is_gathered
-from ..residency.resting import ResidencyError
+from ..residency.home import ResidencyError
+from ..residency.past_python import is_gathered, note_uncounted
 
 _Seen = tuple[str, Tensor, int, torch.Size, torch.dtype]  # a buffer's name, itself, the number of writes to it
 
@@ -41,13 +41,18 @@ class Buffers:
         self._prefixes, owners = [f"{name}.".lstrip(".") for name, _ in owned], [m for _, m in owned]
         # A scripted module's table is not a dict, and gives other tensor objects at each look.
         self._tables = [m._buffers if isinstance(m._buffers, dict) else dict(m._buffers.items()) for m in owners]
-        self._seen = [_look(table) for table in self._tables]
+        # For each module, whether its buffers may be written so that torch does not count it: by `buffer.data`, in a script.
+        # Then they are as changed from there on.
+        self._uncounted = bytearray(not isinstance(m._buffers, dict) for m in owners)
+        self._seen: list[list[_Seen]] = [[] for _ in self._tables]
+        for k in range(len(self._tables)):
+            self._see(k)
         self._alike = [[name for name, *_ in seen] for seen in self._seen]  # names of those that all ranks have in one shape
 
     def changed(self) -> bytes:
         """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did."""
         looks = [_look(table) for table in self._tables]
-        found = bytes(map(_difference, looks, self._seen))
+        found = bytes(map(max, map(_difference, looks, self._seen), self._uncounted))
         for k in (k for k, flag in enumerate(found) if flag):
             self._require_own_memory(k, looks[k])
         return found
@@ -93,7 +98,14 @@ class Buffers:
             places = compared if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
             self._copy([b for b in (self._tables[k][name] for k, name in places) if b.numel()])
         for k in picked:
-            self._seen[k] = _look(self._tables[k])
+            self._see(k)
+
+    def _see(self, k: int) -> None:
+        known = {id(buffer) for _, buffer, *_ in self._seen[k]}
+        self._seen[k] = _look(self._tables[k])
+        for _, buffer, *_ in self._seen[k]:
+            if id(buffer) not in known:
+                note_uncounted(buffer, self._uncounted, k)
 
     def _compare(self, modules: list[int]) -> list[tuple[int, str]]:
         """Note which buffers of ``modules`` all ranks have in one shape; collective if there are any.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
 from ..residency.flat_gradient import FlatParameter
-from ..residency.resting import class_of, home_of, is_sharded, unsettle
+from ..residency.home import class_of, home_of, is_sharded, unsettle
 from .checked import CheckedUnit
 from .chunk import Chunk
 from .layout import ChunkLayout

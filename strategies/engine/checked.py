@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives
-from ..residency.resting import ResidencyError
+from ..residency.home import ResidencyError
 from .apart import apart
 from .chunk import Chunk
 from .shards import Entry

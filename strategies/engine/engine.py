@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
+from ..residency.home import ResidencyError, is_sharded, unsettle
 from ..residency.past_python import guard
-from ..residency.resting import NO_GRAPH_TASK, ResidencyError, graph_task, is_sharded, unsettle
+from ..residency.resting import NO_GRAPH_TASK, graph_task
 from .access import Access
 from .agreement import Agreement
 from .backward import Backward

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from ..residency.resting import ResidencyError
+from ..residency.home import ResidencyError
 from .reduce import Reducer
 from .shards import Entry, FlatGroup
 from .unit import Unit

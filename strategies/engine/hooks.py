@@ -139,6 +139,9 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tens
         if tensor.grad_fn is not None:  # a hook on a parameter would stay there, one more in each step
             _register_hook(tensor, hook)
             found = True
+            if len(hooks := tensor._backward_hooks) > 1:  # an earlier unit's output, passed on: its turn is after this one's
+                for key in tuple(hooks)[:-1]:
+                    hooks[key] = hooks.pop(key)
     return found
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..residency.functions import METADATA, RAW, in_words, instances, name_of, replaced, written
+from ..residency.home import ResidencyError, home_of
 from ..residency.past_python import storage_of
-from ..residency.resting import NO_GRAPH_TASK, Absent, ResidencyError, graph_task, home_of, shield, told_of_value
+from ..residency.resting import NO_GRAPH_TASK, Absent, graph_task, shield, told_of_value, writes_to
 from .apart import apart, connected
 from .saved import SavedSlot, copy_of, kept_view, parts_of, unit_of
 from .unit import Unit
@@ -63,7 +64,13 @@ def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         read.append(_read(view))
         return read[-1][0]
 
-    return shield(func(*replaced(args, RestingView, value_of), **replaced(kwargs, RestingView, value_of)), read)
+    args, kwargs = replaced(args, RestingView, value_of), replaced(kwargs, RestingView, value_of)
+    counts = [writes_to(value) for value, *_ in read]
+    result = func(*args, **kwargs)
+    for (value, told, _), count in zip(read, counts, strict=True):
+        if writes_to(value) != count:
+            raise ResidencyError(f"{in_words(name_of(func))} has changed {told}")
+    return shield(result, read)
 
 
 def _edge_of(view: Tensor) -> GradientEdge:

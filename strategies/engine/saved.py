@@ -21,8 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..residency.functions import replaced
+from ..residency.home import ResidencyError, describe, is_aliased
 from ..residency.past_python import storage_of
-from ..residency.resting import NO_GRAPH_TASK, Absent, ResidencyError, RestingParameter, describe, graph_task, is_aliased
+from ..residency.resting import NO_GRAPH_TASK, Absent, RestingParameter, graph_task
 from .apart import apart
 from .hooks import copy_views, transform
 from .unit import Arena, Mark, Phase, Unit

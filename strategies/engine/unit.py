@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
+from ..residency.home import ResidencyError
 from ..residency.past_python import Alias
-from ..residency.resting import ResidencyError, RestingParameter, set_data
+from ..residency.resting import RestingParameter, set_data
 from .apart import apart
 from .chunk import Chunk
 from .partition import UnitModules

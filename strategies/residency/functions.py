@@ -31,6 +31,8 @@ RAW = frozenset(
     "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_ swap_tensors "
     "__dlpack__ __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
 )
+# They give a tensor other memory, or write to it at a time of their own.
+REPLACING = frozenset({"set_", "recv", "irecv", "recv_anysource"})
 # They end like functions that write, but of other tensors in the same memory none sees it.
 ABOUT_ITSELF = frozenset("requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_".split())
 # How users write them.
@@ -38,6 +40,7 @@ _ATTRIBUTES = {"__get__": "parameter.{}", "__set__": "parameter.{} = ...", "__de
 _SIGNS = {"__iadd__": "+=", "__isub__": "-=", "__imul__": "*=", "__itruediv__": "/=", "__ipow__": "**="}
 _SPOKEN = {name: f"`parameter {sign} ...`" for name, sign in _SIGNS.items()}
 _SPOKEN |= {"__setitem__": "`parameter[...] = ...`", "__call__": "A scripted function", "Tensor": "`torch.Tensor`"}
+_SPOKEN |= {"_flat_vmap": "`torch.func.vmap`", "_propagate_functional_input_mutation": "`torch.func.functionalize`"}
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _SENDING = frozenset({"send", "isend", "gather"})  # the other collectives write to their first argument
 
@@ -66,8 +69,8 @@ def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     first = given[0] if given else None  # `torch.nn.init` hands all of them on by name
     if getattr(func, "__module__", None) == _COLLECTIVES:
         return () if name in _SENDING else (first,)
-    if name == "batch_norm" and kwargs.get("training"):
-        return args[1:3]  # running statistics
+    if name in ("batch_norm", "native_batch_norm"):  # running statistics
+        return args[3:5] if len(args) > 5 and args[5] else args[1:3] if kwargs.get("training") else ()
     if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
         return (args[1],)
     return first if _writes(name) or kwargs.get("inplace") is True else None, kwargs.get("out")

@@ -1,11 +1,15 @@
-"""Who owns sharded parameters, as seen from here."""
+"""Who owns which sharded parameter, and what owners do, as seen from here."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Home(Protocol):
@@ -36,3 +40,73 @@ class Home(Protocol):
 
     def keep_gradient(self, gradient: Tensor) -> None:
         """``gradient`` was changed in place: store it, if it is still what the parameter has; local."""
+
+
+@dataclass
+class Sharded:
+    """What is known of a sharded parameter."""
+
+    label: str  # its name and its unit's, for errors
+    cls: type[nn.Parameter]  # the user's class of it
+    dtype: torch.dtype  # the user's; the slot may hold a lower one
+    home: weakref.ref[Home]  # its owner, who holds it: neither would ever be freed with a strong reference
+    aliased: bool = False  # its `.data` was read in use: torch does not tell autograd of changes of that, so nobody else may
+
+
+_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
+is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter (resting or in use)
+
+
+class ResidencyError(RuntimeError):
+    """A sharded parameter was read or written where its value is not there."""
+
+
+def settle(parameter: nn.Parameter, label: str, cls: type[nn.Parameter], dtype: torch.dtype, home: Home) -> None:
+    """Make ``home`` answer for ``parameter`` while it rests; see :class:`Sharded`."""
+    _SHARDED[parameter] = Sharded(label, cls, dtype, weakref.ref(home))
+
+
+def unsettle(parameter: nn.Parameter) -> None:
+    """Forget the home of ``parameter``; it is an ordinary parameter from now on."""
+    _SHARDED.pop(parameter, None)
+
+
+def home_of(parameter: Tensor) -> Home | None:
+    """Who owns ``parameter``, if anyone does."""
+    return _SHARDED[parameter].home() if parameter in _SHARDED else None
+
+
+def owner_of(parameter: Tensor) -> Home:
+    """The same, where there has to be one."""
+    home = home_of(parameter)
+    if home is None:
+        raise ResidencyError(
+            f"Parameter {describe(parameter)} outlived the model that it was sharded with, and its values with it. Hold the "
+            "module, or keep its `state_dict()` (in `with strategy.gathered(module):`)."
+        )
+    return home
+
+
+def describe(parameter: Tensor) -> str:
+    """Name of ``parameter`` and its unit."""
+    return _SHARDED[parameter].label
+
+
+def dtype_of(parameter: Tensor) -> torch.dtype:
+    """The dtype of ``parameter`` as the user made it."""
+    return _SHARDED[parameter].dtype
+
+
+def class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class of ``parameter`` as the user made it."""
+    return _SHARDED[parameter].cls if parameter in _SHARDED else type(parameter)
+
+
+def is_aliased(parameter: Tensor) -> bool:
+    """Whether ``.data`` of ``parameter`` was read in use, so that changes may be of that, which autograd is not to see."""
+    return _SHARDED[parameter].aliased
+
+
+def note_alias(parameter: Tensor, aliased: bool = True) -> None:
+    """See :func:`is_aliased`."""
+    _SHARDED[parameter].aliased = aliased

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .resting import ResidencyError, describe, gradient_of, keep_engine_last, note_alias, set_gradient_of
+from .home import ResidencyError, describe, note_alias
+from .resting import gradient_of, keep_engine_last, refusal, set_gradient_of
 
 
 class _InUse:
@@ -37,6 +38,12 @@ class _InUse:
         if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
             with torch.no_grad():
                 self.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
+
+    def set_(self, source: Any = None, *layout: Any) -> Tensor:
+        if not isinstance(source, Tensor) or layout:
+            raise refusal("set_", self)
+        self.data = source
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)

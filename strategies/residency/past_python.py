@@ -21,9 +21,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .functions import instances, name_of, replaced
-from .resting import Absent, ResidencyError, RestingParameter, ShardedCopy, describe, is_sharded
+from .home import ResidencyError, describe, is_sharded
+from .resting import Absent, RestingParameter, ShardedCopy, changes_kept
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -38,6 +40,7 @@ _NOTHING = slice(0)  # is written to
 # A weight in its slot, or a part of one; a copy of what it was; the array that the user made of it.
 Alias = tuple[Tensor, Tensor, weakref.ref[Any]]
 _SLOTS: dict[int, list[Alias]] = {}  # storage of a slot -> what of it is in arrays of the user's
+_BUFFERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> where to note that it may be written uncounted
 
 
 def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
@@ -48,6 +51,19 @@ def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
     _SLOTS[storage_of(memory)] = in_arrays
     weakref.finalize(memory, _SLOTS.pop, storage_of(memory))
     _wrap_all()
+
+
+def note_uncounted(buffer: Tensor, noted: bytearray, place: int) -> None:
+    """Set ``noted[place]`` when ``buffer`` was given out so that torch does not count what is written to it."""
+    _BUFFERS[buffer] = noted, place
+
+
+def _note(*given: Any) -> None:
+    if _BUFFERS:
+        for buffer in given:
+            if isinstance(buffer, Tensor) and buffer in _BUFFERS:
+                noted, place = _BUFFERS[buffer]
+                noted[place] = 1
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -67,17 +83,19 @@ def _wrap_all() -> None:
     _wrap(torch._C.ScriptFunction, "__call__", _asked)
     _wrap(torch._C.ScriptMethod, "__call__", _method)
     _wrap(eager_transforms, "_wrap_for_grad", _lifted)  # for grad, vjp, jacrev, hessian, jvp
-    _wrap(vmap, "_add_batch_dim", _lifted)
+    _wrap(vmap, "_flat_vmap", _watched)
+    _wrap(eager_transforms, "_propagate_functional_input_mutation", _watched)
     _wrap(nn.RNNBase, "flatten_parameters", _flattened)
-    for name in ("tensor", "as_tensor", "asarray", "batch_norm"):
-        _wrap(torch, name, _normalized if name == "batch_norm" else _constructed)
+    _wrap(torch, "fused_moving_avg_obs_fake_quant", _observed)
+    for name in ("tensor", "as_tensor", "asarray", "batch_norm", "native_batch_norm"):
+        _wrap(torch, name, _normalized if "norm" in name else _constructed)
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
     for name in _SPARSE.split():
         _wrap(torch, name, _asked)
     _wrap(torch.nested, "nested_tensor", _asked)
     for name, instead in {
         "new": _taken,
-        "set_": _taken,
+        "set_": _set,
         "new_tensor": _constructed,
         "as_subclass": _constructed,
         "numpy": _as_array,
@@ -161,6 +179,14 @@ def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
     return function(*args, **kwargs)
 
 
+def _set(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``tensor.set_(...)``, whose class torch does not ask."""
+    _require_own_memory(call, (*args[1:], *kwargs.values()))
+    if torch._C._is_torch_function_enabled() and isinstance(args[0], Absent | ShardedCopy):
+        return args[0].__torch_function__(call, (), args, kwargs)
+    return function(*args, **kwargs)
+
+
 def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
     """``torch.Tensor(parameter)``: two would have one memory."""
     if type(self).__new__ is Tensor.__new__:
@@ -171,14 +197,19 @@ def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 class _Data(property):
-    """``tensor.data``, which cannot be set to a parameter that rests."""
+    """``tensor.data``, which cannot be set to a parameter that rests, and hides what is written to it."""
 
     __name__ = "data"
 
     def __init__(self, data: Any) -> None:
         setter = _Wrapped(data.__set__, _taken, slice(1))
         setter.__self__ = data  # see functions.name_of
-        super().__init__(data.__get__, setter)
+
+        def getter(tensor: Tensor) -> Tensor:
+            _note(tensor)
+            return data.__get__(tensor)
+
+        super().__init__(getter, setter)
         self.__dict__.update(__get__=data.__get__, __set__=setter)  # as others see them; Python itself asks the class
 
 
@@ -192,6 +223,7 @@ def _require_own_memory(function: Any, given: tuple) -> None:
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
+    _note(tensor)
     if _SLOTS and not isinstance(tensor, Absent | ShardedCopy) and is_gathered(tensor) and array.size:
         in_arrays = _SLOTS.get(storage_of(tensor))
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
@@ -214,9 +246,16 @@ def _hooked(call: Callable[..., Any], function: Callable[..., Any], args: tuple,
 def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Batch norm updates running statistics without a word: their versions count it."""
     if _SLOTS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
+        _note(*args[3:5])
         for statistic in args[3:5]:
             if isinstance(statistic, Tensor) and is_gathered(statistic):
                 increment_version(statistic)
+    return function(*args, **kwargs)
+
+
+def _observed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Fake quantization updates its ranges and scales without a word."""
+    _note(*args, *kwargs.values())
     return function(*args, **kwargs)
 
 
@@ -240,11 +279,21 @@ def _parameters(module: torch._C.ScriptModule) -> Iterator[Tensor]:
 
 
 def _lifted(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What torch.func differentiates by, or maps over: values in the place of resting parameters."""
+    """What torch.func differentiates by: values in the place of resting parameters."""
     if isinstance(args[0], Absent):
         with temporarily_clear_interpreter_stack():  # the copy is made before, not by, what is transformed
             args = (args[0].clone(), *args[1:])
     return function(*args, **kwargs)
+
+
+def _watched(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What torch.func maps over, or makes functional: values in the place of resting parameters, which are not written to."""
+    if not _SLOTS:
+        return function(*args, **kwargs)
+    with temporarily_clear_interpreter_stack():
+        args = replaced(args, Absent, lambda each: each[...])
+    with changes_kept(args, name_of(call)):
+        return function(*args, **kwargs)
 
 
 def _flattened(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -8,9 +8,8 @@ raise; none sees memory that now belongs to another unit. Torch's own lazy param
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,25 +18,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, in_words, instances, name_of, replaced, written
-from .home import Home
-
-
-@dataclass
-class Sharded:
-    """What is known of a sharded parameter."""
-
-    label: str  # its name and its unit's, for errors
-    cls: type[nn.Parameter]  # the user's class of it
-    dtype: torch.dtype  # the user's; the slot may hold a lower one
-    home: weakref.ref[Home]  # its owner, who holds it: neither would ever be freed with a strong reference
-    aliased: bool = False  # its `.data` was read in use: torch does not tell autograd of changes of that, so nobody else may
-
-
-_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
-is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter (resting or in use)
+from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
+from .home import ResidencyError, describe, dtype_of, home_of, is_sharded, owner_of
 
 # Torch's own, past the classes below.
 set_data = Tensor.data.__set__  # the parameter gets other memory
@@ -49,68 +32,19 @@ graph_task = torch._C._current_graph_task_id
 NO_GRAPH_TASK = -1
 
 
-class ResidencyError(RuntimeError):
-    """A sharded parameter was read or written where its value is not there."""
-
-
-def settle(parameter: nn.Parameter, label: str, cls: type[nn.Parameter], dtype: torch.dtype, home: Home) -> None:
-    """Make ``home`` answer for ``parameter`` while it rests; see :class:`Sharded`."""
-    _SHARDED[parameter] = Sharded(label, cls, dtype, weakref.ref(home))
-
-
-def unsettle(parameter: nn.Parameter) -> None:
-    """Forget the home of ``parameter``; it is an ordinary parameter from now on."""
-    _SHARDED.pop(parameter, None)
-
-
-def home_of(parameter: Tensor) -> Home | None:
-    """Who owns ``parameter``, if anyone does."""
-    return _SHARDED[parameter].home() if parameter in _SHARDED else None
-
-
-def _home(parameter: Tensor) -> Home:
-    home = home_of(parameter)
-    if home is None:
-        raise ResidencyError(
-            f"Parameter {describe(parameter)} outlived the model that it was sharded with, and its values with it. Hold the "
-            "module, or keep its `state_dict()` (in `with strategy.gathered(module):`)."
-        )
-    return home
-
-
-def describe(parameter: Tensor) -> str:
-    """Name of ``parameter`` and its unit."""
-    return _SHARDED[parameter].label
-
-
-def class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The class of ``parameter`` as the user made it."""
-    return _SHARDED[parameter].cls if parameter in _SHARDED else type(parameter)
-
-
-def is_aliased(parameter: Tensor) -> bool:
-    """Whether ``.data`` of ``parameter`` was read in use, so that changes may be of that, which autograd is not to see."""
-    return _SHARDED[parameter].aliased
-
-
-def note_alias(parameter: Tensor, aliased: bool = True) -> None:
-    """See :func:`is_aliased`."""
-    _SHARDED[parameter].aliased = aliased
-
-
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it, else the whole one."""
     with torch._C.DisableTorchFunctionSubclass():
         held = get_grad(parameter)
     if held is not None or TracingContext.try_get() is not None:  # torch.compile looks at what it compiles for
         return held
-    return _home(parameter).gradient(parameter)
+    return owner_of(parameter).gradient(parameter)
 
 
 def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
     """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook that sets it."""
     if graph_task() == NO_GRAPH_TASK:
-        _home(parameter).set_gradient(parameter, grad)
+        owner_of(parameter).set_gradient(parameter, grad)
     else:
         with torch._C.DisableTorchFunctionSubclass():
             set_grad(parameter, grad)
@@ -177,22 +111,48 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         _require_current(instances(given, ShardedCopy))
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
-        if copy.parameter is None:
+        if copy.parameter is None or name in REPLACING:
             raise ResidencyError(f"{in_words(name)} would change {copy.told}")
-    with torch._C.DisableTorchFunctionSubclass():
+    with (
+        torch._C.DisableTorchFunctionSubclass(),
+        changes_kept(given if name not in METADATA | ABOUT_ITSELF else (), name, targets),
+    ):
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
         result = func(*args, **kwargs)
-        for gradient in instances(targets, ShardedCopy):
-            if hasattr(result, "wait"):
-                result.wait()  # a collective that goes on in the background
-            if (home := home_of(gradient.parameter)) is not None:
-                home.keep_gradient(gradient)
+        if hasattr(result, "wait") and instances(targets, ShardedCopy):
+            result.wait()  # a collective that goes on in the background
         if name == "data.__get__" and args[0].parameter is not None:
             return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
         return shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
+
+
+@contextmanager
+def changes_kept(given: Iterable[Any], name: str, targets: Any = ()) -> Iterator[None]:
+    """Store gradients among ``given`` that are changed in place within, and those in ``targets``; others raise.
+
+    Operators of the user's, scripts and the like do not tell by their names what they write to: torch counts it.
+    """
+    copies = instances(tuple(given), ShardedCopy)
+    counts = [writes_to(copy) for copy in copies]
+    yield
+    known = {id(copy) for copy in instances(targets, ShardedCopy)}
+    for copy, count in zip(copies, counts, strict=True):
+        if id(copy) not in known and writes_to(copy) == count:
+            continue
+        if copy.parameter is None:
+            raise ResidencyError(f"{in_words(name)} has changed {copy.told}")
+        if (home := home_of(copy.parameter)) is not None:
+            with torch._C._DisableFuncTorch():  # no transform is to see it
+                home.keep_gradient(copy)
+
+
+def writes_to(tensor: Tensor) -> int:
+    """How many there were, as far as torch counts them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def _require_current(copies: list[ShardedCopy]) -> None:
@@ -244,10 +204,10 @@ def _address(tensor: Tensor) -> int:
 
 # What a parameter says of itself, whose slot may have another dtype, and has a place among others.
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "dtype.__get__": lambda p: _SHARDED[p].dtype,
-    "itemsize.__get__": lambda p: _SHARDED[p].dtype.itemsize,
-    "element_size": lambda p: _SHARDED[p].dtype.itemsize,
-    "nbytes.__get__": lambda p: p.numel() * _SHARDED[p].dtype.itemsize,
+    "dtype.__get__": lambda p: dtype_of(p),
+    "itemsize.__get__": lambda p: dtype_of(p).itemsize,
+    "element_size": lambda p: dtype_of(p).itemsize,
+    "nbytes.__get__": lambda p: p.numel() * dtype_of(p).itemsize,
     "storage_offset": lambda p: 0,
     "grad.__get__": gradient_of,
     "grad.__set__": set_gradient_of,
@@ -277,7 +237,7 @@ class RestingParameter(Absent, nn.Parameter):
             return _differentiate(func, *args, **kwargs)
         if name in METADATA or (resting and name in LIKE):
             if name in LIKE:
-                kwargs.setdefault("dtype", _SHARDED[target].dtype)
+                kwargs.setdefault("dtype", dtype_of(target))
                 args, kwargs = (target, *_full(args[1:], [])), _full(kwargs, [])
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -285,13 +245,13 @@ class RestingParameter(Absent, nn.Parameter):
                     keep_engine_last(target)
             return result
         if name in ("view_as", "expand_as") and len(args) == 2 and target is args[1]:
-            return _home(target).read(target)  # and no view of it: this is how the node is found that accumulates the gradient
+            return owner_of(target).read(target)  # no view: this is how the node is found that accumulates the gradient
         if name in ("view_as", "expand_as", "reshape_as") and not resting:
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "copy_" and resting and len(args) > 1:
             if torch.is_grad_enabled() and target.requires_grad:
                 raise refusal(name, target)  # torch raises, too
-            _home(target).write(target, _full(args[1], []))
+            owner_of(target).write(target, _full(args[1], []))
             return target
         return _compute(func, name, args, kwargs)
 
@@ -319,17 +279,17 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     for copy, parameter in changed.values():
         if not _may_change(parameter) or copy.requires_grad or copy.shape != parameter.shape:
             raise ResidencyError(f"{in_words(name)} would change {told_of_value(parameter)}")
-        _home(parameter).write(parameter, copy)
+        owner_of(parameter).write(parameter, copy)
         result = parameter if result is copy else result
     return shield(
-        result, [(copy, told_of_value(parameter), (parameter, _home(parameter).age(parameter))) for copy, parameter in read]
+        result, [(copy, told_of_value(parameter), (parameter, owner_of(parameter).age(parameter))) for copy, parameter in read]
     )
 
 
 def _may_change(parameter: nn.Parameter) -> bool:
     """Whether a change in place can be stored: where all ranks run the same code, and torch allows it and counts it."""
     differentiated = graph_task() != NO_GRAPH_TASK or (torch.is_grad_enabled() and parameter.requires_grad)
-    return _home(parameter).in_step and not differentiated and not torch.is_inference_mode_enabled()
+    return owner_of(parameter).in_step and not differentiated and not torch.is_inference_mode_enabled()
 
 
 _CHANGE = (
@@ -363,7 +323,7 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         kwargs["allow_unused"] = True
     found = list(zip(wanted, func(outputs, edges, *args, **kwargs), strict=True))
     # In the dtype of the slot; an ordinary parameter's has its own.
-    grads = [(p, grad if grad is None or p not in _SHARDED else grad.to(_SHARDED[p].dtype)) for p, grad in found]
+    grads = [(p, grad if grad is None or not is_sharded(p) else grad.to(dtype_of(p))) for p, grad in found]
     return tuple(torch.zeros_like(p) if grad is None and zeros else grad for p, grad in grads)
 
 
@@ -379,7 +339,7 @@ def _full(value: Any, read: list[tuple[Tensor, nn.Parameter]]) -> Any:
     """``value`` with full values in the place of resting parameters; ``read`` notes these, and of which they are."""
 
     def value_of(parameter: RestingParameter) -> Tensor:
-        read.append((_home(parameter).read(parameter), parameter))
+        read.append((owner_of(parameter).read(parameter), parameter))
         return read[-1][0]
 
     return replaced(value, RestingParameter, value_of)

@@ -7,6 +7,7 @@ import pickle
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 from .harness import DIM, STEPS, Block, Case, Chain, Run, case
@@ -352,6 +353,30 @@ class DataClampedInForward(ClampedInForward):
         def forward(self, x):
             self.up.weight.data.clamp_(-0.1, 0.1)
             return super().forward(x)
+
+
+@case
+class SetInForward(ClampedInForward):
+    """A weight's memory replaced by `p.set_(...)` in its own forward, as parametrizations do when they are assigned"""
+
+    class Clamped(Block):
+        def __init__(self):
+            super().__init__()
+            parametrize.register_parametrization(self.down, "weight", Doubled())
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.up.weight.set_(self.up.weight.clamp(-0.1, 0.1))
+                self.down.weight = self.down.weight.clamp(-0.1, 0.1)
+            return super().forward(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, halves):
+        return 2 * halves
+
+    def right_inverse(self, weight):
+        return weight / 2
 
 
 @case

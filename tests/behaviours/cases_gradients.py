@@ -6,6 +6,7 @@ import io
 import torch
 import torch.distributed as dist
 
+from .cases_resting import _double, halve
 from .harness import Case, case
 
 
@@ -39,6 +40,40 @@ class GradDataViewChanged(Graded):
 
     def touch(self, run, p):
         p.grad.detach().mul_(0.5)
+
+
+@case
+class GradChangedUnnamed(Graded):
+    """`p.grad` changed by a custom operator, a scripted function, `vmap`, `functionalize`, `set_`"""
+
+    timeout = 60.0
+
+    def prepare(self, model):
+        script = torch.jit.script(_double)
+        self.ways = (
+            halve,
+            script,
+            lambda grad: torch.func.vmap(lambda row: row.mul_(0.5))(grad),
+            lambda grad: torch.func.functionalize(lambda whole: whole.mul_(0.5))(grad),
+            lambda grad: grad.set_(grad * 0.5),
+        )
+
+    def between(self, run):
+        for index, p in enumerate(run.model.parameters()):
+            self.ways[index % len(self.ways)](p.grad)
+
+
+@case
+class GradReceived(Graded):
+    """`torch.distributed.irecv(p.grad)` between backward and step"""
+
+    worlds = (2,)
+    refused = "`irecv` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
+
+    def touch(self, run, p):
+        sent = dist.isend(torch.ones(p.shape), 1 - run.rank)
+        dist.irecv(p.grad, 1 - run.rank).wait()
+        sent.wait()
 
 
 @case

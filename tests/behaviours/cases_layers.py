@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
 
 from .cases_access import Kinds
@@ -243,3 +244,106 @@ class BufferMadeOfAWeight(Blocks):
         if run.rank == 0:
             run.log(*(b.mean for b in run.model.blocks))
         run.log(run.step(lambda model: sum((b.last * 2).sum() for b in model.blocks)))
+
+
+class Uncounted(Case):
+    """Buffers written so that torch does not count it, from each rank's own batch; the next forward reads rank 0's"""
+
+    pitfalls = (39,)
+
+    class Kept(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(DIM))
+            self.register_buffer("variance", torch.ones(DIM))
+
+        def forward(self, x):
+            return super().forward(self.note(x)) + self.mean * self.variance
+
+    def model(self):
+        return Chain(*(self.Kept() for _ in range(3)))
+
+    def between(self, run):
+        if run.is_reference:
+            for buffer in run.model.buffers():
+                dist.broadcast(buffer, 0)
+        if run.rank == 0:  # `ddp` gives them to the others when the next forward begins
+            run.log(*run.model.buffers())
+
+
+@case
+class BuffersWrittenByData(Uncounted):
+    """Buffers written by `buffer.data`, as codebooks often are"""
+
+    class Kept(Uncounted.Kept):
+        def note(self, x):
+            self.mean.data.lerp_(x.detach().mean(0), 0.1)
+            self.variance.data = self.variance.data * 0.9 + x.detach().var(0) * 0.1
+            return x
+
+
+@case
+class BuffersWrittenByDataCompiled(BuffersWrittenByData):
+    """Buffers written by `buffer.data` in a compiled block (aot_eager)"""
+
+    timeout = 60.0
+
+    def model(self):
+        model = super().model()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+
+@case
+class BuffersWrittenAsArrays(Uncounted):
+    """Buffers written as arrays of numpy"""
+
+    class Kept(Uncounted.Kept):
+        def note(self, x):
+            mean = self.mean.numpy()
+            mean += x.detach().mean(0).numpy()
+            return x
+
+
+@case
+class BuffersOfFunctionalBatchNorm(Uncounted):
+    """Buffers that are running statistics of `F.batch_norm` and `torch.native_batch_norm`, twice in a forward"""
+
+    class Kept(Uncounted.Kept):
+        def note(self, x):
+            x = F.batch_norm(x, self.mean, self.variance, training=True)
+            return torch.native_batch_norm(x + x.square(), None, None, self.mean, self.variance, True, 0.1, 1e-5)[0]
+
+
+@case
+class BuffersOfAScript(Uncounted):
+    """Buffers that a scripted module writes by `.data` and `F.batch_norm`"""
+
+    timeout = 60.0
+
+    class Kept(Uncounted.Kept):
+        def __init__(self):
+            super().__init__()
+            self.note = torch.jit.script(Noting())
+
+
+class Noting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+        self.register_buffer("variance", torch.ones(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.add_(x.detach().mean(0))
+        return F.batch_norm(x, self.mean, self.variance, training=True) + self.mean
+
+
+@case
+class BuffersOfFusedObservers(Uncounted):
+    """Ranges and scales of quantization-aware training (`FusedMovingAvgObsFakeQuantize`)"""
+
+    class Kept(Uncounted.Kept):
+        def __init__(self):
+            super().__init__()
+            self.note = FusedMovingAvgObsFakeQuantize(quant_min=0, quant_max=255)

@@ -718,6 +718,25 @@ class LayerUnusedOnOneRank(Case):
 
 
 @case
+class BlocksSkippedByTheirForward(Case):
+    """Blocks whose forward returns its input on some ranks, others in each step (stochastic depth, LayerDrop)"""
+
+    pitfalls = (2, 3)
+
+    class Skipped(Block):
+        def forward(self, x):
+            return x if next(self.draws) else super().forward(x)
+
+    def model(self):
+        return Chain(*(self.Skipped() for _ in range(4)))
+
+    def train(self, run):
+        for index, block in enumerate(run.model.blocks):
+            block.draws = iter([(index + run.rank + step * (1 + index % 2)) % 2 for step in range(STEPS)])
+        super().train(run)
+
+
+@case
 class UnusedOnAllRanks(Case):
     """Parameters unused on all ranks"""
 

@@ -256,6 +256,61 @@ class AliasWrittenOutsideItsUnit(Outside):
         weight.detach().clamp_(-0.1, 0.1)
 
 
+@torch.library.custom_op("zero3_behaviours::halve", mutates_args=("values",))
+def halve(values: torch.Tensor) -> None:
+    """An operator whose name does not tell that it writes"""
+    values.mul_(0.5)
+
+
+@case
+class OperatorOfTheUsersOutsideItsUnit(Outside):
+    """A custom operator (`torch.library.custom_op`) that writes to a weight outside its unit's forward"""
+
+    def touch(self, run, weight):
+        halve(weight)
+
+
+@case
+class AliasInOperatorOfTheUsers(Outside):
+    """A custom operator that writes to `weight.detach()` outside its unit's forward"""
+
+    refused = r"`halve` has changed a copy of the value of parameter 'head\.weight'.*change the parameter itself.*modify=True"
+
+    def touch(self, run, weight):
+        halve(weight.detach())
+
+
+@case
+class RowInScriptThatWrites(Outside):
+    """A scripted function that writes to a row of a weight outside its unit's forward"""
+
+    refused = r"A scripted function has changed a copy of the value of parameter 'head\.weight'"
+    timeout = 60.0
+
+    def touch(self, run, weight):
+        torch.jit.script(_double)(weight[0])
+
+
+@case
+class VmapThatWrites(Outside):
+    """`torch.func.vmap` of a function that writes to the rows of a weight outside its unit's forward"""
+
+    refused = r"`torch\.func\.vmap` has changed a copy of the value of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        torch.func.vmap(lambda row: row.mul_(0.5))(weight)
+
+
+@case
+class SetOutsideItsUnit(Outside):
+    """`weight.set_(...)` outside its unit's forward"""
+
+    refused = r"`set_` would touch the memory of parameter 'head\.weight'"
+
+    def touch(self, run, weight):
+        weight.set_(torch.zeros(weight.shape))
+
+
 @case
 class RowsWrittenOutsideTheirUnit(Outside):
     """A write to a weight's rows, one by one, outside its unit's forward"""

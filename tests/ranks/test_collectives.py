@@ -185,6 +185,23 @@ def test_ranks_that_part_after_a_gather_has_begun():
     assert run_ranks(elsewhere_after_a_gather, 2, timeout=30) == [[1] * 32 + [2] * 32] * 2
 
 
+def apart_while_one_waits(rank, world_size):
+    """Rank 0 finds the difference in the second exchange, and never ends the first, in which rank 1 waits for it."""
+    door = KINDS["shared"](dist.group.WORLD)
+    door.diary.describe = {0: "reduce unit a", 1: "gather unit b", 2: "gather unit c"}.__getitem__
+    blocks = [door.allocate(64, torch.device("cpu")) for _ in range(2)]
+    reduced, gathered = door.reduce_scatter(blocks[0], 0), door.all_gather(blocks[1], 1 + rank)
+    with pytest.raises(DivergenceError) as caught:
+        (reduced if rank else gathered).wait()
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_learns_that_another_has_parted():
+    first, second = run_ranks(apart_while_one_waits, 2, timeout=30)
+    assert "rank 0 is about to gather unit b, rank 1 to gather unit c" in first
+    assert "rank 1 is about to gather unit c, rank 0 to gather unit b" in second
+
+
 def left_alone(rank, world_size):
     door = KINDS["shared"](dist.group.WORLD)
     slot = door.allocate(64, torch.device("cpu"))
