@@ -107,6 +107,8 @@ def _wrap_all() -> None:
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
     # It calls what it was given to call, whatever else is among the arguments.
     NestedTensor.__torch_function__ = classmethod(_Wrapped(NestedTensor.__torch_function__.__func__, _asked))
+    # torch.compile would take its memory: what computes with one runs as it is written.
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedCopy)
 
 
 class _Wrapped:

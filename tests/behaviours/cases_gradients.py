@@ -64,6 +64,19 @@ class GradChangedUnnamed(Graded):
 
 
 @case
+class GradsChangedCompiled(Graded):
+    """A list of gradients changed by a compiled function (aot_eager)"""
+
+    timeout = 60.0
+
+    def prepare(self, model):
+        self.change = torch.compile(lambda grads: torch._foreach_mul_(grads, 0.5), backend="aot_eager")
+
+    def between(self, run):
+        self.change([p.grad for p in run.model.parameters()])
+
+
+@case
 class GradReceived(Graded):
     """`torch.distributed.irecv(p.grad)` between backward and step"""
 

@@ -277,8 +277,9 @@ class BuffersWrittenByData(Uncounted):
 
     class Kept(Uncounted.Kept):
         def note(self, x):
-            self.mean.data.lerp_(x.detach().mean(0), 0.1)
-            self.variance.data = self.variance.data * 0.9 + x.detach().var(0) * 0.1
+            values = x.detach().float()
+            self.mean.data.lerp_(values.mean(0), 0.1)
+            self.variance.data = self.variance.data * 0.9 + values.var(0) * 0.1
             return x
 
 
@@ -302,7 +303,7 @@ class BuffersWrittenAsArrays(Uncounted):
     class Kept(Uncounted.Kept):
         def note(self, x):
             mean = self.mean.numpy()
-            mean += x.detach().mean(0).numpy()
+            mean += x.detach().float().mean(0).numpy()
             return x
 
 

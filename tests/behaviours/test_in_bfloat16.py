@@ -27,6 +27,7 @@ IN_PLACE = {
     "reduced-in-forward",
     "reduced-by-group-in-forward",
     "data-transposed-in-forward",
+    "set-in-forward",
 }
 REFUSAL = r"was changed in place while it is gathered in torch\.bfloat16.*strategy\.gathered\(module, modify=True\)"
 # What a layer does to its own weight sees bfloat16. So is each gradient of that weight, of a copy that is read elsewhere too,
@@ -90,6 +91,7 @@ NOT_UNDER_AUTOCAST = {
     "sparse-values",
     "sparse-values-outside",
     "sparse-rows-of-values",
+    "buffers-of-fused-observers",
 }
 # A selective checkpoint counts casts. Gathered weights need none in the forward, but where several units are recomputed at once
 # they are read past their slots, as fp32, and autocast rounds them.
