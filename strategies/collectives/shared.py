@@ -31,7 +31,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def __init__(self, group: dist.ProcessGroup, board: Board, ballots: list[Tensor]) -> None:
         super().__init__(group)
         self.board, self.others = board, self._others
-        self.unread: list[_Gather] = []
+        self.unread: list[_Gather | _Taking] = []
         board.meanwhile, board.require_same_label = self._read, self.require_same_label
         self._blocks: list[tuple[int, int, list[Tensor]]] = []  # address, bytes, the block of each rank
         self._ballots = [block.view(torch.int64) for block in ballots]  # of each rank
@@ -72,8 +72,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def _read(self) -> None:
         """Another rank may wait for that, whatever this one waits for."""
-        for gather in tuple(self.unread):
-            gather.read()
+        for exchange in tuple(self.unread):
+            exchange.read()
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.all_gather`."""
@@ -174,31 +174,54 @@ class _Gather(_Exchange):
         return self._result
 
 
-class _Sum(_Exchange):
-    """Adds up in rank order."""
+class _Taking(_Exchange):
+    """Takes what all have at once, when all have come."""
+
+    def __init__(self, door: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]) -> None:
+        super().__init__(door, label, result, parts)
+        door.unread.append(self)
+
+    def take(self) -> None:
+        """Read what the others have."""
+        raise NotImplementedError
+
+    def read(self) -> None:
+        """Take, if all have come by now."""
+        if all(self._door.board.is_posted(rank, self._number, self._label) for rank in self._door.others):
+            self.take()
+            self._door.unread.remove(self)
+            self._door.board.finish(self._number)
 
     def wait(self) -> Tensor:
         """See :meth:`Pending.wait`."""
-        for rank in self._door.others:
+        door = self._door
+        for rank in door.others:
             self._expect(rank)
+        if self in door.unread:
+            self.take()
+            door.unread.remove(self)
+            door.board.finish(self._number)
+        door.board.wait_until_read(self._number)  # hazard: overwriting what other ranks still read
+        return self._result
+
+
+class _Sum(_Taking):
+    """Adds up in rank order."""
+
+    def take(self) -> None:
+        """See :meth:`_Taking.take`."""
         partial = self._parts[0]  # nobody else reads this part of rank 0's block: it may hold the partial sum
         for rank in range(1, len(self._parts)):
             partial = torch.add(partial, self._parts[rank], out=self._result if rank >= self._door.rank else partial)
-        self._leave()  # hazard: overwriting gradients that other ranks still add up
-        return self._result
 
 
-class _Swap(_Exchange):
+class _Swap(_Taking):
     """Copies this rank's part of each."""
 
-    def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
-        for rank, target in enumerate(self._result.view(len(self._parts), -1)):
-            if rank != self._door.rank:
-                self._expect(rank)
-            target.copy_(self._parts[rank])
-        self._leave()  # hazard: overwriting what other ranks still copy
-        return self._result
+    def take(self) -> None:
+        """See :meth:`_Taking.take`."""
+        for part, target in zip(self._parts, self._result.view(len(self._parts), -1), strict=True):
+            target.copy_(part)
 
 
 class _Maximum(_Exchange):

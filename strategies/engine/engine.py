@@ -25,7 +25,7 @@ from .build import SlotDtype, build_units, check_memory, check_same_structure, f
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
 from .joint import JointSteps
-from .kept import note, note_kept
+from .kept import copy_to_read, note, note_kept
 from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
@@ -359,14 +359,16 @@ class Zero3Engine:
             if unit.pins and graph_task() == NO_GRAPH_TASK:
                 unit.unuse()
             return None
-        outputs, views = copy_views(outputs, self._saved.in_slot)
+        outputs, views = copy_views(outputs, self._saved.in_slot, copy_to_read)
         if self.inspect is not None:
             self.inspect(unit, outputs)
         if graph_task() != NO_GRAPH_TASK:
             watch_outputs(unit, outputs, self.passes.enter)
             return outputs if views else None
-        if outputs is not None and torch.is_grad_enabled() and watch_outputs(unit, outputs, self.passes.enter):
-            self.passes.schedule.record(unit.index)
+        if outputs is not None and torch.is_grad_enabled():
+            # Outputs that need no gradient here (the input, returned; detached ones) may need one on another rank.
+            if watch_outputs(unit, outputs, self.passes.enter) or unit.trained:
+                self.passes.schedule.record(unit.index)
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:

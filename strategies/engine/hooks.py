@@ -145,10 +145,12 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tens
     return found
 
 
-def copy_views(outputs: Any, in_slot: Callable[[Tensor], bool]) -> tuple[Any, list[Tensor]]:
+def copy_views(
+    outputs: Any, in_slot: Callable[[Tensor], bool], copied: Callable[[Tensor], Tensor] = Tensor.clone
+) -> tuple[Any, list[Tensor]]:
     """``outputs`` with copies of the views of weights in it, whose memory another unit may take; and these views."""
     views = [tensor for tensor in instances(outputs, Tensor) if in_slot(tensor)]
-    return _replace(outputs, lambda tensor: tensor.clone() if in_slot(tensor) else tensor) if views else outputs, views
+    return _replace(outputs, lambda tensor: copied(tensor) if in_slot(tensor) else tensor) if views else outputs, views
 
 
 def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..residency.functions import METADATA, RAW, in_words, instances, name_of, replaced, written
 from ..residency.home import ResidencyError, home_of
 from ..residency.past_python import storage_of
-from ..residency.resting import NO_GRAPH_TASK, Absent, graph_task, shield, told_of_value, writes_to
+from ..residency.resting import NO_GRAPH_TASK, Absent, ShardedCopy, graph_task, shield, told_of_value, writes_to
 from .apart import apart, connected
 from .saved import SavedSlot, copy_of, kept_view, parts_of, unit_of
 from .unit import Unit
@@ -101,6 +101,16 @@ def _read(view: RestingView) -> tuple[Tensor, str, tuple]:
                 value = connected(value, view)
         told = told_of_value(parameter), (parameter, home.age(parameter))
         return value.as_subclass(unit.noted[id(view)].cls), *told
+
+
+def copy_to_read(view: Tensor) -> Tensor:
+    """A copy of ``view``, which a unit in use returns: writes to it, and reads when its weight has changed, are errors."""
+    copy, unit = view.clone(), unit_of(view)
+    entry = next(unit.entries_at(view.data_ptr()), None) if unit is not None else None
+    home = home_of(entry.parameter) if entry is not None else None
+    if home is None or type(copy) is not Tensor:  # of a class of the user's, which stays
+        return copy
+    return ShardedCopy.of(copy, told_of_value(entry.parameter), read=(entry.parameter, home.age(entry.parameter)))
 
 
 class Place:

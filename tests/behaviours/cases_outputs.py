@@ -737,6 +737,97 @@ class BlocksSkippedByTheirForward(Case):
 
 
 @case
+class FirstBlockSkippedOnOneRank(Case):
+    """The first block returns its input, which needs no gradient, on one rank, and is detached on the other"""
+
+    pitfalls = (2, 3)
+
+    class Skipped(Block):
+        skip = detach = False
+
+        def forward(self, x):
+            y = x if self.skip else super().forward(x)
+            return y.detach() if self.detach else y
+
+    def model(self):
+        return Chain(*(self.Skipped() for _ in range(4)))
+
+    def train(self, run):
+        run.model.blocks[0].skip = run.rank == 0
+        run.model.blocks[1].detach = run.rank == 1
+        super().train(run)
+
+    def loss(self, model, batch):
+        x = batch
+        for block in model.blocks:
+            x = block(x)
+        return model.head(x).square().mean()
+
+
+@case
+class ReadByAllUsedByOneRank(Case):
+    """A weight that all ranks read outside its unit's forward, and only one rank's loss depends on"""
+
+    pitfalls = (2, 3)
+    worlds = (2,)
+    refused = r"The ranks run different things: .*unit blocks\.1.*a term of the loss that one rank alone has"
+
+    def train(self, run):
+        def loss(model, step):
+            penalty = model.blocks[1].up.weight.square().sum()
+            out = self.loss(model, self.batch(step, run.rank))
+            return out + penalty if run.rank == 0 else out
+
+        for step in range(STEPS):
+            run.train_step(lambda model, step=step: loss(model, step))
+
+
+class WeightReturned(Case):
+    """A module whose output is its weight, detached"""
+
+    class Bank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.values = nn.Parameter(torch.ones(DIM))
+
+        def forward(self):
+            return self.values.detach()
+
+    def model(self):
+        model = Chain()
+        model.bank = self.Bank()
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + (self.used(model) * model.bank.values).sum()
+
+
+@case
+class ReturnedWeightWritten(WeightReturned):
+    """A module's output that is its weight, written to outside"""
+
+    refused = r"`mul_` would change a copy of the value of parameter 'bank\.values' \(unit bank\).*parameter\.copy_"
+
+    def used(self, model):
+        with torch.no_grad():
+            return model.bank().mul_(0.5)
+
+
+@case
+class ReturnedWeightKept(WeightReturned):
+    """A module's output that is its weight, kept and read in the next step"""
+
+    refused = r"A value of parameter 'bank\.values' \(unit bank\) was read .* and kept, .*clone"
+
+    def prepare(self, model):
+        model.kept = model.bank.values.detach().clone()
+
+    def used(self, model):
+        kept, model.kept = model.kept, model.bank()
+        return kept
+
+
+@case
 class UnusedOnAllRanks(Case):
     """Parameters unused on all ranks"""
 
