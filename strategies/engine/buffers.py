@@ -32,7 +32,7 @@ class Buffers:
                     continue
                 if buffer not in moved:
                     local = moved[buffer] = buffer.to(device)
-                    agreed = collectives.broadcast(local.detach().clone().contiguous())
+                    agreed = collectives.broadcast(_plain(local).clone())
                     if collectives.global_rank and not torch.allclose(local, agreed, rtol=0, atol=0, equal_nan=True):
                         self.differing.append(f"{prefix}.{name}".lstrip("."))
                         _write(local, agreed)
@@ -128,16 +128,38 @@ class Buffers:
         """Of rank 0, to the other ranks."""
         if not tensors:
             return
-        parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in tensors]
+        parts = [_plain(b).view(-1).view(torch.uint8) for b in tensors]
         packed = self._collectives.broadcast(torch.cat(parts))
-        if self._collectives.global_rank:
-            for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
-                _write(b, part.clone().view(b.dtype).view(b.shape))  # cloned: a view of a dtype must be aligned
+        if not self._collectives.global_rank:
+            return
+        own = {id(b) for seen in self._seen for _, b, *_ in seen}
+        assigned: dict[Tensor, Tensor] = {}
+        for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
+            value = part.clone().view(b.dtype).view(b.shape)  # cloned: a view of a dtype must be aligned
+            if id(b) in own:
+                _write(b, value)
+            else:  # an activation, or the user's data, may be the same memory
+                assigned[b] = _like(b, value)
+        for table in self._tables if assigned else ():
+            table.update({name: assigned[b] for name, b in table.items() if b in assigned})
+
+
+def _plain(buffer: Tensor) -> Tensor:
+    """Its elements one after another; its own memory if they are."""
+    return buffer.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _write(buffer: Tensor, value: Tensor) -> None:
+    for dim, step in enumerate(buffer.stride()):
+        if not step:  # expanded: what is written to must have its own memory
+            buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     with torch.inference_mode():  # what was made under it can be written in no other way
         buffer.copy_(value)
+
+
+def _like(buffer: Tensor, value: Tensor) -> Tensor:
+    with torch.inference_mode(buffer.is_inference()):
+        return torch.empty_like(buffer).copy_(value).requires_grad_(buffer.requires_grad)
 
 
 def _look(table: dict[str, Tensor | None]) -> list[_Seen]:

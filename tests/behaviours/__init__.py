@@ -12,6 +12,7 @@ THEMES = (
     "gradients",
     "modules",
     "layers",
+    "buffers",
     "graphs",
     "optimizers",
     "memory",

@@ -1,0 +1,216 @@
+"""Buffers: rank 0's count, whatever they are and whoever assigned them, and nothing else is written to."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .harness import DIM, Block, Case, Chain, Run, case
+
+
+class Synchronized(Case):
+    """After a backward all ranks have rank 0's buffers, and see them."""
+
+    pitfalls = (39,)
+
+    def between(self, run: Run) -> None:
+        for buffer in list(run.model.buffers()):
+            if run.is_reference:
+                value = buffer.detach().resolve_conj().clone().contiguous()
+                dist.broadcast(value, 0)
+                with torch.inference_mode():
+                    buffer.copy_(value)
+            run.log(buffer.detach().clone())
+
+
+class OfBlocks(Synchronized):
+    """Three blocks of the class `Kept`."""
+
+    def model(self):
+        return Chain(*(self.Kept() for _ in range(3)))
+
+
+class Statistic(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+
+# ---- assigned --------------------------------------------------------------------------------
+
+
+class Remembering(nn.Linear):
+    """A layer that keeps its last output."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.register_buffer("last", torch.zeros(4, DIM), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.last = y.detach()
+        return y
+
+
+@case
+class BufferThatIsAnOutput(Case):
+    """A buffer is assigned `output.detach()`: the outputs that a rank keeps stay its own"""
+
+    pitfalls = (39,)
+
+    def model(self):
+        model = Chain()
+        model.head = Remembering()
+        return model
+
+    def train(self, run):
+        kept = []
+
+        def loss(model, step):
+            kept.append(model(self.batch(step, run.rank)))
+            return kept[-1].square().mean()
+
+        for step in range(self.steps):
+            run.train_step(lambda model, step=step: loss(model, step))
+        run.log(*kept)
+
+
+@case
+class BufferThatIsTheBatch(Case):
+    """A buffer is assigned the batch, whose memory is the data set's: the data stay a rank's own"""
+
+    pitfalls = (39,)
+
+    class Kept(nn.Linear):
+        def __init__(self):
+            super().__init__(DIM, DIM)
+            self.register_buffer("last", torch.zeros(4, DIM), persistent=False)
+
+        def forward(self, x):
+            self.last = x
+            return super().forward(x)
+
+    def model(self):
+        model = Chain()
+        model.stem = self.Kept()
+        return model
+
+    def train(self, run):
+        data = [self.batch(step, run.rank) for step in range(2)]
+        for step in range(4):
+            run.train_step(lambda model, step=step: self.loss(model, data[step % 2]))
+        run.log(*data)
+
+
+class Scaled(OfBlocks):
+    class Kept(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            self.scale = self.scale * 0.9 + x.detach().abs().mean() * 0.1
+            return super().forward(x / self.scale)
+
+
+@case
+class BufferAssignedTwoBackwards(Scaled):
+    """A buffer assigned in forward, which autograd saves, and two backwards of one output"""
+
+    def train(self, run):
+        for step in range(self.steps):
+            self.clear(run)
+            (output,) = run.step(lambda model, step=step: [model(self.batch(step, run.rank))])
+            losses = output.square().mean(), output.mean()
+            for loss in losses:
+                with run.backward():
+                    loss.backward(retain_graph=True)
+            run.log(*losses)
+            self.between(run)
+            run.optimizer.step()
+
+
+@case
+class BufferAssignedTwoForwards(Scaled):
+    """A buffer assigned in forward, which autograd saves: the forwards of two micro-batches, then their backwards"""
+
+    def train(self, run):
+        for step in range(self.steps):
+            self.clear(run)
+            batches = [self.batch(2 * step + micro, run.rank) for micro in range(2)]
+            losses = [run.step(lambda model, batch=batch: self.loss(model, batch)) for batch in batches]
+            for loss in losses:
+                with run.backward():
+                    loss.backward()
+            run.log(*losses)
+            self.between(run)
+            run.optimizer.step()
+
+
+@case
+class BufferAssignedAndShared(OfBlocks):
+    """One tensor assigned to a buffer of several modules, of which one writes it in place"""
+
+    class Kept(Statistic):
+        def forward(self, x):
+            return super().forward(x) + self.mean.clone()
+
+    def loss(self, model, batch):
+        mean = model.blocks[0].mean + batch.mean(0)
+        for block in model.blocks:
+            block.mean = mean
+        loss = super().loss(model, batch)
+        model.blocks[1].mean *= 0.5
+        return loss
+
+    def between(self, run):
+        mean = run.model.blocks[0].mean
+        if run.is_reference:
+            dist.broadcast(mean, 0)
+        run.log(mean.clone(), all(block.mean is mean for block in run.model.blocks))
+
+
+# ---- of another make -------------------------------------------------------------------------
+
+
+@case
+class BufferExpanded(OfBlocks):
+    """A buffer that is `expand()` of another, which forward writes to"""
+
+    class Kept(Statistic):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rows", self.mean.expand(4, DIM))
+
+        def forward(self, x):
+            self.mean += x.detach().mean(0)
+            return super().forward(x) + self.rows.clone() * 0.1
+
+    def between(self, run):
+        for block in run.model.blocks:
+            if run.is_reference:
+                dist.broadcast(block.mean, 0)
+            run.log(block.mean.clone(), block.rows.clone())
+
+
+@case
+class BufferConjugated(Synchronized):
+    """A buffer that is `conj()` or `imag` of one"""
+
+    def model(self):
+        model = Chain()
+        model.register_buffer("conjugated", torch.randn(4, dtype=torch.complex64).conj())
+        model.register_buffer("negated", torch.randn(4, dtype=torch.complex64).conj().imag)
+        return model
+
+    def loss(self, model, batch):
+        model.conjugated += batch.mean()
+        model.negated += batch.mean()
+        return super().loss(model, batch) + model.conjugated.abs().sum() + model.negated.sum()
+
+    def between(self, run):
+        for buffer in run.model.buffers():
+            if run.is_reference:
+                value = buffer.resolve_conj().resolve_neg().clone()
+                dist.broadcast(value, 0)
+                buffer.copy_(value)
+            run.log(buffer.resolve_conj().resolve_neg().clone())
