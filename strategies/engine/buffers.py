@@ -12,6 +12,7 @@ from ..residency.home import ResidencyError
 from ..residency.past_python import is_gathered, note_uncounted
 
 _Seen = tuple[str, Tensor, int, torch.Size, torch.dtype]  # a buffer's name, itself, the number of writes to it
+_UNCOUNTED = -1  # of what was made under inference_mode: it may have been written any number of times
 
 
 class Buffers:
@@ -164,13 +165,13 @@ def _like(buffer: Tensor, value: Tensor) -> Tensor:
 
 def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
     # The tensors themselves: a number or an address would soon be another one's.
-    return [(n, b, 0 if b.is_inference() else b._version, b.shape, b.dtype) for n, b in table.items() if b is not None]
+    return [(n, b, _UNCOUNTED if b.is_inference() else b._version, b.shape, b.dtype) for n, b in table.items() if b is not None]
 
 
 def _difference(now: list[_Seen], before: list[_Seen]) -> int:
     if [(name, *kind) for name, _, _, *kind in now] != [(name, *kind) for name, _, _, *kind in before]:
         return 2
-    return int(any(a[1] is not b[1] or a[2] != b[2] for a, b in zip(now, before, strict=True)))
+    return int(any(a[1] is not b[1] or a[2] != b[2] or a[2] == _UNCOUNTED for a, b in zip(now, before, strict=True)))
 
 
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:

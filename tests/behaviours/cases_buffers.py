@@ -214,3 +214,28 @@ class BufferConjugated(Synchronized):
                 dist.broadcast(value, 0)
                 buffer.copy_(value)
             run.log(buffer.resolve_conj().resolve_neg().clone())
+
+
+# ---- written unseen --------------------------------------------------------------------------
+
+
+@case
+class BufferAssignedInInferenceMode(OfBlocks):
+    """A buffer assigned in an evaluation under `inference_mode`, and written in place in the next ones"""
+
+    class Kept(Statistic):
+        def forward(self, x):
+            if self.mean.is_inference():
+                if not self.training:
+                    self.mean += x.mean(0)
+            elif not self.training:
+                self.mean = self.mean + x.mean(0)
+            return super().forward(x) + self.mean.clone() * 0.1
+
+    def train(self, run):
+        for step in range(4):
+            run.model.eval()
+            with torch.inference_mode():
+                run.step(lambda model, step=step: model(self.batch(50 + step, run.rank)))
+            run.model.train()
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
