@@ -38,32 +38,58 @@ class Buffers:
                         self.differing.append(f"{prefix}.{name}".lstrip("."))
                         _write(local, agreed)
                 module._buffers[name] = moved[buffer]
-        owned = [(name, m) for name, m in model.named_modules() if any(b is not None for b in m._buffers.values())]
-        self._prefixes, owners = [f"{name}.".lstrip(".") for name, _ in owned], [m for _, m in owned]
-        # A scripted module's table is not a dict, and gives other tensor objects at each look.
-        self._tables = [m._buffers if isinstance(m._buffers, dict) else dict(m._buffers.items()) for m in owners]
+        self._model = model
+        self._numbers: dict[str, int] = {}  # of modules with buffers, by prefix; all ranks have the same
+        self._tables: list[dict[str, Tensor | None]] = []
         # For each module, whether its buffers may be written so that torch does not count it: by `buffer.data`, in a script.
         # Then they are as changed from there on.
-        self._uncounted = bytearray(not isinstance(m._buffers, dict) for m in owners)
-        self._seen: list[list[_Seen]] = [[] for _ in self._tables]
+        self._uncounted = bytearray()
+        self._seen: list[list[_Seen]] = []
+        self._alike: list[list[str]] = []  # names of those that all ranks have in one shape
+        for name, module in model.named_modules():
+            if len(table := module._buffers):
+                # A scripted module's table is not a dict, and gives other tensor objects at each look.
+                self._add(f"{name}.".lstrip("."), table if isinstance(table, dict) else dict(table.items()))
+                self._uncounted[-1] = not isinstance(table, dict)
         for k in range(len(self._tables)):
             self._see(k)
-        self._alike = [[name for name, *_ in seen] for seen in self._seen]  # names of those that all ranks have in one shape
+            self._alike[k] = [name for name, *_ in self._seen[k]]
+        self.look_again()
+
+    def _add(self, prefix: str, table: dict[str, Tensor | None]) -> None:
+        self._numbers[prefix] = len(self._numbers)
+        self._tables.append(table)
+        self._uncounted.append(False)
+        self._seen.append([])
+        self._alike.append([])
+
+    def look_again(self) -> None:
+        """Modules came, went or have other names: local."""
+        self._others = list(self._unknown().values())
+
+    def _unknown(self) -> dict[str, dict[str, Tensor | None]]:
+        """The tables of the other modules, by prefix: empty until a buffer is registered."""
+        known = set(map(id, self._tables))
+        found = ((f"{name}.".lstrip("."), m._buffers) for name, m in self._model.named_modules())
+        return {prefix: table for prefix, table in found if isinstance(table, dict) and id(table) not in known}
 
     def changed(self) -> bytes:
-        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did."""
+        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did.
+
+        The last byte says whether there are modules with buffers that had none.
+        """
         looks = [_look(table) for table in self._tables]
         found = bytes(map(max, map(_difference, looks, self._seen), self._uncounted))
         for k in (k for k, flag in enumerate(found) if flag):
             self._require_own_memory(k, looks[k])
-        return found
+        return found + bytes([any(self._others)])
 
     def _require_own_memory(self, k: int, look: list[_Seen]) -> None:
         known = {id(buffer) for _, buffer, *_ in self._seen[k]}
         for name, buffer, *_ in look:
             if id(buffer) not in known and is_gathered(buffer):
                 raise ResidencyError(
-                    f"Buffer {(self._prefixes[k] + name)!r} was set to a view of a sharded parameter, whose memory will be "
+                    f"Buffer {([*self._numbers][k] + name)!r} was set to a view of a sharded parameter, whose memory will be "
                     "another unit's. Set it to a copy (`.clone()`)."
                 )
 
@@ -93,10 +119,12 @@ class Buffers:
             chosen: for each module what :meth:`changed` said on any rank; None takes all. Torch's own batch norm writes its
                 statistics unnoticed when it is called as a function, so what a rank saw change may not be everything.
         """
-        picked = [k for k in range(len(self._tables)) if chosen is None or chosen[k]]
+        picked = {k for k in range(len(self._tables)) if chosen is None or chosen[k]}
+        late = chosen is None or bool(chosen[-1])
+        compared, places = self._compare({k for k in picked if chosen is None or chosen[k] > 1}, late)
+        picked = sorted(picked | compared)
         if self._collectives.world_size > 1:
-            compared = self._compare([k for k in picked if chosen is None or chosen[k] > 1])
-            places = compared if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
+            places = places if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
             self._copy([b for b in (self._tables[k][name] for k, name in places) if b.numel()])
         for k in picked:
             self._see(k)
@@ -108,22 +136,41 @@ class Buffers:
             if id(buffer) not in known:
                 note_uncounted(buffer, self._uncounted, k)
 
-    def _compare(self, modules: list[int]) -> list[tuple[int, str]]:
-        """Note which buffers of ``modules`` all ranks have in one shape; collective if there are any.
+    def _compare(self, modules: set[int], late: bool) -> tuple[set[int], list[tuple[int, str]]]:
+        """Note which buffers of ``modules``, and of those that had none, all ranks have in one shape; collective if asked.
 
-        Returns these, but only one place of each that has several on every rank.
+        Returns the modules, and these buffers, but only one place of each that has several on every rank.
         """
-        if not modules:
-            return []
-        numbers: dict[int, int] = {}
-        looks = [_look(self._tables[k]) for k in modules]
-        mine = [{n: (tuple(s), d, numbers.setdefault(id(b), len(numbers))) for n, b, _, s, d in look} for look in looks]
+        if not modules and not late:
+            return set(), []
+        tables = {prefix: self._tables[k] for prefix, k in self._numbers.items() if k in modules}
+        if late:
+            tables |= {prefix: table for prefix, table in self._unknown().items() if table}
+        ids: dict[int, int] = {}
+        looks = [_look(table) for table in tables.values()]
+        mine = [{n: (tuple(s), d, ids.setdefault(id(b), len(ids))) for n, b, _, s, d in look} for look in looks]
+        first, *others = self._collectives.all_gather_object(dict(zip(tables, mine, strict=True)))
+        everywhere = [prefix for prefix in first if all(prefix in other for other in others)]
+        numbers = [self._number(prefix, tables[prefix]) for prefix in everywhere]
         places: dict[tuple[int, ...], tuple[int, str]] = {}
-        for k, first, *others in zip(modules, *self._collectives.all_gather_object(mine), strict=True):
-            self._alike[k] = [n for n in first if all(n in other and other[n][:2] == first[n][:2] for other in others)]
+        for k, prefix in zip(numbers, everywhere, strict=True):
+            found = first[prefix], *(other[prefix] for other in others)
+            self._alike[k] = [n for n in found[0] if all(n in each and each[n][:2] == found[0][n][:2] for each in found)]
             for name in self._alike[k]:
-                places.setdefault(tuple(found[name][2] for found in (first, *others)), (k, name))
-        return list(places.values())
+                places.setdefault(tuple(each[name][2] for each in found), (k, name))
+        if late:
+            self._others = [table for table in self._unknown().values() if not table]  # what only some ranks have is their own
+        return set(numbers), list(places.values())
+
+    def _number(self, prefix: str, table: dict[str, Tensor | None]) -> int:
+        """Of the module that has ``table``, which may be a new one, or in the place of another."""
+        if prefix not in self._numbers:
+            self._add(prefix, table)
+            self._require_own_memory(self._numbers[prefix], _look(table))
+        k = self._numbers[prefix]
+        if self._tables[k] is not table:
+            self._tables[k], self._seen[k], self._uncounted[k] = table, [], False
+        return k
 
     def _copy(self, tensors: list[Tensor]) -> None:
         """Of rank 0, to the other ranks."""

@@ -100,7 +100,7 @@ class Zero3Engine:
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
         self._last: list[tuple[dict[int, Any], int]] = []  # step pre-hooks that the user's come before
         self._handles += [handle for o in optimizers for handle in self.hook_step(o, self._before_step, self._after_step)]
-        self.structure = Structure(model)
+        self.structure = Structure(model, self.buffers.look_again)
 
     # ------------------------------------------------------------------------------------------------ set-up, the end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 from torch import nn
@@ -10,8 +11,9 @@ from torch import nn
 class Structure:
     """Remembers which objects a model consists of. A check compares identities only, and costs microseconds."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, changed: Callable[[], None] = lambda: None) -> None:
+        """``changed`` is called when a check finds other modules, or names."""
+        self.model, self._changed = model, changed
         self._look()
 
     def _look(self) -> None:
@@ -34,6 +36,7 @@ class Structure:
                     "strategy shards the model: create or replace them in `__init__`, `configure_model` or `setup`."
                 )
         self._look()  # only names changed (pruning does that), or modules without parameters: nothing that is sharded
+        self._changed()
 
     def _find_names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}

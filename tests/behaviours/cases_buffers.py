@@ -169,6 +169,69 @@ class BufferAssignedAndShared(OfBlocks):
         run.log(mean.clone(), all(block.mean is mean for block in run.model.blocks))
 
 
+# ---- registered late -------------------------------------------------------------------------
+
+
+@case
+class BufferOfNone(OfBlocks):
+    """A buffer registered as None, and assigned in the first forward"""
+
+    class Kept(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            mean = x.detach().mean(0)
+            self.mean = mean if self.mean is None else self.mean * 0.9 + mean
+            return super().forward(x) + self.mean * 0.1
+
+
+@case
+class BufferRegisteredInForward(OfBlocks):
+    """A buffer registered in the first forward, and written in place"""
+
+    class Kept(Block):
+        def forward(self, x):
+            if not hasattr(self, "mean"):
+                self.register_buffer("mean", torch.zeros(DIM))
+            self.mean += x.detach().mean(0)
+            return super().forward(x) + self.mean * 0.1
+
+
+@case
+class BufferRegisteredOnOneRank(OfBlocks):
+    """A buffer that one rank registers a step before the others: each rank's own until all have it"""
+
+    class Kept(BufferRegisteredInForward.Kept):
+        steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            if dist.get_rank() == 0 and self.steps == 1:
+                return Block.forward(self, x)
+            return super().forward(x)
+
+    def between(self, run):
+        if run.model.blocks[0].steps > 1:
+            super().between(run)
+
+
+@case
+class BuffersOfALateModule(Synchronized):
+    """A batch norm without parameters that is added to the model between steps, and later replaced"""
+
+    def train(self, run):
+        def loss(model, step):
+            y = model(self.batch(step, run.rank))
+            return (model.norm(y) if step else y).abs().mean()
+
+        for step in range(4):
+            if step in (1, 3):
+                run.model.norm = nn.BatchNorm1d(DIM, affine=False)
+            run.train_step(lambda model, step=step: loss(model, step))
+
+
 # ---- of another make -------------------------------------------------------------------------
 
 
