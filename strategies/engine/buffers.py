@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,7 +12,8 @@ from ..collectives import LocalCollectives
 from ..residency.home import ResidencyError
 from ..residency.past_python import is_gathered, note_uncounted
 
-_Seen = tuple[str, Tensor, int, torch.Size, torch.dtype]  # a buffer's name, itself, the number of writes to it
+# A buffer's name, itself, the number of writes to it, its shape (if it is not dense, what tells that it changed), its dtype.
+_Seen = tuple[str, Tensor, int, tuple[int, ...], torch.dtype]
 _UNCOUNTED = -1  # of what was made under inference_mode: it may have been written any number of times
 
 
@@ -32,11 +34,7 @@ class Buffers:
                 if buffer is None:
                     continue
                 if buffer not in moved:
-                    local = moved[buffer] = buffer.to(device)
-                    agreed = collectives.broadcast(_plain(local).clone())
-                    if collectives.global_rank and not torch.allclose(local, agreed, rtol=0, atol=0, equal_nan=True):
-                        self.differing.append(f"{prefix}.{name}".lstrip("."))
-                        _write(local, agreed)
+                    moved[buffer] = self._placed(f"{prefix}.{name}".lstrip("."), buffer.to(device))
                 module._buffers[name] = moved[buffer]
         self._model = model
         self._numbers: dict[str, int] = {}  # of modules with buffers, by prefix; all ranks have the same
@@ -55,6 +53,16 @@ class Buffers:
             self._see(k)
             self._alike[k] = [name for name, *_ in self._seen[k]]
         self.look_again()
+
+    def _placed(self, name: str, buffer: Tensor) -> Tensor:
+        if not _is_dense(buffer):
+            _require_same(name, self._collectives.all_gather_object(_digest(buffer)))
+            return buffer
+        agreed = self._collectives.broadcast(_plain(buffer).clone())
+        if self._collectives.global_rank and not torch.allclose(buffer, agreed, rtol=0, atol=0, equal_nan=True):
+            self.differing.append(name)
+            _write(buffer, agreed)
+        return buffer
 
     def _add(self, prefix: str, table: dict[str, Tensor | None]) -> None:
         self._numbers[prefix] = len(self._numbers)
@@ -100,7 +108,8 @@ class Buffers:
     def keep(self) -> Callable[[], None]:
         """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
         tables = [(table, {name: b for name, b in table.items() if b is not None}) for table in self._tables]
-        copies = {b: b.detach().to("cpu", copy=True) for _, kept in tables for b in kept.values() if not b.is_inference()}
+        written = (b for _, kept in tables for b in kept.values() if _is_dense(b) and not b.is_inference())
+        copies = {b: b.detach().to("cpu", copy=True) for b in written}
 
         def put_back() -> None:
             for table, kept in tables:
@@ -148,14 +157,20 @@ class Buffers:
             tables |= {prefix: table for prefix, table in self._unknown().items() if table}
         ids: dict[int, int] = {}
         looks = [_look(table) for table in tables.values()]
-        mine = [{n: (tuple(s), d, ids.setdefault(id(b), len(ids))) for n, b, _, s, d in look} for look in looks]
+        mine = [
+            {n: (tuple(s) if _is_dense(b) else _digest(b), d, ids.setdefault(id(b), len(ids))) for n, b, _, s, d in look}
+            for look in looks
+        ]
         first, *others = self._collectives.all_gather_object(dict(zip(tables, mine, strict=True)))
         everywhere = [prefix for prefix in first if all(prefix in other for other in others)]
         numbers = [self._number(prefix, tables[prefix]) for prefix in everywhere]
         places: dict[tuple[int, ...], tuple[int, str]] = {}
         for k, prefix in zip(numbers, everywhere, strict=True):
             found = first[prefix], *(other[prefix] for other in others)
-            self._alike[k] = [n for n in found[0] if all(n in each and each[n][:2] == found[0][n][:2] for each in found)]
+            for name in found[0]:
+                _require_same(prefix + name, [each[name][0] for each in found if name in each])
+            alike = [n for n in found[0] if all(n in each and each[n][:2] == found[0][n][:2] for each in found)]
+            self._alike[k] = [n for n in alike if isinstance(found[0][n][0], tuple)]
             for name in self._alike[k]:
                 places.setdefault(tuple(each[name][2] for each in found), (k, name))
         if late:
@@ -210,9 +225,38 @@ def _like(buffer: Tensor, value: Tensor) -> Tensor:
         return torch.empty_like(buffer).copy_(value).requires_grad_(buffer.requires_grad)
 
 
+def _is_dense(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_nested
+
+
+def _digest(buffer: Tensor) -> str:
+    """Of what a buffer that is not dense holds."""
+    if buffer.is_quantized:
+        parts = (buffer.dequantize(),)
+    elif buffer.is_nested:
+        parts = buffer.detach().unbind()
+    else:
+        coordinates = buffer.detach().to_sparse_coo().coalesce()
+        parts = coordinates.indices(), coordinates.values()
+    found = hashlib.sha256(f"{buffer.layout} {buffer.dtype} {[part.shape for part in parts]}".encode())
+    for part in parts:
+        found.update(_plain(part).cpu().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _require_same(name: str, kinds: Sequence[object]) -> None:
+    """``kinds``: of all ranks, shapes or digests."""
+    if any(isinstance(kind, str) for kind in kinds) and len(set(kinds)) > 1:
+        raise ValueError(
+            f"Buffer {name!r} is sparse, nested or quantized, and not the same on all ranks: only dense buffers are copied "
+            "from rank 0. Give all ranks the same one, make it dense, or keep it in an attribute that is no buffer."
+        )
+
+
 def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
     # The tensors themselves: a number or an address would soon be another one's.
-    return [(n, b, _UNCOUNTED if b.is_inference() else b._version, b.shape, b.dtype) for n, b in table.items() if b is not None]
+    held = [(name, b, _UNCOUNTED if b.is_inference() else b._version) for name, b in table.items() if b is not None]
+    return [(name, b, writes, b.shape if _is_dense(b) else (id(b), writes), b.dtype) for name, b, writes in held]
 
 
 def _difference(now: list[_Seen], before: list[_Seen]) -> int:

@@ -279,6 +279,81 @@ class BufferConjugated(Synchronized):
             run.log(buffer.resolve_conj().resolve_neg().clone())
 
 
+class OfGraph(Case):
+    """A model whose loss multiplies the batch by a buffer."""
+
+    pitfalls = (37, 39)
+
+    def model(self):
+        model = Chain()
+        model.register_buffer("graph", self.graph(torch.tril(torch.ones(4, 4))))
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, model.graph @ batch)
+
+
+@case
+class BufferSparse(OfGraph):
+    """A buffer that is sparse (COO), the same on every rank"""
+
+    def graph(self, dense):
+        return dense.to_sparse()
+
+
+@case
+class BufferSparseRows(OfGraph):
+    """A buffer that is sparse (CSR), the same on every rank, and written alike in training"""
+
+    def graph(self, dense):
+        return dense.to_sparse_csr()
+
+    def between(self, run):
+        run.model.graph.values().mul_(0.5)
+
+
+@case
+class BufferSparseThatDiffers(OfGraph):
+    """A sparse buffer that is each rank's own from the start"""
+
+    refused = "'graph' is sparse, nested or quantized, and not the same on all ranks"
+
+    def graph(self, dense):
+        return (dense + dist.get_rank()).to_sparse()
+
+
+@case
+class BufferSparseThatChanges(OfGraph):
+    """A sparse buffer that each rank assigns anew from its own batch"""
+
+    refused = "'graph' is sparse, nested or quantized, and not the same on all ranks"
+
+    def graph(self, dense):
+        return dense.to_sparse()
+
+    def loss(self, model, batch):
+        model.graph = (batch @ batch.T).relu().to_sparse()
+        return super().loss(model, batch)
+
+
+@case
+class BuffersNestedAndQuantized(Case):
+    """Buffers that are nested or quantized, the same on every rank"""
+
+    pitfalls = (39,)
+
+    def model(self):
+        model = Chain()
+        rows = [torch.ones(2, DIM), torch.ones(3, DIM)]
+        model.register_buffer("rows", torch.nested.nested_tensor(rows, layout=torch.jagged))
+        model.register_buffer("levels", torch.quantize_per_tensor(torch.randn(DIM), 0.1, 0, torch.qint8))
+        return model
+
+    def loss(self, model, batch):
+        rows = torch.stack([row.sum(0) for row in model.rows.unbind()])
+        return super().loss(model, batch + model.levels.dequantize()) + model.stem(rows).square().mean()
+
+
 # ---- written unseen --------------------------------------------------------------------------
 
 
