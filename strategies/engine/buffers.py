@@ -45,10 +45,8 @@ class Buffers:
         self._seen: list[list[_Seen]] = []
         self._alike: list[list[str]] = []  # names of those that all ranks have in one shape
         for name, module in model.named_modules():
-            if len(table := module._buffers):
-                # A scripted module's table is not a dict, and gives other tensor objects at each look.
-                self._add(f"{name}.".lstrip("."), table if isinstance(table, dict) else dict(table.items()))
-                self._uncounted[-1] = not isinstance(table, dict)
+            if module._buffers:
+                self._add(f"{name}.".lstrip("."), module._buffers)
         for k in range(len(self._tables)):
             self._see(k)
             self._alike[k] = [name for name, *_ in self._seen[k]]
@@ -67,7 +65,7 @@ class Buffers:
     def _add(self, prefix: str, table: dict[str, Tensor | None]) -> None:
         self._numbers[prefix] = len(self._numbers)
         self._tables.append(table)
-        self._uncounted.append(False)
+        self._uncounted.append(_is_scripted(table))
         self._seen.append([])
         self._alike.append([])
 
@@ -79,7 +77,7 @@ class Buffers:
         """The tables of the other modules, by prefix: empty until a buffer is registered."""
         known = set(map(id, self._tables))
         found = ((f"{name}.".lstrip("."), m._buffers) for name, m in self._model.named_modules())
-        return {prefix: table for prefix, table in found if isinstance(table, dict) and id(table) not in known}
+        return {prefix: table for prefix, table in found if id(table) not in known}
 
     def changed(self) -> bytes:
         """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did.
@@ -113,7 +111,7 @@ class Buffers:
 
         def put_back() -> None:
             for table, kept in tables:
-                table.update(kept)
+                _put(table, kept)
             with torch.no_grad():
                 for b, copy in copies.items():
                     if not torch.equal(b.cpu(), copy):  # one that is expanded cannot be written
@@ -184,7 +182,7 @@ class Buffers:
             self._require_own_memory(self._numbers[prefix], _look(table))
         k = self._numbers[prefix]
         if self._tables[k] is not table:
-            self._tables[k], self._seen[k], self._uncounted[k] = table, [], False
+            self._tables[k], self._seen[k], self._uncounted[k] = table, [], _is_scripted(table)
         return k
 
     def _copy(self, tensors: list[Tensor]) -> None:
@@ -204,7 +202,16 @@ class Buffers:
             else:  # an activation, or the user's data, may be the same memory
                 assigned[b] = _like(b, value)
         for table in self._tables if assigned else ():
-            table.update({name: assigned[b] for name, b in table.items() if b in assigned})
+            _put(table, {name: assigned[b] for name, b in table.items() if b in assigned})
+
+
+def _is_scripted(table: dict[str, Tensor | None]) -> bool:
+    return not isinstance(table, dict)
+
+
+def _put(table: dict[str, Tensor | None], buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():  # a scripted module's table has no `update`
+        table[name] = buffer
 
 
 def _plain(buffer: Tensor) -> Tensor:

@@ -169,6 +169,31 @@ class BufferAssignedAndShared(OfBlocks):
         run.log(mean.clone(), all(block.mean is mean for block in run.model.blocks))
 
 
+class Smoothed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return x + self.mean
+
+
+@case
+class BufferAssignedByAScript(OfBlocks):
+    """A buffer that a scripted module assigns"""
+
+    timeout = 60.0
+
+    class Kept(Block):
+        def __init__(self):
+            super().__init__()
+            self.smoothed = torch.jit.script(Smoothed())
+
+        def forward(self, x):
+            return super().forward(self.smoothed(x))
+
+
 # ---- registered late -------------------------------------------------------------------------
 
 
