@@ -12,8 +12,9 @@ from ..collectives import LocalCollectives
 from ..residency.home import ResidencyError
 from ..residency.past_python import is_gathered, note_uncounted
 
-# A buffer's name, itself, the number of writes to it, its shape (if it is not dense, what tells that it changed), its dtype.
-_Seen = tuple[str, Tensor, int, tuple[int, ...], torch.dtype]
+# A buffer's name, itself, the number of writes to it and its address, its shape (if it is not dense, what tells that it
+# changed), its dtype.
+_Seen = tuple[str, Tensor, tuple[int, int], tuple[object, ...], torch.dtype]
 _UNCOUNTED = -1  # of what was made under inference_mode: it may have been written any number of times
 
 
@@ -193,13 +194,15 @@ class Buffers:
         packed = self._collectives.broadcast(torch.cat(parts))
         if not self._collectives.global_rank:
             return
-        own = {id(b) for seen in self._seen for _, b, *_ in seen}
+        own = {id(b): address for seen in self._seen for _, b, (_, address), *_ in seen}
         assigned: dict[Tensor, Tensor] = {}
         for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
             value = part.clone().view(b.dtype).view(b.shape)  # cloned: a view of a dtype must be aligned
-            if id(b) in own:
+            if own.get(id(b)) == b.data_ptr():
                 _write(b, value)
-            else:  # an activation, or the user's data, may be the same memory
+            elif id(b) in own:  # `buffer.data` was set: an activation, or the user's data, may be the same memory
+                b.data = _like(b, value)
+            else:  # the buffer itself was
                 assigned[b] = _like(b, value)
         for table in self._tables if assigned else ():
             _put(table, {name: assigned[b] for name, b in table.items() if b in assigned})
@@ -262,14 +265,19 @@ def _require_same(name: str, kinds: Sequence[object]) -> None:
 
 def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
     # The tensors themselves: a number or an address would soon be another one's.
-    held = [(name, b, _UNCOUNTED if b.is_inference() else b._version) for name, b in table.items() if b is not None]
-    return [(name, b, writes, b.shape if _is_dense(b) else (id(b), writes), b.dtype) for name, b, writes in held]
+    found: list[_Seen] = []
+    for name, b in table.items():
+        if b is not None:
+            dense = _is_dense(b)
+            writes = _UNCOUNTED if b.is_inference() else b._version, b.data_ptr() if dense else 0
+            found.append((name, b, writes, b.shape if dense else (id(b), writes), b.dtype))
+    return found
 
 
 def _difference(now: list[_Seen], before: list[_Seen]) -> int:
     if [(name, *kind) for name, _, _, *kind in now] != [(name, *kind) for name, _, _, *kind in before]:
         return 2
-    return int(any(a[1] is not b[1] or a[2] != b[2] or a[2] == _UNCOUNTED for a, b in zip(now, before, strict=True)))
+    return int(any(a[1] is not b[1] or a[2] != b[2] or a[2][0] == _UNCOUNTED for a, b in zip(now, before, strict=True)))
 
 
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:
