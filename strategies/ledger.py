@@ -20,7 +20,7 @@ def by_category(engine: Zero3Engine, optimizers: Sequence[Optimizer], module: nn
         "gradients": sum(group.grad_nbytes for group in engine.groups),
         "slots": engine.arena.memory.nbytes + engine.reducer.buffer.nbytes + engine.collectives.nbytes,
         "optimizer_state": sum(v.nbytes for v in states if isinstance(v, Tensor)),
-        "buffers": sum(b.nbytes for b in module.buffers()),
+        "buffers": sum(t.nbytes for b in module.buffers() for t in ((b._indices(), b._values()) if b.is_sparse else (b,))),
     }
 
 

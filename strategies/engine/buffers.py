@@ -31,6 +31,7 @@ class Buffers:
         moved: dict[Tensor, Tensor] = {}  # by the object, not by its id: one that dies here leaves that to a new buffer
         for prefix, module in model.named_modules():
             _materialize_buffers(prefix, module)
+            _require_dense_if_saved(prefix, module)
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
@@ -239,6 +240,15 @@ def _is_dense(buffer: Tensor) -> bool:
     return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_nested
 
 
+def _require_dense_if_saved(prefix: str, module: nn.Module) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not _is_dense(buffer) and name not in module._non_persistent_buffers_set:
+            raise ValueError(
+                f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} is sparse, nested or quantized, and checkpoints hold dense tensors "
+                "only. Register it with `persistent=False`, or make it dense."
+            )
+
+
 def _digest(buffer: Tensor) -> str:
     """Of what a buffer that is not dense holds."""
     if buffer.is_quantized:
@@ -266,11 +276,12 @@ def _require_same(name: str, kinds: Sequence[object]) -> None:
 def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
     # The tensors themselves: a number or an address would soon be another one's.
     found: list[_Seen] = []
-    for name, b in table.items():
-        if b is not None:
-            dense = _is_dense(b)
-            writes = _UNCOUNTED if b.is_inference() else b._version, b.data_ptr() if dense else 0
-            found.append((name, b, writes, b.shape if dense else (id(b), writes), b.dtype))
+    with torch._C.DisableTorchFunctionSubclass():  # else a view of a weight refuses its address
+        for name, b in table.items():
+            if b is not None:
+                dense = _is_dense(b)
+                writes = _UNCOUNTED if b.is_inference() else b._version, b.data_ptr() if dense else 0
+                found.append((name, b, writes, b.shape if dense else (id(b), writes), b.dtype))
     return found
 
 

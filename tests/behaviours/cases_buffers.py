@@ -334,7 +334,7 @@ class OfGraph(Case):
 
     def model(self):
         model = Chain()
-        model.register_buffer("graph", self.graph(torch.tril(torch.ones(4, 4))))
+        model.register_buffer("graph", self.graph(torch.tril(torch.ones(4, 4))), persistent=False)
         return model
 
     def loss(self, model, batch):
@@ -347,6 +347,19 @@ class BufferSparse(OfGraph):
 
     def graph(self, dense):
         return dense.to_sparse()
+
+
+@case
+class BufferSparseThatIsSaved(Case):
+    """A sparse buffer that checkpoints would hold"""
+
+    refused = refused_on_one = "'blocks.0.graph' is sparse.* checkpoints hold dense tensors only.*persistent=False"
+    pitfalls = (37, 39)
+
+    def model(self):
+        model = Chain()
+        model.blocks[0].register_buffer("graph", torch.eye(4).to_sparse())
+        return model
 
 
 @case
@@ -393,8 +406,9 @@ class BuffersNestedAndQuantized(Case):
     def model(self):
         model = Chain()
         rows = [torch.ones(2, DIM), torch.ones(3, DIM)]
-        model.register_buffer("rows", torch.nested.nested_tensor(rows, layout=torch.jagged))
-        model.register_buffer("levels", torch.quantize_per_tensor(torch.randn(DIM), 0.1, 0, torch.qint8))
+        model.register_buffer("rows", torch.nested.nested_tensor(rows, layout=torch.jagged), persistent=False)
+        levels = torch.quantize_per_tensor(torch.randn(DIM), 0.1, 0, torch.qint8)
+        model.register_buffer("levels", levels, persistent=False)
         return model
 
     def loss(self, model, batch):
