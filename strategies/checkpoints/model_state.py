@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup
+from .errors import CheckpointError, describe, together
 from .slices import Flats, SavedTensor, places
 
 if TYPE_CHECKING:
@@ -81,3 +82,50 @@ def load_state_dict(
         source.read(list({id(targets[k]): (value, targets[k]) for k, value in saved.items()}.values()))
         engine.weights_changed()
     return keys["Missing"], keys["Unexpected"]
+
+
+def load_module(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
+) -> tuple[list[str], list[str]]:
+    """Load weights as other strategies do, by ``module.load_state_dict``; collective.
+
+    What a directory has of parameters is read one by one, as the module copies them.
+
+    Args:
+        module: has memory, or other shards than this strategy's.
+        state: see :func:`load_state_dict`.
+        strict: see there.
+        source: see there.
+
+    Returns:
+        see there, as far as the module says.
+
+    Raises:
+        RuntimeError: keys with ``strict``, or shapes, do not fit.
+        CheckpointError: on all ranks, if one could not read.
+    """
+    error, found = None, None
+    state = _read_whole(state, {name for name, _ in module.named_parameters(remove_duplicate=False)}, source)
+    try:
+        found = module.load_state_dict(state, strict=strict)
+    except Exception as raised:
+        error = raised
+    told = together("Loading weights", lambda: describe(error))
+    if error is not None and told.count(told[0]) == len(told):  # about what all ranks have alike
+        raise error
+    for rank, what in enumerate(told):
+        if what is not None:
+            raise CheckpointError(f"Loading weights failed on rank {rank}: {what}") from error
+    return getattr(found, "missing_keys", []), getattr(found, "unexpected_keys", [])
+
+
+def _read_whole(state: Mapping[str, Any], but: Container[str], source: ShardedCheckpoint | None) -> Mapping[str, Any]:
+    """``state`` with the values of saved tensors, which modules may keep, ``but`` of some; collective."""
+    saved = {key: value for key, value in state.items() if isinstance(value, SavedTensor) and key not in but}
+    if not saved:
+        return state
+    if source is None:
+        return {**state, **{key: value.read() for key, value in saved.items()}}
+    whole = {key: torch.empty(value.size(), dtype=value.dtype, device="cpu") for key, value in saved.items()}
+    source.read([(value, whole[key]) for key, value in saved.items()])
+    return {**state, **whole}

@@ -22,16 +22,17 @@ from typing_extensions import override
 from ..data import DataHooks
 from ..engine import Zero3Engine
 from ..processes import ProcessStrategy
+from ..residency.home import home_of
 from . import full
 from .background import BackgroundSave
 from .errors import CheckpointError, together
-from .gather import gather, gather_on_rank_zero
+from .gather import gather_on_rank_zero
 from .gradients import load_gradients, sliced_gradients
-from .model_state import load_state_dict, own_values, sliced_state_dict
+from .model_state import load_module, load_state_dict, own_values, sliced_state_dict
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
-from .slices import Flats, SlicedTensor
-from .storage import Choice, choose, commit, make_folder, point, retire
+from .slices import Flats
+from .storage import Choice, choose, point, retire
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .sharded import ShardedCheckpoint
@@ -56,8 +57,7 @@ class CheckpointStrategy(ProcessStrategy):
     _gradients: Mapping[str, Tensor] | None = None  # loaded, of an accumulation window that goes on
     _background: BackgroundSave | None = None  # while the model is trained
     _source: ShardedCheckpoint | None = None  # where a loaded checkpoint's tensors are still to be read
-    _set_up = False  # the model is sharded for the run that goes on
-    _group: dist.ProcessGroup | None = None  # of all ranks, when that was done
+    _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _weights: tuple[Mapping[str, Any], bool] | None = None  # state dict to load once the model is sharded, and if strictly
 
     def _follow_groups(self) -> None:
@@ -231,7 +231,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        self._set_up = False
+        self._weights = None
         try:
             self.finish_saving()  # one of a run that a tuner ended
         finally:
@@ -303,21 +303,33 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Each rank reads its part: now if this run has sharded the model already, else when it does."""
-        self._weights = checkpoint["state_dict"], strict
-        if self._set_up:
-            self._load_weights()
+        """Load now: callbacks, which are next, and `configure_optimizers` may read the weights or replace them.
+
+        Each rank reads its part where this strategy's engine still has the parameters, all of any other module, and of one on
+        the meta device its part, as soon as that is sharded.
+        """
+        module, weights = self.lightning_module, (checkpoint["state_dict"], strict)
+        assert module is not None
+        if self.engine is not None and all(home_of(p) is self.engine.access for p in module.parameters()):
+            self._tell(load_state_dict(self.engine, module, *weights, self._source))
+        elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            self._weights = weights
+        else:
+            self.precision_plugin.convert_module(module)  # what is loaded may have more digits
+            self._tell(load_module(module, *weights, self._source))
 
     def _load_weights(self) -> None:
+        """To be called when a run has sharded the model."""
         assert self.engine is not None and self.lightning_module is not None
-        if not self._set_up and self.engine.collectives.world_size > 1:  # one rank's would be in the way of a fork
+        if self.engine.collectives.world_size > 1:  # one rank's would be in the way of a fork
             self._group = dist.group.WORLD
-        self._set_up = True
         if self._weights is not None:
-            (state, strict), self._weights = self._weights, None
-            missing, unexpected = load_state_dict(self.engine, self.lightning_module, state, strict, self._source)
-            if missing or unexpected:
-                rank_zero_warn(f"The checkpoint has no {missing}; the model has no {unexpected}. `strict_loading` is off.")
+            weights, self._weights = self._weights, None
+            self._tell(load_state_dict(self.engine, self.lightning_module, *weights, self._source))
+
+    def _tell(self, keys: tuple[list[str], list[str]]) -> None:
+        if any(keys):
+            rank_zero_warn(f"The checkpoint has no {keys[0]}; the model has no {keys[1]}. `strict_loading` is off.")
 
     # ------------------------------------------------------------------------------------------------ weights alone
 
@@ -355,25 +367,10 @@ class CheckpointStrategy(ProcessStrategy):
             key_mapping: regular expressions in the model's keys -> what ``re.sub`` puts in their place, in order.
             max_file_bytes: of a file, which is also what rank 0 holds in memory.
         """
-        from .weights import SafetensorsWriter, renamed
+        from .weights import renamed, save_weights
 
         self._require_group(f"Saving {folder}")
-        path, state = Path(folder), renamed(self.lightning_module_state_dict(), key_mapping)
-        keys: dict[int, list[str]] = {}
-        for key, value in state.items():
-            keys.setdefault(id(value), []).append(key)
-        made = together(f"Saving {path}", lambda: make_folder(path) if self.is_global_zero else None)
-        writer = SafetensorsWriter(made[0], max_file_bytes)
-        gather(state, self.global_rank, lambda tensor, whole: [writer.add(key, whole) for key in keys[id(tensor)]])
-
-        def finish() -> None:
-            for key, value in state.items():
-                if isinstance(value, Tensor) and not isinstance(value, SlicedTensor):
-                    writer.add(key, value)
-            writer.finish()
-            commit(made[0], path)
-
-        together(f"Saving {path}", finish if self.is_global_zero else _nothing)
+        save_weights(renamed(self.lightning_module_state_dict(), key_mapping), Path(folder), max_file_bytes, self.global_rank)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -389,10 +386,6 @@ class CheckpointStrategy(ProcessStrategy):
                 rank_zero_warn(told)
         if self._source is not None:
             self._source.read(reads)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_remote(path: _PATH) -> bool:

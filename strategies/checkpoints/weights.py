@@ -14,7 +14,9 @@ from torch import Tensor
 
 from . import full
 from .errors import CheckpointError, together
-from .slices import SavedTensor
+from .gather import gather
+from .slices import SavedTensor, SlicedTensor
+from .storage import commit, make_folder
 
 if TYPE_CHECKING:
     from .sharded import ShardedCheckpoint
@@ -148,3 +150,32 @@ class SafetensorsWriter:
         save_file(self._held, self._folder / f"part-{len(self._files)}", metadata={"format": "pt"})
         self._files.append(list(self._held))
         self._held = {}
+
+
+def save_weights(state: Mapping[str, Any], path: Path, max_file_bytes: int, rank: int) -> None:
+    """Write a state dict as safetensors files with an index; collective.
+
+    Args:
+        state: with the same :class:`~.slices.SlicedTensor` on all ranks.
+        path: of the folder; what is there is replaced when all is written.
+        max_file_bytes: of a file.
+        rank: this one. Rank 0 writes.
+
+    Raises:
+        CheckpointError: on all ranks; what was at ``path`` is still there.
+    """
+    keys: dict[int, list[str]] = {}
+    for key, value in state.items():
+        keys.setdefault(id(value), []).append(key)
+    made = together(f"Saving {path}", lambda: make_folder(path) if rank == 0 else None)
+    writer = SafetensorsWriter(made[0], max_file_bytes)
+    gather(state, rank, lambda tensor, whole: [writer.add(key, whole) for key in keys[id(tensor)]])
+
+    def finish() -> None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, SlicedTensor):
+                writer.add(key, value)
+        writer.finish()
+        commit(made[0], path)
+
+    together(f"Saving {path}", finish if rank == 0 else lambda: None)
