@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup
 from .errors import CheckpointError, describe, together
-from .slices import Flats, SavedTensor, places
+from .slices import Flats, SavedTensor, SlicedTensor, places
 
 if TYPE_CHECKING:
     from .sharded import ShardedCheckpoint
@@ -49,7 +49,9 @@ def sliced_state_dict(engine: Zero3Engine, module: nn.Module, flats: Flats = own
 def load_state_dict(
     engine: Zero3Engine, module: nn.Module, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
 ) -> tuple[list[str], list[str]]:
-    """Load weights into the shards; of saved tensors every rank reads what it holds. Collective.
+    """Load weights into the shards; of saved parameters every rank reads what it holds. Collective.
+
+    All else is the module's own to load: it may keep what it likes, in other shapes too.
 
     Args:
         engine: holds the parameters.
@@ -62,9 +64,11 @@ def load_state_dict(
         keys that were missing in ``state``, and keys that the model does not have.
 
     Raises:
-        RuntimeError: keys with ``strict``, or shapes, do not fit; nothing was changed then.
+        RuntimeError: keys with ``strict``, or shapes of parameters, do not fit; nothing was changed then. Or the module refuses
+            what is no parameter.
     """
     targets = sliced_state_dict(engine, module)
+    sharded = {key for key, value in targets.items() if isinstance(value, SlicedTensor)}
     keys = {"Missing": [k for k in targets if k not in state], "Unexpected": [k for k in state if k not in targets]}
     told = [
         f"{what} key(s) in state_dict: " + ", ".join(f'"{k}"' for k in found) + ". " for what, found in keys.items() if found
@@ -72,12 +76,13 @@ def load_state_dict(
     wrong = [
         f"size mismatch for {k}: the checkpoint has {tuple(value.shape)}, the model {tuple(targets[k].shape)}."
         for k, value in state.items()
-        if isinstance(value, Tensor) and isinstance(targets.get(k), Tensor) and value.shape != targets[k].shape
+        if isinstance(value, Tensor) and k in sharded and value.shape != targets[k].shape
     ]
     if wrong or (strict and told):
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join([*told, *wrong]))
-    saved = {k: v for k, v in state.items() if isinstance(v, SavedTensor) and k in targets} if source is not None else {}
-    module.load_state_dict({k: v for k, v in state.items() if k in targets and k not in saved}, strict=False)
+    saved = {k: v for k, v in state.items() if isinstance(v, SavedTensor) and k in sharded} if source is not None else {}
+    rest = {k: v for k, v in state.items() if k in targets and k not in saved}
+    module.load_state_dict(_read_whole(rest, sharded, source), strict=False)
     if source is not None:
         source.read(list({id(targets[k]): (value, targets[k]) for k, value in saved.items()}.values()))
         engine.weights_changed()

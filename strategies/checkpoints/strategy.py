@@ -348,7 +348,7 @@ class CheckpointStrategy(ProcessStrategy):
 
         Raises:
             CheckpointError: on all ranks, if it cannot be read.
-            RuntimeError: keys with ``strict``, or shapes, do not fit; nothing was changed then.
+            RuntimeError: keys with ``strict``, or shapes of parameters, do not fit; nothing was changed then.
         """
         if self.engine is None or self.lightning_module is None:
             raise RuntimeError("`load_weights` needs the sharded model: call it in `on_fit_start` or later.")

@@ -1,9 +1,13 @@
 """What runs beside the loading of weights: callbacks, hooks of modules, states that are no parameters."""
 
+import copy
+
 import pytest
 import torch
 from checkpoints.runs import Shuffled, full_weights
 from lightning.pytorch import Callback
+from torch import nn
+from torchmetrics.classification import BinaryConfusionMatrix
 
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
@@ -106,7 +110,7 @@ def meta(rank, world_size, folder):
     again = runner(world_size, "sharded")
     again.fit(module, ckpt_path=f"{folder}/a.ckpt")
     assert_same_tensors(full_weights(again), full_weights(first))
-    module.net.append(torch.nn.Linear(1, 1))
+    module.net.append(nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "net.6.weight", "net.6.bias"'):
         runner(world_size, "sharded").fit(module, ckpt_path=f"{folder}/a.ckpt")
     return True
@@ -136,3 +140,76 @@ def unreadable(rank, world_size, folder):
 
 def test_all_ranks_fail_where_one_cannot_read(tmp_path):
     assert run_ranks(unreadable, 2, str(tmp_path)) == [True, True]
+
+
+class Counter(nn.Module):
+    """Saves what is no parameter and no buffer, and takes a buffer of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.values = 0, torch.zeros(3)
+        self.register_buffer("rows", torch.zeros(0, 3))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {prefix + "values": self.values.clone(), prefix + "count": torch.tensor(self.count)}
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.values, self.count = state_dict.pop(prefix + "values").clone(), int(state_dict.pop(prefix + "count"))
+        self.rows = torch.zeros_like(state_dict[prefix + "rows"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Kept(Shuffled):
+    def __init__(self):
+        super().__init__()
+        self.counter, self.matrix = Counter(), BinaryConfusionMatrix()
+        self.matrix.persistent(True)
+        self.register_buffer("old", torch.zeros(2))
+        self._register_state_dict_hook(lambda module, state, prefix, _: state.update(new=state.pop("old") + 0))
+        self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(old=state.pop("new")))
+
+    def training_step(self, batch, batch_idx):
+        self.counter.count += 1
+        self.counter.values += 1
+        self.counter.rows = torch.cat([self.counter.rows, torch.ones(1, 3)])
+        self.old += 1
+        self.matrix.update(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]))
+        return super().training_step(batch, batch_idx)
+
+    @property
+    def kept(self):
+        return self.counter.count, self.counter.values, self.counter.rows, self.old, self.matrix.confmat
+
+
+def keep(rank, world_size, folder, kind):
+    path, module = f"{folder}/a.ckpt", Kept()
+    first = runner(world_size, kind)
+    first.fit(module)
+    first.save_checkpoint(path)
+    found = {"saved": copy.deepcopy(module.kept)}
+    new = Kept()
+    runner(world_size, kind).fit(new, ckpt_path=path)
+    found["new model"] = new.kept
+    with torch.device("meta"):
+        new = Kept()
+    new.counter, new.matrix, new.old = Counter(), Kept().matrix, torch.zeros(2)
+    runner(world_size, kind).fit(new, ckpt_path=path)
+    found["on meta"] = new.kept
+    first.fit_loop.max_epochs = 2
+    first.fit(module)
+    assert module.counter.count == 2 * found["saved"][0]
+    first.fit_loop.max_epochs = 1
+    first.fit(module, ckpt_path=path)
+    return {**found, "same trainer": module.kept}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_load_what_is_no_parameter(world_size, kind, tmp_path):
+    for found in run_ranks(keep, world_size, str(tmp_path), kind, timeout=100):
+        steps, *saved = found.pop("saved")
+        assert steps == saved[1].size(0) > 1
+        for name, (count, *tensors) in found.items():
+            assert count == steps, name
+            assert all(torch.equal(a, b) for a, b in zip(tensors, saved, strict=True)), name
