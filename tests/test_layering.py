@@ -91,7 +91,7 @@ LAYERS = [
     (["strategies/device_waits", "strategies/finite", "strategies/optimizers", "strategies/substitution"], TORCH),
     (["strategies/checkpoints/archive"], NOTHING),
     (["strategies/checkpoints/boxes", "strategies/checkpoints/manifest", "strategies/checkpoints/options"], NOTHING),
-    (["strategies/checkpoints/errors"], TORCH),
+    (["strategies/checkpoints/errors", "strategies/checkpoints/optimizer_hooks"], TORCH),
     (["strategies/checkpoints/storage"], NOTHING),
     (["strategies/checkpoints/slices"], TORCH),
     (["strategies/checkpoints/gather", "strategies/checkpoints/gradients"], TORCH),

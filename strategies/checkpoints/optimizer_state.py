@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup, Segment
 from ..residency.flat_gradient import unguarded
+from .optimizer_hooks import ask_hooks
 from .slices import OwnedTensor, Place, SavedTensor, SlicedTensor, places
 
 State = Mapping[str, dict[str, Any]]  # of an optimizer, by parameter name
@@ -34,21 +35,28 @@ def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer
 
     Returns:
         {"state": {parameter: {key: SlicedTensor or scalar}}, "param_groups": [{option: value, "params": [names]}]}, the layout
-        of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the same on all ranks but for the slices.
+        of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the same on all ranks but for the slices. The
+        optimizer's hooks have seen it.
     """
+    ask_hooks(optimizer, "state_dict_pre")
     groups, shared = _packed_groups(engine, index, optimizer), _of_no_parameter(optimizer)
-    if owned is not None:
-        return {"state": {**_owned_state(engine, owned, type(optimizer).__name__), **shared}, "param_groups": groups}
+    if owned is None:
+        state = _flat_state(engine, index, optimizer)
+    else:
+        state = _owned_state(engine, owned, type(optimizer).__name__)
+    return ask_hooks(optimizer, "state_dict_post", {"state": {**state, **shared}, "param_groups": groups})
+
+
+def _flat_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     flats = [f for f in engine.groups if f.key.optimizer == index]
     found, kinds = places(engine), _agree_on_state(engine, flats, optimizer)
     sources = {kind: _StateFlats(optimizer, *kind) for kinds_of in kinds.values() for kind in _elementwise_in(kinds_of)}
-    state = {
+    return {
         name: {key: _slice(engine, found[name], key, kind, sources) for key, kind in kinds[name].items()}
         for members in engine.optimizer_names[index]
         for name in members
         if name in kinds
     }
-    return {"state": {**state, **shared}, "param_groups": groups}
 
 
 def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
@@ -170,6 +178,7 @@ def numbered(state: dict[str, Any]) -> dict[str, Any]:
     """A state by parameter name as ``torch.optim.Optimizer.state_dict()`` has it: parameters numbered in the user's order."""
     numbers = {name: k for k, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
     return {
+        **state,
         "state": {numbers.get(name, name): values for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]],
     }
@@ -187,7 +196,7 @@ def load_optimizer_state(
     Args:
         engine: holds the optimizer's shards.
         index: of the optimizer.
-        optimizer: its state and the options of its groups are replaced.
+        optimizer: its state and the options of its groups are replaced. Its hooks before loading see ``saved``.
         saved: in torch's layout, by number or by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
         set_owned: takes the state of an optimizer that steps on whole tensors.
 
@@ -197,6 +206,7 @@ def load_optimizer_state(
     Raises:
         ValueError: groups without names do not fit the optimizer's, or a saved tensor does not fit its parameter.
     """
+    saved = ask_hooks(optimizer, "load_state_dict_pre", {**saved})
     saved = _named(saved, engine.optimizer_names[index], index)
     parameters = {name for group in saved["param_groups"] for name in group["params"]}
     shared = {key: value for key, value in saved["state"].items() if key not in parameters}

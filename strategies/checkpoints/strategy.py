@@ -29,6 +29,7 @@ from .errors import CheckpointError, together
 from .gather import gather_on_rank_zero
 from .gradients import load_gradients, sliced_gradients
 from .model_state import load_module, load_state_dict, own_values, sliced_state_dict
+from .optimizer_hooks import finish_loading, remarks_on_methods, require_as_many
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
 from .slices import Flats
@@ -116,6 +117,8 @@ class CheckpointStrategy(ProcessStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         index = self.optimizers.index(optimizer)
         owned = self._groups.owned(index)
+        for told in remarks_on_methods(optimizer):
+            rank_zero_warn(told)
         return sliced_optimizer_state(self.engine, index, optimizer, owned and owned.state)
 
     @override
@@ -311,12 +314,12 @@ class CheckpointStrategy(ProcessStrategy):
         module, weights = self.lightning_module, (checkpoint["state_dict"], strict)
         assert module is not None
         if self.engine is not None and all(home_of(p) is self.engine.access for p in module.parameters()):
-            self._tell(load_state_dict(self.engine, module, *weights, self._source))
+            _tell_keys(*load_state_dict(self.engine, module, *weights, self._source))
         elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             self._weights = weights
         else:
             self.precision_plugin.convert_module(module)  # what is loaded may have more digits
-            self._tell(load_module(module, *weights, self._source))
+            _tell_keys(*load_module(module, *weights, self._source))
 
     def _load_weights(self) -> None:
         """To be called when a run has sharded the model."""
@@ -325,11 +328,7 @@ class CheckpointStrategy(ProcessStrategy):
             self._group = dist.group.WORLD
         if self._weights is not None:
             weights, self._weights = self._weights, None
-            self._tell(load_state_dict(self.engine, self.lightning_module, *weights, self._source))
-
-    def _tell(self, keys: tuple[list[str], list[str]]) -> None:
-        if any(keys):
-            rank_zero_warn(f"The checkpoint has no {keys[0]}; the model has no {keys[1]}. `strict_loading` is off.")
+            _tell_keys(*load_state_dict(self.engine, self.lightning_module, *weights, self._source))
 
     # ------------------------------------------------------------------------------------------------ weights alone
 
@@ -377,16 +376,25 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         self._gradients = checkpoint.get(_GRADIENTS)
+        states = checkpoint["optimizer_states"]
+        require_as_many(states, self.optimizers)
         reads = []
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             owned = self._groups.owned(index)
             wanted, remarks = load_optimizer_state(self.engine, index, optimizer, state, owned and owned.set_state)
             reads += wanted
-            for told in remarks:
+            for told in (*remarks, *remarks_on_methods(optimizer)):
                 rank_zero_warn(told)
         if self._source is not None:
             self._source.read(reads)
+        for optimizer in self.optimizers if states else ():
+            finish_loading(optimizer)
 
 
 def _is_remote(path: _PATH) -> bool:
     return "://" in os.fspath(path)
+
+
+def _tell_keys(missing: list[str], unexpected: list[str]) -> None:
+    if missing or unexpected:
+        rank_zero_warn(f"The checkpoint has no {missing}; the model has no {unexpected}. `strict_loading` is off.")
