@@ -119,9 +119,12 @@ class SlicedTensor(Described):
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
         """Nothing can be computed with it."""
         labels = [repr(a.label) for a in args if isinstance(a, SlicedTensor)] or ["a tensor"]
-        raise TypeError(
+        # No TypeError: Python would take it for an operator that there is not, and say that.
+        raise RuntimeError(
             f"`{getattr(func, '__name__', func)}` needs the values of {labels[0]}, of which each rank holds a part while a "
-            "checkpoint is saved. Names can be changed and entries removed in `on_save_checkpoint`; values cannot."
+            "checkpoint is saved. Names can be changed and entries removed in `on_save_checkpoint`; values cannot. Change them "
+            "in `on_load_checkpoint`, or save your own of `trainer.strategy.full_state_dict()`, which all ranks call and rank "
+            "0 gets."
         )
 
 
