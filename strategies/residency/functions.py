@@ -19,8 +19,11 @@ METADATA = frozenset(
     "is_signed is_inference is_shared is_same_size is_conj is_neg _is_view has_names requires_grad_ requires_grad.__set__ "
     "retain_grad register_hook register_post_accumulate_grad_hook _backward_hooks.__set__ "
     "_post_accumulate_grad_hooks.__set__ dtype.__get__ itemsize.__get__ nbytes.__get__ element_size storage_offset is_pinned "
-    "grad.__get__ grad.__set__ grad.__delete__ __dir__".split()
+    "grad.__get__ grad.__set__ grad.__delete__ __dir__ dim_order dense_dim sparse_dim is_distributed __dlpack_device__ "
+    "_cdata.__get__".split()
 )
+# Questions about dtypes and devices, of an argument that need not be the first.
+KINDS = frozenset({"result_type", "type", "type_as", "to"})
 # New tensors that take after a parameter, but not its value.
 LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "

@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 
-from .functions import ABOUT_ITSELF, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
+from .functions import ABOUT_ITSELF, KINDS, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
 from .home import ResidencyError, describe, dtype_of, home_of, is_sharded, owner_of
 
 # Torch's own, past the classes below.
@@ -209,10 +209,13 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "element_size": lambda p: dtype_of(p).itemsize,
     "nbytes.__get__": lambda p: p.numel() * dtype_of(p).itemsize,
     "storage_offset": lambda p: 0,
+    "is_set_to": lambda tensor, other: tensor is other,
+    "grad_dtype.__get__": lambda p: dtype_of(p),
     "grad.__get__": gradient_of,
     "grad.__set__": set_gradient_of,
     "grad.__delete__": lambda p: set_gradient_of(p, None),
     "__repr__": lambda p: f"RestingParameter({describe(p)}, shape={tuple(p.shape)})",
+    "__format__": object.__format__,
 }
 
 
@@ -244,6 +247,11 @@ class RestingParameter(Absent, nn.Parameter):
                 if name == "register_post_accumulate_grad_hook":
                     keep_engine_last(target)
             return result
+        if name in KINDS:
+            valued = name in ("type_as", "to") or (name == "type" and len((*args, *kwargs)) > 1)  # the first
+            args, kwargs = (*args[:valued], *_kinds(args[valued:])), _kinds(kwargs)
+            if not (valued and resting):
+                return func(*args, **kwargs)
         if name in ("view_as", "expand_as") and len(args) == 2 and target is args[1]:
             return owner_of(target).read(target)  # no view: this is how the node is found that accumulates the gradient
         if name in ("view_as", "expand_as", "reshape_as") and not resting:
@@ -262,6 +270,11 @@ class RestingParameter(Absent, nn.Parameter):
         )
 
     __reduce_ex__ = __deepcopy__
+
+
+def _kinds(value: Any) -> Any:
+    """``value`` with what has their dtypes, devices and shapes, in next to no memory, in the place of resting parameters."""
+    return replaced(value, RestingParameter, lambda p: torch.empty((), dtype=dtype_of(p), device=p.device).expand(p.shape))
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

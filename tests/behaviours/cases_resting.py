@@ -704,3 +704,41 @@ class RootWeightAveraged(Averaged):
 
     def loss(self, model, batch):
         return (model(batch) * model.scale).square().mean()
+
+
+@case
+class KindAsked(Between):
+    """Dtype, device and layout of a parameter asked for by functions of torch, between steps and in one, by rank 0 alone"""
+
+    refused = None
+
+    def model(self):
+        model = Chain()
+        model.head.double()
+        return model
+
+    def ask(self, run, p):
+        x = torch.ones(3)
+        run.log(x.type_as(p), x.to(p), x.to(p, copy=True), torch.zeros(()).double().to(run.model.stem.weight))
+        assert p.type().endswith("DoubleTensor") and torch.typename(p) == p.type() and p.grad_dtype is torch.float64
+        assert torch.result_type(x, p) is torch.result_type(p, x) is torch.float64
+        assert torch.result_type(torch.ones((), dtype=torch.float64), run.model.stem.weight) is torch.float32
+        assert p.dim_order() == (0, 1) and p.dense_dim() == 2 and p.sparse_dim() == 0 and not p.is_distributed()
+        assert p.is_set_to(p) and not p.is_set_to(x) and not x.is_set_to(p)
+        assert str(p) == f"{p}" == format(p)
+
+    def touch(self, run, weight):
+        if run.rank == 0:
+            self.ask(run, weight)
+
+    def loss(self, model, batch):
+        return model.head(batch.double()).square().mean()
+
+    def train(self, run):
+        def loss(model, step):
+            self.touch(run, model.head.weight)
+            return self.loss(model, self.batch(step, run.rank))
+
+        for step in range(2):
+            run.train_step(lambda model, step=step: loss(model, step))
+        self.touch(run, run.model.head.weight)
