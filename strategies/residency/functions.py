@@ -32,7 +32,7 @@ LIKE = frozenset(
 # Ways to the memory itself.
 RAW = frozenset(
     "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_ swap_tensors "
-    "__dlpack__ __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
+    "__dlpack__ _to_dlpack __cuda_array_interface__.__get__ apply_ map_ resize_ const_data_ptr".split()
 )
 # They give a tensor other memory, or write to it at a time of their own.
 REPLACING = frozenset({"set_", "recv", "irecv", "recv_anysource"})
@@ -43,6 +43,7 @@ _ATTRIBUTES = {"__get__": "parameter.{}", "__set__": "parameter.{} = ...", "__de
 _SIGNS = {"__iadd__": "+=", "__isub__": "-=", "__imul__": "*=", "__itruediv__": "/=", "__ipow__": "**="}
 _SPOKEN = {name: f"`parameter {sign} ...`" for name, sign in _SIGNS.items()}
 _SPOKEN |= {"__setitem__": "`parameter[...] = ...`", "__call__": "A scripted function", "Tensor": "`torch.Tensor`"}
+_SPOKEN |= {"_to_dlpack": "`to_dlpack`"}
 _SPOKEN |= {"_flat_vmap": "`torch.func.vmap`", "_propagate_functional_input_mutation": "`torch.func.functionalize`"}
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _SENDING = frozenset({"send", "isend", "gather"})  # the other collectives write to their first argument

@@ -12,6 +12,7 @@ from functools import cache, update_wrapper, wraps
 from types import MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,12 +94,15 @@ def _wrap_all() -> None:
     for name in _SPARSE.split():
         _wrap(torch, name, _asked)
     _wrap(torch.nested, "nested_tensor", _asked)
+    _wrap(torch, "to_dlpack", _as_capsule)
+    _wrap(torch.utils.dlpack, "to_dlpack", _as_capsule)
     for name, instead in {
         "new": _taken,
         "set_": _set,
         "new_tensor": _constructed,
         "as_subclass": _constructed,
         "numpy": _as_array,
+        "__dlpack__": _as_array,
         "register_hook": _hooked,
     }.items():
         _wrap(Tensor, name, instead)
@@ -177,13 +181,13 @@ def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: t
 
 def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``tensor.new(parameter)`` and the like: two would have one memory."""
-    _require_own_memory(call, (*args[1:], *kwargs.values()))
+    _require_own_memory(call, (*args[1:], *kwargs.values()), args[0])
     return function(*args, **kwargs)
 
 
 def _set(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``tensor.set_(...)``, whose class torch does not ask."""
-    _require_own_memory(call, (*args[1:], *kwargs.values()))
+    _require_own_memory(call, (*args[1:], *kwargs.values()), args[0])
     if torch._C._is_torch_function_enabled() and isinstance(args[0], Absent | ShardedCopy):
         return args[0].__torch_function__(call, (), args, kwargs)
     return function(*args, **kwargs)
@@ -215,10 +219,10 @@ class _Data(property):
         self.__dict__.update(__get__=data.__get__, __set__=setter)  # as others see them; Python itself asks the class
 
 
-def _require_own_memory(function: Any, given: tuple) -> None:
+def _require_own_memory(function: Any, given: tuple, taker: Any = None) -> None:
     if torch._C._is_torch_function_enabled():
         for each in given:
-            if isinstance(each, Absent):
+            if isinstance(each, Absent) or (isinstance(each, ShardedCopy) and not isinstance(taker, ShardedCopy)):
                 raise each.refusal(name_of(function))
 
 
@@ -226,11 +230,17 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
     _note(tensor)
-    if _SLOTS and not isinstance(tensor, Absent | ShardedCopy) and is_gathered(tensor) and array.size:
+    if _SLOTS and not isinstance(tensor, Absent | ShardedCopy) and is_gathered(tensor) and tensor.numel():
         in_arrays = _SLOTS.get(storage_of(tensor))
         if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
-            in_arrays.append((tensor.detach(), tensor.detach().clone(), weakref.ref(array)))
+            watched = array if isinstance(array, np.ndarray) else set()  # a capsule of DLPack is for one look
+            in_arrays.append((tensor.detach(), tensor.detach().clone(), weakref.ref(watched)))
     return array
+
+
+def _as_capsule(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The same by DLPack's function of old, which does not ask classes."""
+    return _asked(call, lambda *args, **kwargs: _as_array(call, function, args, kwargs), args, kwargs)
 
 
 def _hooked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

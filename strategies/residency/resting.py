@@ -90,10 +90,36 @@ class ShardedCopy(Tensor):
         copy.told, copy.parameter, copy.since, copy.read = told, parameter, since, read
         return copy
 
+    def refusal(self, name: str) -> ResidencyError:
+        """What to raise when the function ``name`` would give its memory to what does not ask its class."""
+        return ResidencyError(
+            f"{in_words(name)} would share the memory of {self.told} To read it elsewhere take a copy (`.clone()`)."
+        )
+
+    def __copy__(self) -> Tensor:
+        return self.detach().requires_grad_(self.requires_grad)  # an alias, as torch's is
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Read, write and store, or raise."""
         return _with_copies(func, args, kwargs or {})
+
+
+class _Storage:
+    """The storage of a copy: it is asked what and where it is, and not written to."""
+
+    def __init__(self, copy: ShardedCopy, storage: torch.UntypedStorage) -> None:
+        self._copy, self._storage = copy, storage
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_STORAGES:
+            return getattr(self._storage, name)
+        raise AttributeError(name) if name.startswith("__") else self._copy.refusal("untyped_storage")
+
+
+_OF_STORAGES = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size clone tolist".split())
+# They give the memory of a copy to what does not ask its class; `cuda` asks for the device before.
+_SHARING = frozenset("storage __dlpack__ _to_dlpack __cuda_array_interface__.__get__".split())
 
 
 @torch._disable_dynamo  # compiled functions are given copies, too
@@ -113,6 +139,8 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     for copy in instances(targets, ShardedCopy):
         if copy.parameter is None or name in REPLACING:
             raise ResidencyError(f"{in_words(name)} would change {copy.told}")
+    if name in _SHARING and (args[0].is_cuda or "cuda" not in name):
+        raise args[0].refusal(name)
     with (
         torch._C.DisableTorchFunctionSubclass(),
         changes_kept(given if name not in METADATA | ABOUT_ITSELF else (), name, targets),
@@ -120,6 +148,8 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
         result = func(*args, **kwargs)
+        if name == "untyped_storage":
+            return _Storage(args[0], result)
         if hasattr(result, "wait") and instances(targets, ShardedCopy):
             result.wait()  # a collective that goes on in the background
         if name == "data.__get__" and args[0].parameter is not None:

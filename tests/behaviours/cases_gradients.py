@@ -77,6 +77,39 @@ class GradsChangedCompiled(Graded):
 
 
 @case
+class GradSharedByDlpack(Graded):
+    """`torch.from_dlpack(p.grad).mul_()` between backward and step"""
+
+    refused = "`__dlpack__` would share the memory of .* gradient of parameter 'stem.weight'.*parameter.grad = .*clone"
+
+    def touch(self, run, p):
+        torch.from_dlpack(p.grad).mul_(0.5)
+
+
+@case
+class GradStorageWritten(Graded):
+    """`p.grad.untyped_storage().fill_()` between backward and step"""
+
+    worlds = (2,)  # on one rank it is that of other gradients, too
+    refused = "`untyped_storage` would share the memory of .* gradient of parameter 'stem.weight'.*parameter.grad = "
+
+    def touch(self, run, p):
+        p.grad.untyped_storage().fill_(0)
+
+
+@case
+class GradStorageAsked(Graded):
+    """`p.grad.untyped_storage()` asked for its place and size, `copy.copy(p.grad)`, and a copy shared by DLPack"""
+
+    def touch(self, run, p):
+        grad = p.grad
+        storage, shared = grad.untyped_storage(), torch.from_dlpack(grad.clone())
+        assert storage.data_ptr() <= grad.data_ptr() and storage.nbytes() >= grad.nbytes
+        run.log(copy.copy(grad), shared)
+        grad.add_(shared)
+
+
+@case
 class GradReceived(Graded):
     """`torch.distributed.irecv(p.grad)` between backward and step"""
 

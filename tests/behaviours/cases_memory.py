@@ -118,6 +118,16 @@ class WrittenAsNumpy(Blocks):
 
 
 @case
+class WrittenByDlpack(Blocks):
+    """A weight written by DLPack in its own forward"""
+
+    def run(self, block, x):
+        torch.from_dlpack(block.up.weight.detach()).clamp_(-0.1, 0.1)
+        torch.from_dlpack(torch.to_dlpack(block.up.bias.detach())).fill_(0.5)
+        return Block.forward(block, x)
+
+
+@case
 class WrittenByAddress(Blocks):
     """A weight written at its address (`data_ptr`), as a kernel of one's own would, in its own forward"""
 
@@ -362,3 +372,39 @@ class FunctionKeepingViews(FunctionKeepingView):
         loss = super().loss(model, batch)
         torch.autograd.grad(loss, model.stem.weight, retain_graph=True)
         return loss
+
+
+@case
+class ValueSharedByDlpack(Taken):
+    """`torch.from_dlpack(weight.detach()).mul_()` outside its unit's forward"""
+
+    refused = "`__dlpack__` would share the memory of a copy of the value of parameter 'blocks.0.up.weight'.*clone"
+
+    def read(self, weight):
+        return torch.from_dlpack(weight.detach()).mul_(0.5)
+
+
+@case
+class ValueStorageWritten(Taken):
+    """`weight.detach().untyped_storage().fill_()` outside its unit's forward"""
+
+    worlds = (2,)  # on one rank it is that of other weights, too
+    refused = "`untyped_storage` would share the memory of a copy of the value of parameter 'blocks.0.up.weight'.*clone"
+
+    def read(self, weight):
+        weight.detach().untyped_storage().fill_(0)
+        return weight
+
+
+@case
+class LentToAnotherTensor(Taken):
+    """`other.data = weight.detach()` outside its unit's forward, then written"""
+
+    refused = (
+        r"`parameter\.data = \.\.\.` would share the memory of a copy of the value of parameter 'blocks.0.up.weight'.*clone"
+    )
+
+    def read(self, weight):
+        other = torch.empty(0)
+        other.data = weight.detach()
+        return other.mul_(0.5)

@@ -1,8 +1,10 @@
 """Functions of torch that take a tensor's memory without a look at its class."""
 
+import copy
 import operator
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -249,3 +251,45 @@ def keep_names(rank, world_size):
 
 def test_functions_that_are_wrapped_keep_their_names_and_their_places_in_tables():
     run_ranks(keep_names, 2)
+
+
+SHARED = {
+    "storage": lambda tensor: tensor.storage(),
+    "untyped_storage": lambda tensor: tensor.untyped_storage().copy_(tensor.clone().untyped_storage()),
+    "__dlpack__": np.from_dlpack,
+    "to_dlpack": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),  # by what it is now
+    "set_": lambda tensor: torch.empty(0).set_(tensor),
+    "new": lambda tensor: torch.empty(0).new(tensor),
+    "torch.Tensor": torch.Tensor,
+}
+
+
+def shared(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _, engine = build(model)
+    with engine.step():
+        loss, value = model(torch.ones(2, 4)).sum(), model[0].weight.detach()
+        for name, way in SHARED.items():
+            told = rf"`{name}` would share the memory of a copy of the value of parameter '0\.weight'.*`\.clone\(\)`"
+            with pytest.raises(ResidencyError, match=told):
+                way(value)
+            way(value.clone())
+            print(name)
+        assert value.untyped_storage().nbytes() == 64 == len(value.untyped_storage().clone())
+        assert not hasattr(value, "__cuda_array_interface__") and value.is_shared() is False
+        with pytest.raises(ResidencyError, match="`mul_` would change a copy of the value of parameter '0.weight'"):
+            copy.copy(value).mul_(2)
+        with pytest.raises(TypeError):
+            torch.empty(0).set_(value.untyped_storage())
+    with engine.backward():
+        loss.backward()
+    grad = model[0].weight.grad
+    for name, way in SHARED.items():
+        with pytest.raises(
+            ResidencyError, match=rf"`{name}` would share .* gradient of parameter '0\.weight'.*parameter\.grad = "
+        ):
+            way(grad)
+
+
+def test_copies_are_not_shared_with_what_writes_unseen():
+    run_ranks(shared, 2)
