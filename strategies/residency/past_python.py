@@ -106,6 +106,10 @@ def _wrap_all() -> None:
         "register_hook": _hooked,
     }.items():
         _wrap(Tensor, name, instead)
+    for name in ("apply_", "map_", "map2_"):
+        _wrap(Tensor, name, _asked, slice(1))
+    for name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
+        _wrap(torch, name, _fused, slice(1))
     _wrap(BackwardCFunction, "register_hook", _hooked)  # for hooks of modules' backwards, too
     Tensor.data = _Data(Tensor.data)
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
@@ -160,6 +164,7 @@ def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
         for tensor in instances(given, Absent) or instances(given, ShardedCopy):
             return tensor.__torch_function__(call, (), args, kwargs)
     for tensor in instances(given[call.writes], Tensor):
+        _note(tensor)
         if is_gathered(tensor):
             increment_version(tensor)  # which shows when its use ends
     return function(*args, **kwargs)
@@ -268,6 +273,15 @@ def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tu
 def _observed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fake quantization updates its ranges and scales without a word."""
     _note(*args, *kwargs.values())
+    return function(*args, **kwargs)
+
+
+def _fused(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An optimizer's kernel, whose writes to weights in use torch does not count. The engine's shards pass here, too."""
+    given = () if torch.compiler.is_compiling() else args[0] if args else kwargs["self"]
+    for tensor in given:
+        if storage_of(tensor) in _SLOTS:  # and no more than this
+            increment_version(tensor)
     return function(*args, **kwargs)
 
 

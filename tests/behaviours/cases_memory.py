@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import nn
 
+from .cases_layers import Uncounted
 from .cases_outputs import Blocks, NoneOutput
 from .harness import DIM, NAN, Block, Case, case
 
@@ -118,12 +119,42 @@ class WrittenAsNumpy(Blocks):
 
 
 @case
+class WrittenByNumbers(Blocks):
+    """A weight written by `apply_`, `map_` and `map2_` in its own forward"""
+
+    on_host = True
+
+    def run(self, block, x):
+        ones, bias = torch.ones(DIM), block.norm.bias.detach()
+        bias.apply_(lambda number: number - 0.5)
+        bias.map_(ones, lambda number, one: number * 0.5 + one)
+        block.norm.weight.detach().map2_(ones, ones, lambda number, one, other: 0.5 * number)
+        return Block.forward(block, x)
+
+
+@case
+class WrittenByFusedKernel(Blocks):
+    """Weights stepped by fused kernels of optimizers, and by a fused optimizer of their own, in their forward"""
+
+    def run(self, block, x):
+        weight, bias = block.norm.weight, block.norm.bias.detach()
+        factors = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+        kinds = {"nesterov": False, "maximize": False, "is_first_step": False}
+        torch._fused_sgd_([bias], [torch.ones(DIM)], [], **factors, **kinds)
+        own = torch.optim.AdamW([weight], lr=0.1, fused=True)
+        weight.grad = torch.ones(DIM)
+        own.step()
+        weight.grad = None
+        return Block.forward(block, x)
+
+
+@case
 class WrittenByDlpack(Blocks):
     """A weight written by DLPack in its own forward"""
 
     def run(self, block, x):
-        torch.from_dlpack(block.up.weight.detach()).clamp_(-0.1, 0.1)
-        torch.from_dlpack(torch.to_dlpack(block.up.bias.detach())).fill_(0.5)
+        torch.from_dlpack(block.norm.weight.detach()).mul_(0.5)
+        torch.from_dlpack(torch.to_dlpack(block.norm.bias.detach())).fill_(0.5)
         return Block.forward(block, x)
 
 
@@ -408,3 +439,28 @@ class LentToAnotherTensor(Taken):
         other = torch.empty(0)
         other.data = weight.detach()
         return other.mul_(0.5)
+
+
+@case
+class BuffersWrittenByNumbers(Uncounted):
+    """Buffers written by `apply_` and `map_`"""
+
+    on_host = True
+
+    class Kept(Uncounted.Kept):
+        def note(self, x):
+            shift = float(x.detach().float().mean())
+            self.mean.apply_(lambda number: 0.9 * number + shift)
+            self.variance.map_(torch.ones(DIM), lambda number, one: number + shift * one)
+            return x
+
+
+@case
+class BuffersWrittenByDlpack(Uncounted):
+    """Buffers written by DLPack"""
+
+    class Kept(Uncounted.Kept):
+        def note(self, x):
+            torch.from_dlpack(self.mean).add_(x.detach().float().mean(0))
+            torch.from_dlpack(torch.to_dlpack(self.variance)).mul_(0.9)
+            return x
