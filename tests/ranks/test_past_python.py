@@ -281,6 +281,9 @@ def shared(rank, world_size):
             copy.copy(value).mul_(2)
         with pytest.raises(TypeError):
             torch.empty(0).set_(value.untyped_storage())
+        for way in (torch.to_dlpack, torch.Tensor.__dlpack__):
+            with pytest.raises(ResidencyError, match="dlpack.*would touch the memory of parameter '0.weight'"):
+                way(model[0].weight)
     with engine.backward():
         loss.backward()
     grad = model[0].weight.grad
