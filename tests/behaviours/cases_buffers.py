@@ -13,6 +13,7 @@ class Synchronized(Case):
     pitfalls = (39,)
 
     def between(self, run: Run) -> None:
+        run.begin_forward()
         for buffer in list(run.model.buffers()):
             if run.is_reference:
                 value = buffer.detach().resolve_conj().clone().contiguous()
@@ -90,6 +91,7 @@ class BufferWhoseDataIsAnOutput(BufferThatIsAnOutput):
         return model
 
     def between(self, run):
+        run.begin_forward()
         if run.is_reference:
             value = run.model.head.last.clone()
             dist.broadcast(value, 0)
@@ -186,6 +188,7 @@ class BufferAssignedAndShared(OfBlocks):
         return loss
 
     def between(self, run):
+        run.begin_forward()
         mean = run.model.blocks[0].mean
         if run.is_reference:
             dist.broadcast(mean, 0)
@@ -297,6 +300,7 @@ class BufferExpanded(OfBlocks):
             return super().forward(x) + self.rows.clone() * 0.1
 
     def between(self, run):
+        run.begin_forward()
         for block in run.model.blocks:
             if run.is_reference:
                 dist.broadcast(block.mean, 0)
@@ -319,6 +323,7 @@ class BufferConjugated(Synchronized):
         return super().loss(model, batch) + model.conjugated.abs().sum() + model.negated.sum()
 
     def between(self, run):
+        run.begin_forward()
         for buffer in run.model.buffers():
             if run.is_reference:
                 value = buffer.resolve_conj().resolve_neg().clone()

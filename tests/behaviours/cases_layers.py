@@ -264,11 +264,11 @@ class Uncounted(Case):
         return Chain(*(self.Kept() for _ in range(3)))
 
     def between(self, run):
+        run.begin_forward()
         if run.is_reference:
             for buffer in run.model.buffers():
                 dist.broadcast(buffer, 0)
-        if run.rank == 0:  # `ddp` gives them to the others when the next forward begins
-            run.log(*run.model.buffers())
+        run.log(*run.model.buffers())
 
 
 @case

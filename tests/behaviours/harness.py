@@ -205,6 +205,9 @@ class Run:
             optimizer.step()
         return value
 
+    def begin_forward(self) -> None:
+        """What an engine does to buffers when a forward begins; to be called before they are looked at between steps."""
+
     def log(self, *values: Any) -> None:
         """Numbers that must agree with the reference."""
         self.logged += [_whole(v.detach()) if isinstance(v, Tensor) else v for v in values]
@@ -381,6 +384,9 @@ class DdpRun(_Redirect):
         options = {"find_unused_parameters": True, **self.case.ddp_options}
         self.wrapper = nn.parallel.DistributedDataParallel(self.model, **options)
         super().set_up()
+
+    def begin_forward(self) -> None:
+        self.wrapper._sync_buffers()
 
     def step(self, function: Callable[[nn.Module], Any]) -> Any:
         def inner(model: nn.Module) -> Any:
