@@ -34,6 +34,7 @@ TITLES = {
     "gradients": "Other ways to a gradient",
     "modules": "Modules",
     "layers": "Layers of researchers",
+    "buffers": "Buffers",
     "graphs": "Graphs of other shapes",
     "optimizers": "Optimizers",
     "memory": "Past torch's dispatcher and autograd",
@@ -176,12 +177,14 @@ def read_told() -> dict:
 
 def render(cases, cells, run: str) -> str:
     """The whole document."""
+    from behaviours import THEMES
+
     lines = [HEAD.format(run=run.replace("). ", ").\n")), f"| of {len(cells)} | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
     for kind in KINDS:
         counts = [Counter(row[engine].kind for row in cells.values())[kind] for engine in ENGINES]
         lines.append(f"| {kind}: | {' | '.join(map(str, counts))} |")
-    for theme, title in TITLES.items():
-        lines += ["", f"## {title}", "", f"| | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
+    for theme in THEMES:
+        lines += ["", f"## {TITLES[theme]}", "", f"| | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
         for name, case in cases.items():
             if type(case).__module__.endswith(f"cases_{theme}"):
                 lines.append(f"| {case.__doc__} | {' | '.join(cells[name][engine].kind for engine in ENGINES)} |")
