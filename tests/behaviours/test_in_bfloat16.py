@@ -92,6 +92,7 @@ NOT_UNDER_AUTOCAST = {
     "sparse-values-outside",
     "sparse-rows-of-values",
     "buffers-of-fused-observers",
+    "buffer-sparse-rows",
 }
 # A selective checkpoint counts casts. Gathered weights need none in the forward, but where several units are recomputed at once
 # they are read past their slots, as fp32, and autocast rounds them.
