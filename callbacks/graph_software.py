@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..strategies.collectives import LocalCollectives
+from ..strategies.residency.numbers import show
 from .graph_exchanges import record_exchanges
 
 _aten = torch.ops.aten
@@ -36,8 +37,11 @@ class _Node:
 
     run: Callable[[], Any]
     results: list[tuple[int, Tensor]]  # (number among the tensors that a call returns, where it goes)
+    numbers: list[Tensor]  # arguments of one element
 
     def replay(self) -> None:
+        for number in self.numbers:
+            show(number)  # a view of a weight is hidden when its unit's use ends
         values = [v for v in tree_leaves(self.run()) if isinstance(v, Tensor)] if self.results else self.run()
         for number, target in self.results:
             target.copy_(values[number])
@@ -129,16 +133,17 @@ class _Recorder(TorchDispatchMode):
         if (made or written) and func.overloadpacket not in _EMPTY:
             # Detached, so that the graph holds memory and no autograd history.
             fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
-            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made))
+            numbers = [t for t in tree_leaves((fixed_args, fixed_kwargs)) if isinstance(t, Tensor) and t.numel() == 1]
+            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made, numbers))
             if func.namespace == "c10d":
-                self._nodes[-1] = _Node(lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [])
+                self._nodes[-1] = _Node(lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [], numbers)
         return result
 
     def call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
         """Make a call, which writes to tensors, and note it as a whole; its result must be the same object in each replay."""
         for tensor in written:
             self.keep(tensor)
-        self._nodes.append(_Node(run, []))
+        self._nodes.append(_Node(run, [], []))
         with _disable_current_modes():
             return run()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..strategies.engine import is_sharded
-from ..strategies.residency.past_python import is_gathered
+from ..strategies.residency.given_out import is_gathered
 from .memory_leak import name_holder
 from .memory_ledger import local_part
 

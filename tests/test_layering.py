@@ -30,10 +30,11 @@ LAYERS = [
     (["strategies/reports"], TORCH),
     (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/residency/functions"], NOTHING),
+    (["strategies/residency/legacy"], TORCH),
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
-    (["strategies/residency/home"], TORCH),
+    (["strategies/residency/apart", "strategies/residency/home"], TORCH),
     (["strategies/collectives/board"], NOTHING),
     (["strategies/collectives/diary", "strategies/collectives/wire"], TORCH),
     (["strategies/collectives/group"], TORCH),
@@ -47,13 +48,13 @@ LAYERS = [
             "strategies/rng",
             "strategies/rollcall",
             "strategies/sessions",
-            "strategies/engine/apart",
             "strategies/engine/streams",
             "strategies/engine/partition",
             "strategies/residency/resting",
         ],
         TORCH,
     ),
+    (["strategies/residency/given_out", "strategies/residency/numbers"], TORCH),
     (
         [
             "strategies/rendezvous",

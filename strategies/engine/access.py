@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
+from ..residency.apart import apart, connected
 from ..residency.home import ResidencyError, is_aliased, note_alias, settle
 from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, graph_task, set_data, set_grad, told_of_gradient
-from .apart import apart, connected
 from .gradients import Gradients
 from .shards import Entry
 from .unit import Unit

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
+from ..residency.given_out import is_gathered, note_uncounted
 from ..residency.home import ResidencyError
-from ..residency.past_python import is_gathered, note_uncounted
 
 # A buffer's name, itself, the number of writes to it and its address, its shape (if it is not dense, what tells that it
 # changed), its dtype.

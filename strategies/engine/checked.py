@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives
+from ..residency.apart import apart
 from ..residency.home import ResidencyError
-from .apart import apart
 from .chunk import Chunk
 from .shards import Entry
 from .streams import Lane

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..residency.apart import apart, connected
 from ..residency.functions import METADATA, RAW, in_words, instances, name_of, replaced, written
+from ..residency.given_out import storage_of
 from ..residency.home import ResidencyError, home_of
-from ..residency.past_python import storage_of
+from ..residency.numbers import class_at_rest, hide, show
 from ..residency.resting import NO_GRAPH_TASK, Absent, ShardedCopy, graph_task, shield, told_of_value, writes_to
-from .apart import apart, connected
 from .saved import SavedSlot, copy_of, kept_view, parts_of, unit_of
 from .unit import Unit
 
@@ -119,6 +120,9 @@ class Place:
     def __init__(self, view: Tensor, unit: Unit) -> None:
         self.cls = type(view)  # the user's
         self._resting = RestingView if view.numel() else self.cls
+        if view.numel() == 1:
+            whose = [entry.name for entry in unit.entries_at(view.data_ptr())]
+            self._resting = class_at_rest(RestingView, view, f"a view that was kept of parameter {whose[0]!r}")
         self._storage, self._forget = unit.storage, partial(unit.noted.pop, id(view), None)
         self._view = ref(view, lambda _, forget=self._forget: forget())
         unit.noted[id(view)] = self
@@ -129,7 +133,10 @@ class Place:
         if view is None:
             return
         if storage_of(view) == self._storage:
+            if values:
+                show(view)
             view.__class__ = self.cls if values else self._resting
+            hide(view)
         else:
             self._forget()  # the user has set its `.data`
 
@@ -152,7 +159,7 @@ def note_kept(unit: Unit, failed: bool) -> None:
     Raises:
         ResidencyError: somebody holds the memory who cannot be kept from reading it.
     """
-    arrays = [now for now, _, array in unit.in_arrays if array() is not None]
+    arrays = [alias.now for alias in unit.in_arrays if alias.array() is not None]
     wrong = [kept_view(now, unit, "is an array (`.numpy()`), which nobody can keep from being read") for now in arrays]
     unit.in_arrays.clear()
     del arrays

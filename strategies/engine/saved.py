@@ -20,11 +20,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..residency.apart import apart
 from ..residency.functions import replaced
+from ..residency.given_out import storage_of
 from ..residency.home import ResidencyError, describe, is_aliased
-from ..residency.past_python import storage_of
 from ..residency.resting import NO_GRAPH_TASK, Absent, RestingParameter, graph_task
-from .apart import apart
 from .hooks import copy_views, transform
 from .unit import Arena, Mark, Phase, Unit
 
@@ -37,6 +37,9 @@ class SavedSlot(tuple[Tensor, int, Mark, int]):
     """An alias in a slot, its version, the mark of its unit, version of the unit's weights."""
 
     __slots__ = ()
+
+
+_data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's own
 
 
 class SavedTensors:
@@ -94,7 +97,7 @@ class SavedTensors:
             return self._of_resting(tensor)
         try:
             with torch._C.DisableTorchFunction():  # no class and no mode of a user's is asked
-                address, storage = tensor.data_ptr(), tensor.untyped_storage()._cdata
+                address, storage = _data_ptr(tensor), _untyped_storage(tensor)._cdata
         except RuntimeError:  # has no storage (functorch), or more than one
             return tensor.detach().clone() if self._has_parts(tensor) else tensor
         if not self._start <= address < self._stop:
@@ -106,7 +109,7 @@ class SavedTensors:
             held = held.new_empty(0).set_(alias(held, unit.memory, address - unit.memory.data_ptr()))  # and lets the array go
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
-            if type(tensor._base) is RestingParameter:
+            if isinstance(tensor._base, RestingParameter):
                 raise _unasked(tensor._base)
             raise kept_view(tensor, unit, "is saved for backward")
         return SavedSlot((held, held._version, unit.mark, unit.version))
@@ -143,7 +146,7 @@ class SavedTensors:
         """Whether ``tensor`` is a view of gathered weights (and no parameter itself)."""
         with torch._C.DisableTorchFunctionSubclass():
             try:  # without a call: each forward of a unit asks
-                address = tensor.data_ptr()
+                address = _data_ptr(tensor)
             except RuntimeError:
                 address = 0
             if not address:
@@ -300,7 +303,7 @@ def _pack_any(tensor: Tensor) -> SavedOther | SavedSlot:
 def _lasting(tensor: Tensor) -> Tensor:
     """What a recomputation may save of ``tensor``: itself, or a copy of weights whose unit's backward may be over before."""
     unit = unit_of(tensor)
-    held = type(tensor) is not RestingParameter and any(unit in saved.recomputed for saved in WATCHING)  # see backward.py
+    held = not isinstance(tensor, RestingParameter) and any(unit in saved.recomputed for saved in WATCHING)  # see backward.py
     if unit is None or held:
         return tensor
     with apart():

@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from ..residency.flat_gradient import FlatGradient, FlatParameter, FlatState
 from ..residency.in_use import class_while_used
-from ..residency.resting import as_subclass
+from ..residency.resting import RestingParameter, as_subclass
 from .layout import Span
+
+_data_ptr = Tensor.data_ptr  # torch's own
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Entry:
     changed: int = 0  # its unit's version since its shards were written last
     assigned: int = 0  # how often the user has replaced its gradient
     written: int = 0  # how often its value
+    cls_at_rest: type[nn.Parameter] = RestingParameter
 
     def __post_init__(self) -> None:
         self.cls_while_used = class_while_used(self.cls)
@@ -196,16 +199,16 @@ class FlatGroup:
 
         Returns whether there was a gradient.
         """
-        found, values = False, self.public.data_ptr()
-        gradients = 0 if self._grad is None else self._grad.data_ptr()
+        found, values = False, _data_ptr(self.public)
+        gradients = 0 if self._grad is None else _data_ptr(self._grad)
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 p, grad = segment.parameter, segment.parameter.grad
                 start = segment.start * self.public.itemsize
-                if p.data_ptr() != values + start:
+                if _data_ptr(p) != values + start:
                     segment.view(self.public).copy_(p.detach())
                     p.data = segment.view(self.public)
-                if grad is not None and grad.data_ptr() != gradients + start:
+                if grad is not None and _data_ptr(grad) != gradients + start:
                     segment.view(self.grad).copy_(grad.detach())
                     segment.show(self.grad)
                     found = True

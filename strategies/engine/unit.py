@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Pending, checksum, widen
+from ..residency.apart import apart
+from ..residency.given_out import Alias
 from ..residency.home import ResidencyError
-from ..residency.past_python import Alias
+from ..residency.numbers import class_at_rest, hide, show
 from ..residency.resting import RestingParameter, set_data
-from .apart import apart
 from .chunk import Chunk
 from .partition import UnitModules
 from .shards import Entry, FlatGroup
@@ -82,6 +83,7 @@ class Unit:
         self.root, self.nested = modules.root, modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
+        self.numbers = [e.parameter for e in self.entries if e.size.numel() == 1]  # see residency/numbers.py
         self.groups = tuple(dict.fromkeys(e.group for e in self.entries))
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
@@ -119,6 +121,8 @@ class Unit:
         self._fills += [(shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned]
         for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
             entry.parameter.data = view
+            if entry.size.numel() == 1:
+                entry.cls_at_rest = class_at_rest(RestingParameter, view, f"parameter {entry.name!r} (unit {self.name})")
 
     def own_views(self) -> list[Tensor]:
         """Tensors of the engine's in the slot, but for the parameters."""
@@ -205,6 +209,8 @@ class Unit:
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
             self.in_arrays.clear()  # made of a view that was kept: what follows is about that
+            for number in self.numbers:
+                show(number)
             for entry in self.entries:
                 entry.parameter.__class__ = entry.cls_while_used
                 entry.seen = entry.parameter._version
@@ -225,7 +231,9 @@ class Unit:
         written = bool(self.in_arrays)
         for entry in self.entries:
             written |= entry.parameter._version != entry.seen
-            entry.parameter.__class__ = RestingParameter
+            entry.parameter.__class__ = entry.cls_at_rest
+        for number in self.numbers:
+            hide(number)
         for place in tuple(self.noted.values()):
             place.show(False)
         if written:
@@ -278,10 +286,9 @@ class Unit:
 
     def _note_arrays(self) -> None:
         """Find what was written to arrays of the user's: nothing counts that."""
-        for k, (now, before, array) in enumerate(self.in_arrays):
-            if not torch.equal(_bits(now), _bits(before)):
-                self.in_arrays[k] = now, now.clone(), array  # it is stored once
-                for entry in self.entries_at(now.data_ptr()):
+        for alias in self.in_arrays:
+            if alias.changed():
+                for entry in self.entries_at(alias.now.data_ptr()):
                     entry.seen = -1
 
     def entries_at(self, address: int) -> Iterator[Entry]:
@@ -295,7 +302,9 @@ class Unit:
     def rest(self) -> None:
         """From now on every operation on the parameters is answered by :class:`RestingParameter`."""
         for entry in self.entries:
-            entry.parameter.__class__ = RestingParameter
+            entry.parameter.__class__ = entry.cls_at_rest
+        for number in self.numbers:
+            hide(number)
 
     def release(self) -> None:
         """Give the slot up."""
@@ -327,7 +336,8 @@ class Unit:
             self.phase = Phase.GATHERING
             self.arrive()
             self.phase = Phase.IN_USE
-            self.in_arrays[:] = [(now, now.clone(), array) for now, _, array in self.in_arrays]
+            for alias in self.in_arrays:
+                alias.before = alias.now.clone()
             self._master = self.values() if self.lifted else {}
             for name in self.lifted:
                 self._take_master(name)
@@ -387,7 +397,3 @@ class Unit:
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
 from ..residency.in_use import refused_data
+from ..residency.past_python import guard_storage
 from ..residency.resting import keep_engine_last
 from .reduce import Reducer
 from .shards import Entry, FlatGroup
@@ -30,6 +31,8 @@ class WholeUnit(Unit):
         self._views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
         for entry, view in self._views:
             entry.parameter.data = view
+        for group in self.groups:
+            guard_storage(group.data)
         for chunk in self.chunks:
             chunk.slot = torch.empty(0, dtype=chunk.dtype, device=arena.memory.device)
 
@@ -84,6 +87,8 @@ class WholeReducer(Reducer):
         # What Python and torch count where nobody keeps a gradient, or a view of one.
         self._references = [getrefcount(self.views[entry.number]) for entry in self._entries]
         self._tensors = {group: _tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
+        for group in self._tensors:
+            guard_storage(group.grad)
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""

@@ -6,13 +6,13 @@ other function of torch. A read of a resting parameter gathers it or raises, a w
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper, wraps
 from types import MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .functions import instances, name_of, replaced
+from .functions import in_words, instances, name_of, replaced
+from .given_out import SLOTS, Alias, is_gathered, note, storage_of, untyped_storage, watch
 from .home import ResidencyError, describe, is_sharded
-from .resting import Absent, RestingParameter, ShardedCopy, changes_kept
+from .legacy import replace_types
+from .numbers import Number
+from .resting import OF_MEMORY, Absent, GuardedStorage, RestingParameter, ShardedCopy, changes_kept
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -38,42 +40,34 @@ _EXCHANGES = (
 )
 _SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
 _NOTHING = slice(0)  # is written to
-# A weight in its slot, or a part of one; a copy of what it was; the array that the user made of it.
-Alias = tuple[Tensor, Tensor, weakref.ref[Any]]
-_SLOTS: dict[int, list[Alias]] = {}  # storage of a slot -> what of it is in arrays of the user's
-_BUFFERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> where to note that it may be written uncounted
+# Who asks for addresses and storages to know tensors from others, or for kernels that they have compiled.
+_READERS = frozenset({__name__.partition(".")[0], "torch", "triton", "lightning"})
+_SHARED: set[int] = set()  # storages that several tensors of the user's have
+_IMPORTED: dict[int, tuple[Any, Any]] = {}  # id of a function of a module of torch -> it, what is in its place
 
 
 def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
     """Watch these ways for a unit whose slot is ``memory`` [bytes].
 
-    ``in_arrays`` gets what became an array of numpy: nobody tells whether that is written to.
+    ``in_arrays`` gets what became an array, or whose address was asked for: nobody tells whether that is written to.
     """
-    _SLOTS[storage_of(memory)] = in_arrays
-    weakref.finalize(memory, _SLOTS.pop, storage_of(memory))
+    SLOTS[storage_of(memory)] = in_arrays
+    weakref.finalize(memory, SLOTS.pop, storage_of(memory))
+    guard_storage(memory)
     _wrap_all()
 
 
-def note_uncounted(buffer: Tensor, noted: bytearray, place: int) -> None:
-    """Set ``noted[place]`` when ``buffer`` was given out so that torch does not count what is written to it."""
-    _BUFFERS[buffer] = noted, place
+def guard_storage(memory: Tensor) -> None:
+    """Several tensors of the user's are in ``memory``: its storage is none of theirs."""
+    _SHARED.add(storage_of(memory))
+    weakref.finalize(memory, _SHARED.discard, storage_of(memory))
+    _wrap_storages()
 
 
-def _note(*given: Any) -> None:
-    if _BUFFERS:
-        for buffer in given:
-            if isinstance(buffer, Tensor) and buffer in _BUFFERS:
-                noted, place = _BUFFERS[buffer]
-                noted[place] = 1
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Tells the storage of ``tensor`` from others; 0 if it has none, or more than one."""
-    with torch._C.DisableTorchFunction():  # modes, too
-        try:
-            return tensor.untyped_storage()._cdata
-        except RuntimeError:
-            return 0
+@cache
+def _wrap_storages() -> None:
+    for name in ("storage", "untyped_storage"):
+        _wrap(Tensor, name, _stored)
 
 
 @cache
@@ -91,16 +85,31 @@ def _wrap_all() -> None:
     for name in ("tensor", "as_tensor", "asarray", "batch_norm", "native_batch_norm"):
         _wrap(torch, name, _normalized if "norm" in name else _constructed)
         _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
+    _wrap(torch, "full_like", _filled)
+    for name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
+        _wrap(torch, name, _fused, slice(1))
     for name in _SPARSE.split():
         _wrap(torch, name, _asked)
     _wrap(torch.nested, "nested_tensor", _asked)
     _wrap(torch, "to_dlpack", _as_capsule)
     _wrap(torch.utils.dlpack, "to_dlpack", _as_capsule)
+    _wrap_methods()
+    _IMPORTED.update(replace_types(_require_own_memory))
+    _replace_imported()
+    # It calls what it was given to call, whatever else is among the arguments.
+    NestedTensor.__torch_function__ = classmethod(_Wrapped(NestedTensor.__torch_function__.__func__, _asked))
+    # torch.compile would take its memory: what computes with one runs as it is written.
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedCopy)
+
+
+def _wrap_methods() -> None:
     for name, instead in {
         "new": _taken,
         "set_": _set,
+        "new_full": _filled,
         "new_tensor": _constructed,
         "as_subclass": _constructed,
+        "data_ptr": _addressed,
         "numpy": _as_array,
         "__dlpack__": _as_array,
         "register_hook": _hooked,
@@ -108,15 +117,9 @@ def _wrap_all() -> None:
         _wrap(Tensor, name, instead)
     for name in ("apply_", "map_", "map2_"):
         _wrap(Tensor, name, _asked, slice(1))
-    for name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
-        _wrap(torch, name, _fused, slice(1))
     _wrap(BackwardCFunction, "register_hook", _hooked)  # for hooks of modules' backwards, too
     Tensor.data = _Data(Tensor.data)
     Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
-    # It calls what it was given to call, whatever else is among the arguments.
-    NestedTensor.__torch_function__ = classmethod(_Wrapped(NestedTensor.__torch_function__.__func__, _asked))
-    # torch.compile would take its memory: what computes with one runs as it is written.
-    torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedCopy)
 
 
 class _Wrapped:
@@ -152,28 +155,34 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any], writes: slice = _N
     wrapped.of_module = isinstance(owner, ModuleType)
     wrapped.__module__ = owner.__name__ if wrapped.of_module else owner.__module__
     wrapped.__qualname__ = name if wrapped.of_module else f"{owner.__qualname__}.{name}"
+    if wrapped.of_module:
+        _IMPORTED[id(wrapped.__wrapped__)] = wrapped.__wrapped__, wrapped
     setattr(owner, name, wrapped)
+
+
+def _replace_imported() -> None:
+    """Modules of others have some of these functions by their names (``from torch import tensor``)."""
+    for place, module in tuple(sys.modules.items()):
+        if place.partition(".")[0] != "torch":
+            names = getattr(module, "__dict__", {})
+            for name, value in tuple(names.items()):
+                if id(value) in _IMPORTED:
+                    names[name] = _IMPORTED[id(value)][1]
 
 
 def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function`` asks classes of tensors what to do."""
-    if not _SLOTS:
+    if not SLOTS:
         return function(*args, **kwargs)  # nothing is sharded any more
     given = (*args, *kwargs.values())
     if torch._C._is_torch_function_enabled():
         for tensor in instances(given, Absent) or instances(given, ShardedCopy):
             return tensor.__torch_function__(call, (), args, kwargs)
     for tensor in instances(given[call.writes], Tensor):
-        _note(tensor)
+        note(tensor)
         if is_gathered(tensor):
             increment_version(tensor)  # which shows when its use ends
     return function(*args, **kwargs)
-
-
-def is_gathered(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return is_sharded(tensor) or is_sharded(tensor._base) or storage_of(tensor) in _SLOTS
 
 
 def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -182,6 +191,14 @@ def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: t
         if isinstance(value, Absent) and torch._C._is_torch_function_enabled():
             return value.__torch_function__(call, (), args, kwargs)
     return function(*args, **kwargs)
+
+
+def _filled(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``function`` takes a number, and tensors for one."""
+    if not SLOTS:
+        return function(*args, **kwargs)
+    rest, kwargs = replaced((args[1:], kwargs), Number, torch.clone)
+    return function(*args[:1], *rest, **kwargs)
 
 
 def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -217,7 +234,7 @@ class _Data(property):
         setter.__self__ = data  # see functions.name_of
 
         def getter(tensor: Tensor) -> Tensor:
-            _note(tensor)
+            note(tensor)
             return data.__get__(tensor)
 
         super().__init__(getter, setter)
@@ -225,22 +242,50 @@ class _Data(property):
 
 
 def _require_own_memory(function: Any, given: tuple, taker: Any = None) -> None:
-    if torch._C._is_torch_function_enabled():
-        for each in given:
-            if isinstance(each, Absent) or (isinstance(each, ShardedCopy) and not isinstance(taker, ShardedCopy)):
+    for each in given:
+        if isinstance(each, Absent) or (isinstance(each, ShardedCopy) and not isinstance(taker, ShardedCopy)):
+            if torch._C._is_torch_function_enabled():
                 raise each.refusal(name_of(function))
+        elif isinstance(each, Tensor):
+            note(each)  # what is written to the second has its own count
+            watch(each)
 
 
 def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
-    _note(tensor)
-    if _SLOTS and not isinstance(tensor, Absent | ShardedCopy) and is_gathered(tensor) and tensor.numel():
-        in_arrays = _SLOTS.get(storage_of(tensor))
-        if in_arrays is not None:  # else it has its full precision, or is the user's in `gathered`
-            watched = array if isinstance(array, np.ndarray) else set()  # a capsule of DLPack is for one look
-            in_arrays.append((tensor.detach(), tensor.detach().clone(), weakref.ref(watched)))
+    note(tensor)
+    if not isinstance(tensor, Absent | ShardedCopy):
+        watch(tensor, array)
     return array
+
+
+def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Whoever asks may write there (by `ctypes`, numba or a library of C): as with arrays."""
+    return (_as_array if SLOTS and _asked_by_others() else _call)(call, function, args, kwargs)
+
+
+def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The storage of a weight in use is that of its unit; on one rank that of all weights or gradients of a group."""
+    if storage_of(args[0]) in _SHARED and not isinstance(args[0], Absent) and _asked_by_others():
+        whose = [f"parameter {describe(p)}" for p in (args[0], args[0]._base) if is_sharded(p)] or ["a gradient, or a view,"]
+        refused = ResidencyError(
+            f"{in_words(name_of(call))} of {whose[0]} would give the memory of others, too: those that are gathered together "
+            "share one. Take a copy (`.clone()`), or change the tensor itself, under `torch.no_grad()` (`tensor.copy_(...)`)."
+        )
+        if name_of(call) != "untyped_storage":
+            raise refused
+        return GuardedStorage(untyped_storage(args[0]), OF_MEMORY, lambda: refused)
+    return function(*args, **kwargs)
+
+
+def _asked_by_others() -> bool:
+    module = sys._getframe(3).f_globals.get("__name__", "torch")  # of what calls a function that is wrapped
+    return module.partition(".")[0] not in _READERS
+
+
+def _call(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 def _as_capsule(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -255,15 +300,15 @@ def _hooked(call: Callable[..., Any], function: Callable[..., Any], args: tuple,
     @wraps(hook)
     def own(*grads: Any) -> Any:
         result = hook(*grads)
-        return replaced(result, Tensor, lambda grad: grad.clone() if is_gathered(grad) else grad) if _SLOTS else result
+        return replaced(result, Tensor, lambda grad: grad.clone() if is_gathered(grad) else grad) if SLOTS else result
 
     return function(hooked, own)
 
 
 def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Batch norm updates running statistics without a word: their versions count it."""
-    if _SLOTS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
-        _note(*args[3:5])
+    if SLOTS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
+        note(*args[3:5])
         for statistic in args[3:5]:
             if isinstance(statistic, Tensor) and is_gathered(statistic):
                 increment_version(statistic)
@@ -272,7 +317,7 @@ def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tu
 
 def _observed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fake quantization updates its ranges and scales without a word."""
-    _note(*args, *kwargs.values())
+    note(*args, *kwargs.values())
     return function(*args, **kwargs)
 
 
@@ -280,7 +325,7 @@ def _fused(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
     """An optimizer's kernel, whose writes to weights in use torch does not count. The engine's shards pass here, too."""
     given = () if torch.compiler.is_compiling() else args[0] if args else kwargs["self"]
     for tensor in given:
-        if storage_of(tensor) in _SLOTS:  # and no more than this
+        if storage_of(tensor) in SLOTS:  # and no more than this
             increment_version(tensor)
     return function(*args, **kwargs)
 
@@ -288,7 +333,7 @@ def _fused(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
 def _method(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """A scripted method reads the parameters of its module."""
     for parameter in _parameters(args[0].owner):
-        if type(parameter) is RestingParameter:
+        if isinstance(parameter, RestingParameter):
             raise ResidencyError(
                 f"The scripted method `{args[0].name}` would read the memory of parameter {describe(parameter)} while it is "
                 "sharded over the ranks. Call it in the forward of the Python module that it is a part of, or in `with "
@@ -314,7 +359,7 @@ def _lifted(call: Callable[..., Any], function: Callable[..., Any], args: tuple,
 
 def _watched(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What torch.func maps over, or makes functional: values in the place of resting parameters, which are not written to."""
-    if not _SLOTS:
+    if not SLOTS:
         return function(*args, **kwargs)
     with temporarily_clear_interpreter_stack():
         args = replaced(args, Absent, lambda each: each[...])

@@ -105,19 +105,19 @@ class ShardedCopy(Tensor):
         return _with_copies(func, args, kwargs or {})
 
 
-class _Storage:
-    """The storage of a copy: it is asked what and where it is, and not written to."""
+class GuardedStorage:
+    """A storage that is asked what and where it is, and not written to."""
 
-    def __init__(self, copy: ShardedCopy, storage: torch.UntypedStorage) -> None:
-        self._copy, self._storage = copy, storage
+    def __init__(self, storage: torch.UntypedStorage, answers: frozenset[str], refusal: Callable[[], ResidencyError]) -> None:
+        self._storage, self._answers, self._refusal = storage, answers, refusal
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_STORAGES:
+        if name in self._answers:
             return getattr(self._storage, name)
-        raise AttributeError(name) if name.startswith("__") else self._copy.refusal("untyped_storage")
+        raise AttributeError(name) if name.startswith("__") else self._refusal()
 
 
-_OF_STORAGES = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size clone tolist".split())
+OF_MEMORY = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size".split())
 # They give the memory of a copy to what does not ask its class; `cuda` asks for the device before.
 _SHARING = frozenset("storage __dlpack__ _to_dlpack __cuda_array_interface__.__get__".split())
 
@@ -149,7 +149,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _ordinary(func, *args)
         result = func(*args, **kwargs)
         if name == "untyped_storage":
-            return _Storage(args[0], result)
+            return GuardedStorage(result, OF_MEMORY | {"clone", "tolist"}, lambda: args[0].refusal(name))
         if hasattr(result, "wait") and instances(targets, ShardedCopy):
             result.wait()  # a collective that goes on in the background
         if name == "data.__get__" and args[0].parameter is not None:

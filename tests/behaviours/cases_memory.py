@@ -3,15 +3,15 @@
 import ctypes
 
 import torch
-from torch import nn
+from torch import as_tensor, asarray, nn, tensor
 
 from .cases_layers import Uncounted
 from .cases_outputs import Blocks, NoneOutput
-from .harness import DIM, NAN, Block, Case, case
+from .harness import DIM, Block, Case, case
 
 KEPT = r"A view .* of parameter 'blocks\.\d\.up\.bias' \(unit blocks\.\d\) was kept after.*clone"
 TAKEN = r"would touch the memory of parameter 'blocks\.0\.up\.weight'.*read `parameter\.detach\(\)`"
-WRITTEN_IN_USE = r"Parameters of unit blocks\.\d \(blocks\.\d\.up\.bias\) were changed through a raw alias.*torch.no_grad"
+A_NUMBER = r"argument '{}' .*not parameter 'blocks\.0\.{}' \(unit blocks\.0\), which is sharded.*give its `\.item\(\)`"
 
 
 class KeptBias(Blocks):
@@ -163,7 +163,6 @@ class WrittenByAddress(Blocks):
     """A weight written at its address (`data_ptr`), as a kernel of one's own would, in its own forward"""
 
     on_host = True
-    unseen = WRITTEN_IN_USE
 
     def run(self, block, x):
         (ctypes.c_float * (2 * DIM)).from_address(block.up.bias.data_ptr())[:] = [0.5] * (2 * DIM)
@@ -224,7 +223,7 @@ class LegacyConstructor(Taken):
 class FrozenNumber(Case):
     """A frozen 0-dim weight as a number (`torch.add(x, y, alpha=weight)`) outside its unit's forward"""
 
-    unseen = NAN
+    refused = A_NUMBER.format("alpha", "scale")
 
     def model(self):
         model = super().model()
@@ -241,7 +240,7 @@ class FrozenNumber(Case):
 class FilledWithFrozenNumber(FrozenNumber):
     """`torch.full_like(weight, scale)` and `weight.new_full(size, scale)` with a frozen 0-dim weight, outside their forward"""
 
-    unseen = None
+    refused = None
 
     def loss(self, model, batch):
         weight, scale = model.head.weight, model.blocks[0].scale
@@ -378,8 +377,6 @@ class TypedConstructor(Taken):
     """`torch.FloatTensor(weight)` outside its unit's forward"""
 
     on_host = True
-    refused = None
-    unseen = NAN
 
     def read(self, weight):
         return torch.FloatTensor(weight)
@@ -464,3 +461,97 @@ class BuffersWrittenByDlpack(Uncounted):
             torch.from_dlpack(self.mean).add_(x.detach().float().mean(0))
             torch.from_dlpack(torch.to_dlpack(self.variance)).mul_(0.9)
             return x
+
+
+@case
+class TensorByName(Taken):
+    """`tensor`, `as_tensor` and `asarray`, imported by their names, of a weight outside its unit's forward"""
+
+    refused = None
+
+    def read(self, weight):
+        return tensor(weight) + as_tensor(weight) + asarray(weight)
+
+
+@case
+class NumberInList(FrozenNumber):
+    """`torch.tensor([scale, 1.0])` with a frozen 0-dim weight, outside its forward"""
+
+    refused = None
+
+    def loss(self, model, batch):
+        scale = model.blocks[0].scale
+        return (model(batch).square().mean() * torch.tensor([scale, 1.0])).sum()
+
+
+@case
+class IntNumber(FrozenNumber):
+    """`x.roll(n, 0)` with a frozen 0-dim weight of integers, outside its forward"""
+
+    refused = A_NUMBER.format("shifts", "count")
+
+    def model(self):
+        model = super().model()
+        for k, block in enumerate(model.blocks):
+            block.count = nn.Parameter(torch.tensor(1 + k), requires_grad=False)
+        return model
+
+    def loss(self, model, batch):
+        return (torch.roll(model(batch), model.blocks[0].count, 0) * batch).square().mean()
+
+
+@case
+class KeptNumber(FrozenNumber):
+    """A number kept by a module (`weight.detach()[0]`), as a number (`torch.add(x, y, alpha=kept)`) after its forward"""
+
+    refused = r"argument 'alpha' .*not a view .* of parameter 'blocks\.0\.norm\.weight'.*give its `\.item\(\)`"
+
+    def prepare(self, model):
+        first = model.blocks[0]
+        first.register_forward_pre_hook(lambda block, _: setattr(block, "kept", block.norm.weight.detach()[0]))
+
+    def loss(self, model, batch):
+        out = model(batch)
+        return torch.add(out, out, alpha=model.blocks[0].kept).square().mean()
+
+
+@case
+class KeptNumberAsked(KeptNumber):
+    """A number kept by a module (`weight.detach()[0]`), asked for its value and size, and computed with, after its forward"""
+
+    refused = None
+
+    def loss(self, model, batch):
+        out, kept = model(batch), model.blocks[0].kept
+        assert kept.shape == () and kept.numel() == 1
+        return (out * kept).square().mean() * kept.item()
+
+
+@case
+class StorageInItsForward(Blocks):
+    """`weight.untyped_storage().fill_()` in its own forward"""
+
+    refused = refused_on_one = (
+        r"`untyped_storage` of parameter 'blocks\.0\.norm\.bias' .* would give the memory of others.*clone"
+    )
+
+    def run(self, block, x):
+        block.norm.bias.untyped_storage().fill_(0)
+        return Block.forward(block, x)
+
+
+@case
+class WrittenBySecondTensors(Blocks):
+    """Weights written in their forward as `other` (`other.data = weight`, `other.set_(weight)`, `other.new(weight)`, ...)"""
+
+    on_host = True
+
+    def run(self, block, x):
+        others = torch.empty(0), torch.empty(0)
+        others[0].data = block.norm.weight
+        with torch.no_grad():
+            others[1].set_(block.norm.bias)
+            for other in (*others, torch.empty(0).new(block.up.bias), torch.Tensor(block.down.bias)):
+                other.mul_(0.9)
+            torch.FloatTensor(block.down.weight).mul_(0.9)
+        return Block.forward(block, x)

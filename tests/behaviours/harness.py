@@ -5,7 +5,6 @@ averaged over ranks by hand, and under an engine; losses, gradients and paramete
 
 right    all numbers agree
 refused  an error on every rank, whose text the case announces
-unseen   it ran, with other numbers; with `debug=True` there is an error or NaN, which the case announces
 wrong    it ran, with other numbers
 error    any other exception, or a dead process
 hang     no end before the case's time-out
@@ -37,8 +36,6 @@ BATCH = 20
 # What other sums of the same numbers may differ by: relative to the element, or to the tensor's largest where terms cancel.
 RTOL = {torch.float64: 4e-15, torch.complex128: 4e-15, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CASES: dict[str, Case] = {}
-CHECKED = "zero3+debug"
-NAN = r"logged\[\d\]: NaN"  # for `Case.unseen`
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -90,8 +87,6 @@ class Case:
     refused: str | None = None  # pattern of the error with which zero3 declines on several ranks
     refused_on_one: str | None = None  # the same on one rank, where nothing is sharded
     refused_by_one = False  # the rank at fault raises, and the others wait for it until they are ended
-    # What several ranks compute wrongly without a word: pattern of the error with `debug=True`, or `NAN`. One rank is right.
-    unseen: str | None = None
     ddp_options: dict[str, Any] = {}  # what torch's documentation says to give DDP for such a model
     methods: tuple[str, ...] = ()  # of units, which run like a forward: FSDP2 is told of them
     on_host = False  # it takes addresses or arrays of weights, which are the host's: not on CUDA
@@ -110,9 +105,7 @@ class Case:
 
     def expected(self, world_size: int) -> str:
         """Kind of zero3's outcome."""
-        if self.refusal(world_size):
-            return "refused"
-        return "unseen" if self.unseen and world_size > 1 else "right"
+        return "refused" if self.refusal(world_size) else "right"
 
     def model(self) -> nn.Module:
         return Chain()
@@ -271,7 +264,6 @@ class Zero3Run(Run):
 
     is_reference = False
     refuses = True
-    debug = False
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.collectives import make_collectives
@@ -284,7 +276,7 @@ class Zero3Run(Run):
         collectives = make_collectives(dist.group.WORLD, device)
 
         def shard() -> Zero3Engine:
-            options = {"device": device, "collectives": collectives, "debug": self.debug, "slot_dtype": self.slot_dtype}
+            options = {"device": device, "collectives": collectives, "slot_dtype": self.slot_dtype}
             return Zero3Engine(self.model, self.optimizers, **options)
 
         names = {p: name for name, p in self.model.named_parameters()}
@@ -332,12 +324,6 @@ class Zero3Run(Run):
             return whole
 
         return self._present(self._full(flat))
-
-
-class CheckedRun(Zero3Run):
-    """The same with `debug=True`."""
-
-    debug = True
 
 
 class OnlyZero3(Exception):
@@ -464,7 +450,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, CHECKED: CheckedRun, "ddp": DdpRun, "fsdp2": Fsdp2Run}
+ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, "ddp": DdpRun, "fsdp2": Fsdp2Run}
 
 
 # ---- running one -----------------------------------------------------------------------------
@@ -566,19 +552,7 @@ def _tolerance(expected: Tensor, rtol: float | None) -> dict[str, float]:
 
 
 def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu", gain: bool = False) -> Outcome:
-    """Run a case under an engine on `world_size` ranks; one that is unseen is run with `debug=True`, too."""
-    outcome = _run(engine, name, world_size, device, gain)
-    if engine != "zero3" or outcome.kind != "wrong" or CASES[name].expected(world_size) != "unseen":
-        return outcome
-    checked = _run(CHECKED, name, world_size, device, gain)
-    if checked.kind == "refused":
-        return Outcome("unseen", checked.detail)
-    if checked.kind == "wrong" and re.search(CASES[name].unseen or "", checked.detail):
-        return Outcome("unseen", "NaN")
-    return Outcome("wrong", f"{outcome.detail}\nwith `debug=True`: {checked.kind}, {checked.detail}")
-
-
-def _run(engine: str, name: str, world_size: int, device: str, gain: bool) -> Outcome:
+    """Run a case under an engine on `world_size` ranks."""
     case = CASES[name]
     start = 0 if device == "cpu" else 45  # a process begins to use CUDA
     try:
@@ -626,7 +600,7 @@ def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
     raised = re.search(r"^\S*Raised: (\[.*\])$", text, re.MULTILINE)
     if raised is None:
         return Outcome("error", text)
-    ranks, refusal = json.loads(raised[1]), case.unseen if engine == CHECKED else case.refusal(world_size)
+    ranks, refusal = json.loads(raised[1]), case.refusal(world_size)
     if any(error and error[0] == OnlyZero3.__name__ for error in ranks):
         return Outcome("-")
     if ENGINES[engine].refuses and refusal and all(error and re.search(refusal, error[1], re.DOTALL) for error in ranks):

@@ -8,6 +8,7 @@ from torch import nn
 from helpers.ranks import run_ranks
 
 BLOCKS = 5
+address_of = torch._C.TensorBase.data_ptr  # as an extension in C++ has it
 
 
 class Block(nn.Module):
@@ -17,8 +18,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         if self.wiped:
-            ctypes.memset(self.linear.weight.data_ptr(), 0, self.linear.weight.nbytes)
-        self.address = self.linear.bias.data_ptr()
+            ctypes.memset(address_of(self.linear.weight), 0, self.linear.weight.nbytes)
+        self.address = address_of(self.linear.bias)
         return x + torch.tanh(self.linear(x))
 
 

@@ -687,7 +687,7 @@ class KeptArray(Stateful):
 
 class KeptStorage(Stateful):
     def keep(self, of):
-        return of.untyped_storage()
+        return torch._C.TensorBase.untyped_storage(of)  # past Python
 
 
 class KeptSparse(Stateful):

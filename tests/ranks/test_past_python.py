@@ -296,3 +296,40 @@ def shared(rank, world_size):
 
 def test_copies_are_not_shared_with_what_writes_unseen():
     run_ranks(shared, 2)
+
+
+def use_types_of_old(rank, world_size):
+    own = [torch.FloatTensor]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _, engine = build(model)
+    kind = torch.FloatTensor
+    assert kind is not own[0] and kind == own[0] and own[0] == kind and {kind, own[0]} == {kind} <= torch._tensor_classes
+    assert (repr(kind), torch.typename(kind), kind.__name__) == (repr(own[0]), "torch.FloatTensor", "FloatTensor")
+    assert kind.dtype is torch.float32 and kind.mul is own[0].mul and pickle.loads(pickle.dumps(kind)) is kind
+    x = kind([1, 2])
+    assert x.tolist() == [1, 2] and kind(2, 3).shape == (2, 3) and not kind().numel()
+    assert isinstance(x, kind) and isinstance(x, (torch.HalfTensor, kind)) and not isinstance(x, torch.LongTensor)
+    assert (
+        issubclass(own[0], kind)
+        and issubclass(kind, kind)
+        and not issubclass(kind, torch.HalfTensor)
+        and not issubclass(kind, torch.Tensor)
+    )
+    assert (
+        x.type() == "torch.FloatTensor" and x.type(torch.HalfTensor).dtype is nn.Linear(1, 1).type(torch.HalfTensor).bias.dtype
+    )
+    torch.set_default_tensor_type(torch.DoubleTensor)
+    assert torch.tensor(1.0).dtype is torch.float64
+    torch.set_default_tensor_type(kind)
+    assert torch.tensor(1.0).dtype is torch.float32
+    compiled = torch.compile(
+        lambda x: x.type(torch.DoubleTensor) if isinstance(x, torch.FloatTensor) else x, backend="aot_eager"
+    )
+    assert compiled(x).dtype is torch.float64
+    with engine.step(), pytest.raises(ResidencyError, match=r"`FloatTensor` would touch the memory of parameter '0\.weight'"):
+        kind(model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_types_of_old_are_those_of_torch_but_for_parameters_that_rest():
+    run_ranks(use_types_of_old, 2)

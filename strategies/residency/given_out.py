@@ -1,0 +1,74 @@
+"""What was given out of slots and buffers so that torch does not count what is written to it: addresses, arrays, aliases."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .home import is_sharded
+
+untyped_storage = Tensor.untyped_storage  # torch's own
+SLOTS: dict[int, list[Alias]] = {}  # storage of a slot -> what of it was given out
+_BUFFERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> where to note that it was
+
+
+@dataclass
+class Alias:
+    """Memory of a weight that may be written to past torch."""
+
+    now: Tensor  # the weight in its slot, or a part of it
+    before: Tensor  # a copy of what it was
+    array: weakref.ref[Any]  # which the user made of it
+
+    def changed(self) -> bool:
+        """Whether it was written to since this was asked."""
+        same = torch.equal(_bits(self.now), _bits(self.before))
+        self.before = self.before if same else self.now.clone()
+        return not same
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def note_uncounted(buffer: Tensor, noted: bytearray, place: int) -> None:
+    """Set ``noted[place]`` when ``buffer`` was given out so that torch does not count what is written to it."""
+    _BUFFERS[buffer] = noted, place
+
+
+def note(*given: Any) -> None:
+    """Buffers among ``given`` may be written to."""
+    if _BUFFERS:
+        for buffer in given:
+            if isinstance(buffer, Tensor) and buffer in _BUFFERS:
+                noted, place = _BUFFERS[buffer]
+                noted[place] = 1
+
+
+def watch(tensor: Tensor, array: Any = None) -> None:
+    """What is written to ``tensor`` by what it was given to (an ``array`` of numpy, for one) is stored when its use ends."""
+    aliases = SLOTS.get(storage_of(tensor)) if SLOTS else None
+    if aliases is not None and tensor.numel():  # else it has its full precision, or is the user's in `gathered`
+        array = array if isinstance(array, np.ndarray) else set()  # nobody has this one
+        aliases.append(Alias(tensor.detach(), tensor.detach().clone(), weakref.ref(array)))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Tells the storage of ``tensor`` from others; 0 if it has none, or more than one."""
+    with torch._C.DisableTorchFunction():  # modes, too
+        try:
+            return untyped_storage(tensor)._cdata
+        except RuntimeError:
+            return 0
+
+
+def is_gathered(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return is_sharded(tensor) or is_sharded(tensor._base) or storage_of(tensor) in SLOTS
