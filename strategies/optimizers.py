@@ -19,6 +19,7 @@ Shapes = list[tuple[int, ...]]
 _LARGE, _SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
 _SMALL, _CUTS = [(4, 8), (8,)], [(13,), (27,)]  # of which many steps cost little
 _STEPS, _LATEST = 3, 200  # tried; and the latest that is believed to be the start of something
+_MOMENTS = (1e3, 1e6, float("inf"), float("nan"))  # gradients that a training may have, and rules may be for
 _ASKING = 20  # steps, in which questions are listened to
 
 
@@ -158,13 +159,22 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
             "with shards. It is made as `cls([group], **defaults)`, or `cls(params, **defaults)`, and steps with and without a "
             "closure. Use an optimizer that takes that and updates each parameter by itself, or another strategy."
         ) from error
-    if not apart:
+    if not apart or any(_combines_in(moment, optimizer, options, shapes, steps) for moment in _MOMENTS):
         raise ValueError(
-            f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance; or it draws random "
-            "numbers, or uses what a closure returns, which each rank has of its own), and with Zero3Strategy no rank has them "
-            "all. Use an optimizer that updates each parameter by itself, or another strategy."
+            f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance, or a step that it "
+            "skips when any gradient is large or not finite; or it draws random numbers, or uses what a closure returns, which "
+            "each rank has of its own), and with Zero3Strategy no rank has them all. Use an optimizer that "
+            "updates each parameter by itself, and clip by `Trainer(gradient_clip_val=...)`, or another strategy."
         )
     return Stepping.TENSORS
+
+
+def _combines_in(moment: float, optimizer: Optimizer, options: Options, shapes: Shapes, steps: int) -> bool:
+    """Whether a gradient of one tensor that is so much larger, once, changes what becomes of others."""
+    try:
+        return not _agree(optimizer, options, shapes, shapes, steps, moment)
+    except Exception:
+        return False  # it would raise in the training, too
 
 
 class _UnchangedError(Exception):
@@ -181,11 +191,15 @@ def _is_elementwise(optimizer: Optimizer, options: Options, steps: int) -> bool:
     )
 
 
-def _agree(optimizer: Optimizer, options: Options, together: Shapes, apart: Shapes, steps: int) -> bool:
-    """Whether elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time."""
+def _agree(optimizer: Optimizer, options: Options, together: Shapes, apart: Shapes, steps: int, moment: float = 1.0) -> bool:
+    """Whether elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time.
+
+    In a step in the middle gradients of the first tensor are ``moment`` times as large.
+    """
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     numel = sum(torch.Size(shape).numel() for shape in together)
     values, *grads = (torch.randn(numel, generator=generator) for _ in range(1 + steps))
+    grads[steps // 2][: torch.Size(together[0]).numel()] *= moment
     joint, single = _parts(values.clone(), together), _parts(values.clone(), apart)
     train(optimizer, options, joint, [_parts(grad, together) for grad in grads])
     for k, part in enumerate(single):
@@ -194,7 +208,7 @@ def _agree(optimizer: Optimizer, options: Options, together: Shapes, apart: Shap
     first, second = (torch.cat([p.detach().flatten() for p in parts]) for parts in (joint, single))
     if torch.equal(first, values):
         raise _UnchangedError
-    return torch.allclose(first, second, rtol=1e-4, atol=1e-6)
+    return torch.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _refuses_vectors(optimizer: Optimizer, options: Options) -> bool:

@@ -16,7 +16,8 @@ LOOK_FOR = (
     "All ranks must run the same modules in the same order, load and save together, and take the same number of steps; look "
     "for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save), for loaders of different "
     "length, for a branch or a loop that depends on a rank's own data (`generate(..., synced_gpus=True)` where texts end) or "
-    "random numbers (LayerDrop: `DataOptions(distinct_rank_rng=False)` gives all ranks the same), and for a term of the loss "
+    "random numbers (LayerDrop: `DataOptions(distinct_rank_rng=False)` gives all ranks the same; experts that some ranks alone "
+    "run belong into one unit, by `unit_policy`), and for a term of the loss "
     "that one rank alone has (multiply it by 0 on the others)."
 )
 

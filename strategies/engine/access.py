@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart, connected
+from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError, is_aliased, note_alias, settle
-from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, graph_task, set_data, set_grad, told_of_gradient
+from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, as_subclass, graph_task, set_data, set_grad, told_of_gradient
 from .gradients import Gradients
 from .shards import Entry
 from .unit import Unit
@@ -36,6 +37,7 @@ class Access:
         self._weights_changed, self._settle_gradients, self.retire = weights_changed, settle_gradients, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self._held: WeakValueDictionary[str, ShardedCopy] = WeakValueDictionary()  # by the user, of each parameter
+        self._watched: list[tuple[ShardedCopy, Tensor]] = []  # gradients, and copies of what they were
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
@@ -79,6 +81,7 @@ class Access:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.home.Home.gradient`."""
+        self.keep_watched()
         entry = self._entries[id(parameter)]
         with apart():
             self._settle_gradients(entry.name)
@@ -95,6 +98,7 @@ class Access:
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.residency.home.Home.set_gradient`."""
+        self.keep_watched()
         entry = self._entries[id(parameter)]
         if entry.trained:  # no optimizer would read another one's
             with apart():
@@ -116,6 +120,17 @@ class Access:
                 "changed. Read `parameter.grad` again after the backward."
             )
         self._gradients.assign(entry, gradient)
+
+    def watch_gradient(self, gradient: ShardedCopy) -> None:
+        """See :meth:`~.residency.home.Home.watch_gradient`."""
+        self._watched.append((gradient, as_subclass(gradient, Tensor).clone()))
+
+    def keep_watched(self) -> None:
+        """Somebody looks at gradients: store those that were changed past torch."""
+        while self._watched:
+            gradient, before = self._watched.pop()
+            if not same_bits(as_subclass(gradient, Tensor), before):
+                self.keep_gradient(gradient)
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

@@ -107,6 +107,7 @@ class Backward:
 
     def _adopt(self) -> None:
         self._adopt_values()
+        self._access.keep_watched()
         self._gradients.adopt()
         self._reducer.hide()
 

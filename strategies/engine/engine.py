@@ -120,7 +120,7 @@ class Zero3Engine:
             for unit in self.units:
                 unit.note_kept = note_kept
                 guard(unit.memory, unit.in_arrays)
-        self._saved = SavedTensors(self.units, self.arena)
+        self._saved = SavedTensors(self.units, self.arena, self.collectives.diary.progress)
         self.gradients = Gradients(self.units, self.groups, self.reducer)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
@@ -216,6 +216,7 @@ class Zero3Engine:
 
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
+        self.access.keep_watched()
         self.passes.settle()
         self.gradients.adopt()
 

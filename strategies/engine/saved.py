@@ -7,7 +7,7 @@ path it reaches a unit (a loss on an intermediate value, a view changed in place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from traceback import walk_tb
@@ -45,7 +45,8 @@ _data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's
 class SavedTensors:
     """What autograd saves while an engine's units are in use. On a single rank nothing ever moves, and nobody watches."""
 
-    def __init__(self, units: list[Unit], arena: Arena) -> None:
+    def __init__(self, units: list[Unit], arena: Arena, progress: Sequence[int]) -> None:
+        self._units, self._progress = units, progress  # index of the unit that was gathered last
         self._arena, self._start = arena, arena.memory.data_ptr()
         self._stop = self._start + arena.memory.numel()
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
@@ -67,11 +68,12 @@ class SavedTensors:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
+            last = self._units[int(self._progress[0])].name
             raise ResidencyError(
                 "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step, as in "
-                f"`{_caller(error)}`: weights that autograd saves there are looked up later, which torch.func does not allow. "
-                "Use torch.autograd.grad or torch.autograd.functional, or run the transform outside of a step in `with "
-                "strategy.gathered(module):`."
+                f"`{_caller(error)}` (unit {last} ran last): weights that autograd saves there are looked up later, which "
+                "torch.func does not allow. Use torch.autograd.grad or torch.autograd.functional, or run the transform outside "
+                "of a step in `with strategy.gathered(module):`."
             ) from error
 
     def enter_outside(self, unit: Unit) -> None:

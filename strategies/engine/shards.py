@@ -222,7 +222,10 @@ class FlatGroup:
             segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
             if grad is not None:
-                segment.parameter.grad = as_subclass(grad, FlatGradient if guarded else Tensor)
+                shown = as_subclass(grad, FlatGradient if guarded else Tensor)
+                if guarded:
+                    shown.whose = segment.parameter.whose
+                segment.parameter.grad = shown
             for value in self.owner[0].state.get(segment.parameter, {}).values():
                 if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                     value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
@@ -247,6 +250,7 @@ class FlatGroup:
         parts, state = [], states.pop(segment.parameter, None)
         for a, b in zip([segment.start, *inner], [*inner, segment.stop], strict=True):
             parameter = type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad)
+            parameter.whose = segment.parameter.whose
             parts.append(Segment(a, b, parameter))
             if segment.parameter.grad is not None:
                 parts[-1].show(self.grad)
@@ -262,6 +266,9 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
             flats = [flat for flat in groups if (flat.key.optimizer, flat.key.group) == (i, g)]
             for flat in flats:
                 flat.owner = (optimizer, group)
+                first, last = flat.entries[0].name, flat.entries[-1].name
+                for segment in flat.segments:
+                    segment.parameter.whose = f" of parameters {first!r} to {last!r}"
             group["params"][:] = [p for flat in flats for p in flat.parameters]
 
 
@@ -279,7 +286,9 @@ class Segment:
 
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""
-        self.parameter.grad = as_subclass(gradients[self.start : self.stop], FlatGradient)
+        shown = as_subclass(gradients[self.start : self.stop], FlatGradient)
+        shown.whose = self.parameter.whose
+        self.parameter.grad = shown
 
     def has_shape_of(self, value: Tensor) -> bool:
         """Whether ``value`` has one number for each of its elements."""

@@ -138,6 +138,7 @@ class WholeReducer(Reducer):
                 self._renew(entry)
 
     def _renew(self, entry: Entry) -> None:
+        guard_storage(entry.group.grad)
         self.views[entry.number] = _view(entry, entry.group.grad)
         self._addresses[entry.number] = self.views[entry.number].data_ptr()
 

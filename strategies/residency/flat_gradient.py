@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .functions import instances
 from .home import ResidencyError
 
 _NORMS = frozenset(
@@ -24,16 +25,19 @@ class FlatGradient(Tensor):
     """The gradient of a flat tensor, as the optimizer sees it, and what is computed from it, or of several, by element."""
 
     what = "gradients"
+    whose = ""  # of which parameters
     instead = "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
         name = getattr(func, "__name__", "")
+        given = instances((args, kwargs), FlatGradient) + instances((args, kwargs), FlatParameter)
+        whose = next((each.whose for each in given if each.whose), "")
         if name in _NORMS:
             raise ResidencyError(
-                f"`{name}` would be of the {cls.what} that this rank holds a shard of: an optimizer's param groups hold flat "
-                f"shards. Use {cls.instead}."
+                f"`{name}` would be of the {cls.what}{whose} that this rank holds a shard of: an optimizer's param groups hold "
+                f"flat shards. Use {cls.instead}."
             )
         if name == "_amp_foreach_non_finite_check_and_unscale_" and dist.is_initialized() and dist.get_world_size() > 1:
             if sys._getframe(1).f_globals["__name__"] == "torch.amp.grad_scaler":  # others ask all ranks
@@ -45,11 +49,18 @@ class FlatGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
             if name.startswith("_foreach") and result is not None:
-                return [each.as_subclass(cls) for each in result]
+                return [cls.of(each, whose) for each in result]
             kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
             if not kept or type(result) is not Tensor or func == Tensor._base.__get__:
                 return result  # torch.compile asks for `_base` until it is no view
-            return result.as_subclass(cls)
+            return cls.of(result, whose)
+
+    @classmethod
+    def of(cls, tensor: Tensor, whose: str) -> FlatGradient:
+        """``tensor``, and of which parameters it is."""
+        flat = Tensor.as_subclass(tensor, cls)
+        flat.whose = whose
+        return flat
 
 
 class FlatValues(FlatGradient):
@@ -71,6 +82,8 @@ class FlatState(FlatGradient):
 
 class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
+
+    whose = ""  # of which parameters
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -20,7 +20,7 @@ METADATA = frozenset(
     "retain_grad register_hook register_post_accumulate_grad_hook _backward_hooks.__set__ "
     "_post_accumulate_grad_hooks.__set__ dtype.__get__ itemsize.__get__ nbytes.__get__ element_size storage_offset is_pinned "
     "grad.__get__ grad.__set__ grad.__delete__ __dir__ dim_order dense_dim sparse_dim is_distributed __dlpack_device__ "
-    "_cdata.__get__".split()
+    "_cdata.__get__ _has_compatible_shallow_copy_type".split()
 )
 # Questions about dtypes and devices, of an argument that need not be the first.
 KINDS = frozenset({"result_type", "type", "type_as", "to"})

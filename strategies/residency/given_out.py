@@ -28,13 +28,15 @@ class Alias:
 
     def changed(self) -> bool:
         """Whether it was written to since this was asked."""
-        same = torch.equal(_bits(self.now), _bits(self.before))
+        same = same_bits(self.now, self.before)
         self.before = self.before if same else self.now.clone()
         return not same
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+def same_bits(now: Tensor, before: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaN and the sign of zero included."""
+    a, b = (each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for each in (now, before))
+    return torch.equal(a, b)
 
 
 def note_uncounted(buffer: Tensor, noted: bytearray, place: int) -> None:
@@ -55,7 +57,10 @@ def watch(tensor: Tensor, array: Any = None) -> None:
     """What is written to ``tensor`` by what it was given to (an ``array`` of numpy, for one) is stored when its use ends."""
     aliases = SLOTS.get(storage_of(tensor)) if SLOTS else None
     if aliases is not None and tensor.numel():  # else it has its full precision, or is the user's in `gathered`
-        array = array if isinstance(array, np.ndarray) else set()  # nobody has this one
+        if not isinstance(array, np.ndarray):
+            if any(each.now.is_set_to(tensor) for each in aliases):
+                return
+            array = set()  # nobody has this one
         aliases.append(Alias(tensor.detach(), tensor.detach().clone(), weakref.ref(array)))
 
 

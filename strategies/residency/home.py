@@ -41,6 +41,9 @@ class Home(Protocol):
     def keep_gradient(self, gradient: Tensor) -> None:
         """``gradient`` was changed in place: store it, if it is still what the parameter has; local."""
 
+    def watch_gradient(self, gradient: Tensor) -> None:
+        """``gradient`` may be changed past torch, until others look at it: it is compared with what it is; local."""
+
 
 @dataclass
 class Sharded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-_UNSET = torch._C._set_default_tensor_type
+_UNSET, _TENSORTYPE = torch._C._set_default_tensor_type, type(torch.FloatTensor)
 
 
 class _Metatype(type):
@@ -57,5 +58,7 @@ def replace_types(ask: Callable[[type, tuple], None]) -> dict[int, tuple[Any, An
             now.__qualname__ = kind.__name__
             setattr(sys.modules[kind.__module__], kind.__name__, now)
             replaced[id(kind)] = kind, now
+    # Who has kept one of torch's own can pickle it: it is found by its name, where another one is.
+    copyreg.pickle(_TENSORTYPE, lambda kind: (torch._utils._import_dotted_name, (f"{kind.__module__}.{kind.__name__}",)))
     torch._C._set_default_tensor_type = wraps(_UNSET)(lambda kind: _UNSET(_own(kind)))
     return replaced

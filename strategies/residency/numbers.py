@@ -24,14 +24,18 @@ class Number(Absent):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answer, gather or raise."""
-        if func is Tensor.__index__:  # torch asks, and then reads the number itself
-            raise TypeError(f"Torch asks for a whole number, and got {cls.__name__}.")
-        shown = [number for number in instances((args, kwargs), Number) if show(number)]
+        shown = [number for number in instances((args, kwargs), Number) if show(number) or func in _FREEZING]
         try:
-            return super().__torch_function__(func, types, args, kwargs)
+            result = super().__torch_function__(func, types, args, kwargs)
         finally:
             for number in shown:
                 hide(number)
+        if func is Tensor.__index__ and isinstance(args[0], Number):  # torch asks, and then reads the number itself
+            _lend(args[0], result)
+        return result
+
+
+_FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 
 
 def class_at_rest(cls: type[Tensor], tensor: Tensor, told: str) -> type[Tensor]:
@@ -40,10 +44,24 @@ def class_at_rest(cls: type[Tensor], tensor: Tensor, told: str) -> type[Tensor]:
     return type(name, (Number, cls), {"__module__": cls.__module__, "_layout": (tensor.size(), tensor.stride())})
 
 
+def _lend(number: Tensor, value: int) -> None:
+    """Give it memory of its own until it is asked, used or changed."""
+    with torch._C.DisableTorchFunctionSubclass(), apart():
+        if not number.numel():
+            number.place = number.data
+            set_data(number, torch.tensor(value, dtype=number.dtype, device=number.device))
+
+
+def _take_back(number: Tensor) -> None:
+    if (place := number.__dict__.pop("place", None)) is not None:
+        set_data(number, place)
+
+
 def hide(number: Tensor) -> None:
     """From now on it is no number for torch, if it could be one."""
     if isinstance(number, Number):  # else its unit has come into use
         with torch._C.DisableTorchFunctionSubclass(), apart():
+            _take_back(number)
             if not number.requires_grad:
                 set_data(number, number.data.as_strided((0,), (1,)))
 
@@ -51,6 +69,7 @@ def hide(number: Tensor) -> None:
 def show(number: Tensor) -> bool:
     """The contrary; whether it was hidden."""
     with torch._C.DisableTorchFunctionSubclass(), apart():
+        _take_back(number)
         hidden = isinstance(number, Number) and not number.numel()
         if hidden:
             set_data(number, number.data.as_strided(*number._layout))

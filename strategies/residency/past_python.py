@@ -25,7 +25,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import in_words, instances, name_of, replaced
 from .given_out import SLOTS, Alias, is_gathered, note, storage_of, untyped_storage, watch
-from .home import ResidencyError, describe, is_sharded
+from .home import ResidencyError, describe, is_sharded, owner_of
 from .legacy import replace_types
 from .numbers import Number
 from .resting import OF_MEMORY, Absent, GuardedStorage, RestingParameter, ShardedCopy, changes_kept
@@ -59,8 +59,9 @@ def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
 
 def guard_storage(memory: Tensor) -> None:
     """Several tensors of the user's are in ``memory``: its storage is none of theirs."""
-    _SHARED.add(storage_of(memory))
-    weakref.finalize(memory, _SHARED.discard, storage_of(memory))
+    if storage_of(memory) not in _SHARED:
+        _SHARED.add(storage_of(memory))
+        weakref.finalize(memory, _SHARED.discard, storage_of(memory))
     _wrap_storages()
 
 
@@ -163,11 +164,10 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any], writes: slice = _N
 def _replace_imported() -> None:
     """Modules of others have some of these functions by their names (``from torch import tensor``)."""
     for place, module in tuple(sys.modules.items()):
-        if place.partition(".")[0] != "torch":
-            names = getattr(module, "__dict__", {})
-            for name, value in tuple(names.items()):
+        if isinstance(module, ModuleType) and place.partition(".")[0] != "torch":
+            for name, value in tuple(vars(module).items()):
                 if id(value) in _IMPORTED:
-                    names[name] = _IMPORTED[id(value)][1]
+                    vars(module)[name] = _IMPORTED[id(value)][1]
 
 
 def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -195,7 +195,7 @@ def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: t
 
 def _filled(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function`` takes a number, and tensors for one."""
-    if not SLOTS:
+    if torch.compiler.is_compiling() or not SLOTS:  # a compiled function would be guarded by what is in it
         return function(*args, **kwargs)
     rest, kwargs = replaced((args[1:], kwargs), Number, torch.clone)
     return function(*args[:1], *rest, **kwargs)
@@ -243,6 +243,8 @@ class _Data(property):
 
 def _require_own_memory(function: Any, given: tuple, taker: Any = None) -> None:
     for each in given:
+        if each is taker:
+            continue  # `module.to(...)` that changes nothing
         if isinstance(each, Absent) or (isinstance(each, ShardedCopy) and not isinstance(taker, ShardedCopy)):
             if torch._C._is_torch_function_enabled():
                 raise each.refusal(name_of(function))
@@ -262,7 +264,11 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
 
 def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Whoever asks may write there (by `ctypes`, numba or a library of C): as with arrays."""
-    return (_as_array if SLOTS and _asked_by_others() else _call)(call, function, args, kwargs)
+    if not SLOTS or not _asked_by_others():
+        return function(*args, **kwargs)
+    if isinstance(args[0], ShardedCopy) and args[0].parameter is not None:
+        owner_of(args[0].parameter).watch_gradient(args[0])
+    return _as_array(call, function, args, kwargs)
 
 
 def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -273,8 +279,6 @@ def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple,
             f"{in_words(name_of(call))} of {whose[0]} would give the memory of others, too: those that are gathered together "
             "share one. Take a copy (`.clone()`), or change the tensor itself, under `torch.no_grad()` (`tensor.copy_(...)`)."
         )
-        if name_of(call) != "untyped_storage":
-            raise refused
         return GuardedStorage(untyped_storage(args[0]), OF_MEMORY, lambda: refused)
     return function(*args, **kwargs)
 
@@ -282,10 +286,6 @@ def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple,
 def _asked_by_others() -> bool:
     module = sys._getframe(3).f_globals.get("__name__", "torch")  # of what calls a function that is wrapped
     return module.partition(".")[0] not in _READERS
-
-
-def _call(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 def _as_capsule(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

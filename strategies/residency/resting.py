@@ -111,13 +111,16 @@ class GuardedStorage:
     def __init__(self, storage: torch.UntypedStorage, answers: frozenset[str], refusal: Callable[[], ResidencyError]) -> None:
         self._storage, self._answers, self._refusal = storage, answers, refusal
 
+    def __len__(self) -> int:
+        return len(self._storage)
+
     def __getattr__(self, name: str) -> Any:
         if name in self._answers:
             return getattr(self._storage, name)
         raise AttributeError(name) if name.startswith("__") else self._refusal()
 
 
-OF_MEMORY = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size".split())
+OF_MEMORY = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref resizable".split())
 # They give the memory of a copy to what does not ask its class; `cuda` asks for the device before.
 _SHARING = frozenset("storage __dlpack__ _to_dlpack __cuda_array_interface__.__get__".split())
 
@@ -264,6 +267,8 @@ class RestingParameter(Absent, nn.Parameter):
         resting = isinstance(target, RestingParameter)
         if name in _ANSWERS:
             return _ANSWERS[name](*args)
+        if name == "data.__set__" and args[1] is target:
+            return None
         if func is torch.equal and len(args) == 2 and (target is args[1] or target.shape != args[1].shape):
             return target is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
@@ -282,6 +287,8 @@ class RestingParameter(Absent, nn.Parameter):
             args, kwargs = (*args[:valued], *_kinds(args[valued:])), _kinds(kwargs)
             if not (valued and resting):
                 return func(*args, **kwargs)
+            if name == "to" and func(like := _kinds(target), *args[1:], **kwargs) is like:
+                return target  # as it is already, as `metric.to(device)` finds the network in it
         if name in ("view_as", "expand_as") and len(args) == 2 and target is args[1]:
             return owner_of(target).read(target)  # no view: this is how the node is found that accumulates the gradient
         if name in ("view_as", "expand_as", "reshape_as") and not resting:

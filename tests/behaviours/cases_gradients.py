@@ -1,6 +1,7 @@
 """Other ways to read, change or keep the gradient of a sharded parameter."""
 
 import copy
+import ctypes
 import io
 
 import torch
@@ -303,3 +304,14 @@ class GradAccumulatedByHand(Graded):
         for kept, p in zip(self.kept, run.model.parameters(), strict=True):
             kept.mul_(0.9).add_(p.grad)
             p.grad = kept.clone()
+
+
+@case
+class GradWrittenByAddress(Graded):
+    """`p.grad` written at its address (`data_ptr`), as a kernel of one's own would, between backward and step"""
+
+    on_host = True
+
+    def touch(self, run, p):
+        grad = p.grad
+        (ctypes.c_float * grad.numel()).from_address(grad.data_ptr())[:] = (0.5 * grad).flatten().tolist()

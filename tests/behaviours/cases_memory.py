@@ -486,9 +486,9 @@ class NumberInList(FrozenNumber):
 
 @case
 class IntNumber(FrozenNumber):
-    """`x.roll(n, 0)` with a frozen 0-dim weight of integers, outside its forward"""
+    """`x.roll(n, 0)`, `torch.arange(n)` and `[...][n]` with a frozen 0-dim weight of integers, outside its forward"""
 
-    refused = A_NUMBER.format("shifts", "count")
+    refused = None
 
     def model(self):
         model = super().model()
@@ -497,7 +497,8 @@ class IntNumber(FrozenNumber):
         return model
 
     def loss(self, model, batch):
-        return (torch.roll(model(batch), model.blocks[0].count, 0) * batch).square().mean()
+        out, n = model(batch), model.blocks[0].count
+        return (torch.roll(out, n, 0) * batch * torch.arange(n + 1)[n] * [1.0, 2.0, 3.0][n]).square().mean()
 
 
 @case
@@ -555,3 +556,24 @@ class WrittenBySecondTensors(Blocks):
                 other.mul_(0.9)
             torch.FloatTensor(block.down.weight).mul_(0.9)
         return Block.forward(block, x)
+
+
+@case
+class NumberFrozenAtRest(FrozenNumber):
+    """A 0-dim weight that is frozen between steps, as a number (`torch.add(x, y, alpha=weight)`) outside its unit's forward"""
+
+    refused = A_NUMBER.format("alpha", "scale")
+
+    def model(self):
+        model = super().model()
+        for block in model.blocks:
+            block.scale.requires_grad_()
+        return model
+
+    def between(self, run):
+        run.model.blocks[0].scale.requires_grad_(False)
+
+    def loss(self, model, batch):
+        if model.blocks[0].scale.requires_grad:
+            return model(batch).square().mean()
+        return super().loss(model, batch)

@@ -196,6 +196,25 @@ class Attention(Sequences):
 
 
 @case
+class AttentionInEval(Attention):
+    """`nn.MultiheadAttention` in eval, where torch has a fast path"""
+
+    def call(self, layer, x):
+        return layer(x, x, x, need_weights=False)[0]
+
+    def train(self, run):
+        super().train(run)
+        run.model.eval()
+        with mock.patch.object(torch, "_native_multi_head_attention", wraps=torch._native_multi_head_attention) as fast:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    run.log(run.step(lambda model: self.loss(model, self.batch(5, run.rank))).clone())
+        assert fast.call_count or not run.is_reference
+        run.model.train()
+        super().train(run)
+
+
+@case
 class TransformerLayer(Sequences):
     """`TransformerEncoderLayer`; in eval the numbers of torch's fast path, which hooks switch off"""
 

@@ -117,6 +117,25 @@ class OptimizerOfGlobalNorms(Case):
         return [GloballyNormalizedSgd(model.parameters(), lr=0.01)]
 
 
+class StepsWhileFinite(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not all(torch.isfinite(p.grad).all() for group in self.param_groups for p in group["params"] if p.grad is not None):
+            return None
+        return super().step(closure)
+
+
+@case
+class OptimizerOfFiniteSteps(Case):
+    """An optimizer of the user's own that skips a step if any gradient is not finite"""
+
+    pitfalls = (22,)
+    refused = refused_on_one = "StepsWhileFinite combines several parameters.*skips when any gradient.*Use an optimizer"
+
+    def optimizers(self, model):
+        return [StepsWhileFinite(model.parameters(), lr=0.1)]
+
+
 @case
 class Closure(Case):
     """`optimizer.step(closure)`"""

@@ -1022,8 +1022,6 @@ class ForwardInAnotherThread(OpaqueOutput):
 class GraphDroppedWithoutBackward(Case):
     """A graph dropped without backward, whose memory must be free at once"""
 
-    pitfalls = (44,)
-
     def train(self, run):
         def loss(model):
             x = torch.exp(model.blocks[0](model.stem(self.batch(0, run.rank))))

@@ -647,6 +647,15 @@ class BroadcastInForward(ClampedInForward):
 
 
 @case
+class MovedToWhereItIs(Case):
+    """`model.to(device)` that changes nothing, between steps"""
+
+    def between(self, run):
+        run.model.to(torch.get_default_device())
+        run.model.to(next(run.model.parameters()).dtype)
+
+
+@case
 class MovedWhenGathered(Case):
     """`model.to(...)` that changes nothing, inside `gathered`"""
 

@@ -152,13 +152,13 @@ class Case:
 
 def case(cls: type[Case]) -> type[Case]:
     """Add a behaviour to the matrix."""
-    name = _kebab(cls.__name__)
+    name = kebab(cls.__name__)
     assert name not in CASES and cls.__doc__, cls
     CASES[name] = cls()
     return cls
 
 
-def _kebab(name: str) -> str:
+def kebab(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 

@@ -38,6 +38,7 @@ TITLES = {
     "graphs": "Graphs of other shapes",
     "optimizers": "Optimizers",
     "memory": "Past torch's dispatcher and autograd",
+    "trainer": "Lightning's own features",
 }
 TOLD = "What zero3 says when it refuses"
 HEAD = """# What a model may do
@@ -64,21 +65,24 @@ the step, or a second one, is prepared, as Lightning does it. What is compiled i
 gradients, loads, hooks and the like are tested once more in a model that has a parameter of its own beside its layers: it is in
 use during the whole step. A `training_step` that returns `None` is an error of Lightning's own on more than one rank; with
 manual optimization a step may do without backward.
+
+The last of the sections is of modules that the Trainer trains for three epochs, on two ranks with different data: fsdp2 is
+`ModelParallelStrategy` there. They are compared, in losses and weights, with one process that trains on the joined batches, or
+with ddp (`all_gather`, the finders, Muon). An error of Lightning's own counts as refused for all that get it.
 """
 
 
 def main(names: list[str]) -> int:
     """The number of runs that failed by themselves."""
-    from behaviours import load_cases
-    from behaviours.harness import CASES, Outcome
+    from behaviours.harness import Outcome
 
-    load_cases()
+    cases = all_rows()
     before, told, run = read_table(), read_told(), read_run()
-    kept = {name: before[case.__doc__] for name, case in CASES.items() if case.__doc__ in before}
-    cells = {name: {e: Outcome(kept.get(name, {}).get(e, "?")) for e in ENGINES} for name in CASES}
+    kept = {name: before[case.__doc__] for name, case in cases.items() if case.__doc__ in before}
+    cells = {name: {e: Outcome(kept.get(name, {}).get(e, "?")) for e in ENGINES} for name in cases}
     for name in kept:
-        cells[name]["zero3"] = told.get(CASES[name].__doc__, cells[name]["zero3"])
-    chosen = {e: [n for n in CASES if not names or {n, f"{e}:{n}"} & set(names) or n not in kept] for e in ENGINES}
+        cells[name]["zero3"] = told.get(cases[name].__doc__, cells[name]["zero3"])
+    chosen = {e: [n for n in cases if not names or {n, f"{e}:{n}"} & set(names) or n not in kept] for e in ENGINES}
     failures = 0
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn"), be_patient) as pool:
         jobs = {pool.submit(outcomes, *job): job for engine in ENGINES for job in runs(engine, chosen[engine], kept)}
@@ -93,12 +97,22 @@ def main(names: list[str]) -> int:
             for name, outcome in found.items():
                 cells[name][engine] = outcome
                 print(engine, name, outcome.kind, flush=True)
-            TABLE.write_text(render(CASES, cells, run))
-    whole = sum(map(len, chosen.values())) == len(ENGINES) * len(CASES)
+            TABLE.write_text(render(cases, cells, run))
+    whole = sum(map(len, chosen.values())) == len(ENGINES) * len(cases)
     run = this_run("All") if whole else with_part(run, this_run("Some"))
-    TABLE.write_text(render(CASES, cells, run))
+    TABLE.write_text(render(cases, cells, run))
     README.write_text(counted(README.read_text(), cells))
     return failures
+
+
+def all_rows() -> dict:
+    """What has a row, by name: cases that run without a Trainer, and features of Lightning."""
+    from behaviours import load_cases
+    from behaviours.harness import CASES
+    from behaviours.in_the_trainer import FEATURES
+
+    load_cases()
+    return {**CASES, **FEATURES}
 
 
 def runs(engine: str, wanted: list[str], kept: dict[str, dict[str, str]]) -> list[tuple[str, list[str], bool]]:
@@ -106,26 +120,24 @@ def runs(engine: str, wanted: list[str], kept: dict[str, dict[str, str]]) -> lis
     from behaviours.harness import CASES
 
     right = [name for name in wanted if kept.get(name, {}).get(engine) == "right"]
-    if engine == "zero3":
-        right = [name for name in right if CASES[name].expected(2) == "right"]
+    right = [name for name in right if name in CASES and (engine != "zero3" or CASES[name].expected(2) == "right")]
     alone = [(engine, [name], False) for name in wanted if name not in right]
     return alone + [(engine, right[start : start + TOGETHER], True) for start in range(0, len(right), TOGETHER)]
 
 
 def be_patient() -> None:
     """In a process that runs some of it."""
-    from behaviours import load_cases
-    from behaviours.harness import CASES
-
-    load_cases()
-    for case in CASES.values():
+    for case in all_rows().values():
         case.timeout *= PATIENCE
 
 
 def outcomes(engine: str, names: list[str], together: bool) -> dict:
     """By name."""
     from behaviours.harness import run_cases
+    from behaviours.in_the_trainer import FEATURES, run_feature
 
+    if names[0] in FEATURES:  # alone
+        return {names[0]: run_feature(engine, names[0])}
     return run_cases(engine, names, 2, names if together else ())
 
 
@@ -169,16 +181,14 @@ def read_told() -> dict:
 
 def render(cases, cells, run: str) -> str:
     """The whole document."""
-    from behaviours import THEMES
-
     lines = [HEAD.format(run=run.replace("). ", ").\n")), f"| of {len(cells)} | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
     for kind in KINDS:
         counts = [Counter(row[engine].kind for row in cells.values())[kind] for engine in ENGINES]
         lines.append(f"| {kind}: | {' | '.join(map(str, counts))} |")
-    for theme in THEMES:
-        lines += ["", f"## {TITLES[theme]}", "", f"| | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
+    for theme, title in TITLES.items():
+        lines += ["", f"## {title}", "", f"| | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
         for name, case in cases.items():
-            if type(case).__module__.endswith(f"cases_{theme}"):
+            if type(case).__module__.endswith(f"_{theme}"):
                 lines.append(f"| {case.__doc__} | {' | '.join(cells[name][engine].kind for engine in ENGINES)} |")
     lines += ["", f"## {TOLD}", ""]
     told = {c.__doc__: cells[n]["zero3"].detail for n, c in cases.items() if cells[n]["zero3"].kind == "refused"}

@@ -5,11 +5,30 @@ import re
 import pytest
 import torch
 
-from behaviours import load_cases
+from behaviours import THEMES
 from behaviours.harness import CASES, Outcome, run_cases
-from behaviours.make_table import ENGINES, KINDS, README, TABLE, TITLES, counted, read_run, read_table, read_told, render
+from behaviours.in_the_trainer import FEATURES, run_feature
+from behaviours.make_table import (
+    ENGINES,
+    KINDS,
+    README,
+    TABLE,
+    TITLES,
+    all_rows,
+    counted,
+    read_run,
+    read_table,
+    read_told,
+    render,
+)
 
-load_cases()
+ROWS = all_rows()
+FEATURES_OF_OTHERS = [
+    ("ddp", "ema", "right"),
+    ("ddp", "unfreezing", "wrong"),
+    ("fsdp2", "ema", "error"),
+    ("fsdp2", "unfreezing", "right"),
+]
 # Of the engines that no other test runs: rows of every kind but those that take a time-out.
 SAMPLE = {
     "ddp": [
@@ -44,13 +63,13 @@ SAMPLE = {
 def test_it_is_what_the_generator_writes():
     """Row names, their order and sections, summary counts, the head: all of them from the kinds and texts in it."""
     rows, told = read_table(), read_told()
-    names = {case.__doc__: name for name, case in CASES.items()}
+    names = {case.__doc__: name for name, case in ROWS.items()}
     assert sorted(rows) == sorted(names), set(rows) ^ set(names)
     cells = {name: {engine: Outcome(rows[row][engine]) for engine in ENGINES} for row, name in names.items()}
     for row, outcome in told.items():
         cells[names[row]]["zero3"] = outcome
-    cells = {name: cells[name] for name in CASES}
-    assert TABLE.read_text() == render(CASES, cells, read_run())
+    cells = {name: cells[name] for name in ROWS}
+    assert TABLE.read_text() == render(ROWS, cells, read_run())
     assert README.read_text() == counted(README.read_text(), cells)
 
 
@@ -69,32 +88,24 @@ def test_its_counts_are_those_of_its_rows():
 
 
 def test_row_names_are_unique():
-    assert len({case.__doc__ for case in CASES.values()}) == len(CASES)
-    assert {type(case).__module__.rpartition("_")[2] for case in CASES.values()} == set(TITLES)
+    assert len({case.__doc__ for case in ROWS.values()}) == len(ROWS) == len(CASES) + len(FEATURES)
+    assert {type(case).__module__.rpartition("_")[2] for case in ROWS.values()} == set(TITLES)
+    assert [*THEMES, "trainer"] == list(TITLES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ROWS)
 def test_the_row_says_what_the_case_expects(name):
-    case, told = CASES[name], read_told()
+    case, told = ROWS[name], read_told()
     assert read_table()[case.__doc__]["zero3"] == case.expected(2)
     assert (case.expected(2) == "refused") == (case.__doc__ in told)
     if case.__doc__ in told:
         assert re.search(case.refused, told[case.__doc__].detail, re.DOTALL)
 
 
-# Refusals whose text has no name to give: of all gradients or parameters together, of none.
-NAMELESS = {
-    "functorch",
-    "functorch-of-weight",
-    "clipped-in-param-groups",
-    "norm-of-param-groups",
-}
-
-
 A_NAME = r"'[\w.]+'|unit [\w(.]+|units [\w(.]+|rank \d|Optimizer \d|(SGD|Sgd) (was|combines)|\w\.weight_orig"
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.expected(2) == "refused" and n not in NAMELESS])
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.expected(2) == "refused"])
 def test_a_refusal_names_what_it_is_about(name):
     """A parameter, a unit, an optimizer or a rank."""
     assert re.search(A_NAME, read_told()[CASES[name].__doc__].detail)
@@ -109,3 +120,10 @@ def test_other_engines_do_what_the_table_says(engine):
     assert {"right", "wrong", "error", "-"} <= set(expected.values())
     found = run_cases(engine, names, 2, [name for name in names if expected[name] == "right"])
     assert {name: outcome.kind for name, outcome in found.items()} == expected
+
+
+@pytest.mark.parametrize("engine, name, kind", FEATURES_OF_OTHERS)
+def test_other_engines_train_features_as_the_table_says(engine, name, kind):
+    if f"(torch {torch.__version__.partition('+')[0]}," not in read_run():
+        pytest.skip(f"the table is not of torch {torch.__version__}")
+    assert run_feature(engine, name).kind == read_table()[FEATURES[name].__doc__][engine] == kind

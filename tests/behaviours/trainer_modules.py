@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.accelerators.cpu import get_cpu_stats
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -452,6 +453,39 @@ class Manual(Module):
             optimizer.step()
             self.untoggle_optimizer(optimizer)
             self.seen.append(loss.item())
+
+
+class Distance(torchmetrics.Metric):
+    """Between what a network that is not trained makes of two batches, as of FID and LPIPS."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(DIM, 2 * DIM).requires_grad_(False).eval()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, first, second):
+        self.total += (self.features(first) - self.features(second)).square().mean()
+
+    def compute(self):
+        return self.total
+
+
+class MetricOfANetwork(Module):
+    """A metric of torchmetrics that holds a network, updated in `training_step` and logged"""
+
+    def __init__(self):
+        super().__init__()
+        self.distance = Distance()
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch)
+        self.distance(out.detach(), batch)
+        self.log("distance", self.distance, on_step=False, on_epoch=True)
+        self.seen.append(out.square().mean().item())
+        return out.square().mean()
+
+    def on_train_epoch_end(self):
+        self.shared.append(self.distance.compute().item())
 
 
 class ManualAccumulation(Module):

@@ -156,7 +156,7 @@ class StepSizesInAList(Module):
 
 
 class NormsOfGroups(Module):
-    refused = "`norm` would be of the values that this rank holds a shard of.*Use the module's parameters"
+    refused = "`norm` would be of the values of parameters .* that this rank holds a shard of.*Use the module's parameters"
 
     def on_train_batch_end(self, *args):
         for p in self.optimizers().param_groups[0]["params"]:
@@ -164,7 +164,7 @@ class NormsOfGroups(Module):
 
 
 class LossOfGroups(Module):
-    refused = "`sum` would be of the values that this rank holds a shard of"
+    refused = "`sum` would be of the values of parameters .* that this rank holds a shard of"
 
     def training_step(self, batch, batch_idx):
         decayed = self.optimizers().param_groups[0]["params"]
@@ -353,7 +353,7 @@ class Normalized(torch.optim.SGD):
 class WeightsNormedAfterAStep(Module):
     """In a hook that is older than the strategy's."""
 
-    refused = "`norm` would be of the values that this rank holds a shard of"
+    refused = "`norm` would be of the values of parameters .* that this rank holds a shard of"
     kind = torch.optim.SGD
 
     def configure_optimizers(self):
@@ -375,7 +375,7 @@ class WeightsNormedAfterAWholeStep(WeightsNormedAfterAStep):
 class GradientsNormedBeforeAStep(Module):
     """In a hook that is younger than the strategy's, and without a closure."""
 
-    refused = "`linalg_vector_norm` would be of the gradients that this rank holds a shard of"
+    refused = "`linalg_vector_norm` would be of the gradients of parameters .* that this rank holds a shard of"
     kind = torch.optim.SGD
 
     def __init__(self):

@@ -197,6 +197,41 @@ def test_16_mixed_is_one_process():
         assert (alone[name][2][0]["net.0.weight"] - alone["plain"][2][0]["net.0.weight"]).abs().max() > 1e-4, name
 
 
+class OfEachRank(Model):
+    """Every rank has a batch of its own, and its gradients count."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def train_dataloader(self):
+        whole = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader([x.chunk(2)[self.trainer.global_rank] for x in whole], batch_size=None)
+
+
+def fit_of_each_rank(rank, world_size, sharded):
+    strategy = zero3(unit_policy=[nn.Linear]) if sharded else "ddp"
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+    fitter = trainer(strategy, world_size, plugins=[plugin], **options)
+    fitter.fit(module := OfEachRank())
+    return module.losses, {k: v.clone() for k, v in full_state(fitter).items()}
+
+
+def test_16_mixed_of_each_ranks_own_batches_is_ddp():
+    mine, ddp = run_ranks(fit_of_each_rank, 2, True, timeout=60), run_ranks(fit_of_each_rank, 2, False, timeout=60)
+    assert not torch.equal(mine[0][0][0], mine[1][0][0])
+    for rank in range(2):
+        assert_tensors_close(mine[rank][0], ddp[rank][0], 1e-6, "losses")
+    assert_tensors_close(mine[0][1], ddp[0][1], 2e-6, "state")
+
+
 # ---- what has no meaning ---------------------------------------------------------------------
 
 
