@@ -33,7 +33,7 @@ SHARING = {
 def strategy_of(engine, world_size):
     """What the Trainer is given."""
     if engine != "fsdp2":
-        return {"one": "auto"}.get(engine, engine)
+        return {"one": "auto", "ddp": "ddp_find_unused_parameters_true"}.get(engine, engine)
     return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
