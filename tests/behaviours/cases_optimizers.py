@@ -117,7 +117,7 @@ class OptimizerOfGlobalNorms(Case):
         return [GloballyNormalizedSgd(model.parameters(), lr=0.01)]
 
 
-class StepsWhileFinite(torch.optim.SGD):
+class FiniteSgd(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         if not all(torch.isfinite(p.grad).all() for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -130,10 +130,10 @@ class OptimizerOfFiniteSteps(Case):
     """An optimizer of the user's own that skips a step if any gradient is not finite"""
 
     pitfalls = (22,)
-    refused = refused_on_one = "StepsWhileFinite combines several parameters.*skips when any gradient.*Use an optimizer"
+    refused = refused_on_one = "FiniteSgd combines several parameters.*skips when any gradient.*Use an optimizer"
 
     def optimizers(self, model):
-        return [StepsWhileFinite(model.parameters(), lr=0.1)]
+        return [FiniteSgd(model.parameters(), lr=0.1)]
 
 
 @case

@@ -68,8 +68,8 @@ manual optimization a step may do without backward.
 
 The last of the sections is of modules that the Trainer trains for three epochs, on two ranks with different data: fsdp2 is
 `ModelParallelStrategy` there. They are compared, in losses and weights, with one process that trains on the joined batches, or
-with ddp (`all_gather`, the finders, Muon). An error of Lightning's own counts as refused for all that get it, and one of torch's
-is that `DistributedDataParallel` takes no `SyncBatchNorm` on CPUs.
+with ddp (`all_gather`, the finders, Muon). An error of Lightning's own counts as refused for all that get it;
+`DistributedDataParallel` takes no `SyncBatchNorm` on CPUs.
 """
 
 
