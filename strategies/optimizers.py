@@ -19,7 +19,8 @@ Shapes = list[tuple[int, ...]]
 _LARGE, _SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
 _SMALL, _CUTS = [(4, 8), (8,)], [(13,), (27,)]  # of which many steps cost little
 _STEPS, _LATEST = 3, 200  # tried; and the latest that is believed to be the start of something
-_MOMENTS = (1e3, 1e6, float("inf"), float("nan"))  # gradients that a training may have, and rules may be for
+_SOME = 30  # after which rules may begin that no option tells
+_MOMENTS = (1.0, 1e3, 1e6, float("inf"), float("nan"))  # gradients that a training may have, and rules may be for
 _ASKING = 20  # steps, in which questions are listened to
 
 
@@ -159,7 +160,8 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
             "with shards. It is made as `cls([group], **defaults)`, or `cls(params, **defaults)`, and steps with and without a "
             "closure. Use an optimizer that takes that and updates each parameter by itself, or another strategy."
         ) from error
-    if not apart or any(_combines_in(moment, optimizer, options, shapes, steps) for moment in _MOMENTS):
+    more = max([steps, _SOME, *(late + 2 for late in _late(optimizer, options, steps))])
+    if not apart or any(_combines_in(moment, optimizer, options, shapes, n) for moment in _MOMENTS for n in {steps, more}):
         raise ValueError(
             f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance, or a step that it "
             "skips when any gradient is large or not finite; or it draws random numbers, or uses what a closure returns, which "
@@ -182,8 +184,7 @@ class _UnchangedError(Exception):
 
 
 def _is_elementwise(optimizer: Optimizer, options: Options, steps: int) -> bool:
-    named = [*options.values(), *attributes(optimizer).values()]
-    late = [value for value in named if type(value) is int and steps <= value <= _LATEST]
+    late = _late(optimizer, options, steps)
     return (
         not _asks_for_more(optimizer, options)  # first: one that does may take minutes for what is large (Shampoo)
         and _agree(optimizer, options, _LARGE, _SLICES, steps)
@@ -191,15 +192,21 @@ def _is_elementwise(optimizer: Optimizer, options: Options, steps: int) -> bool:
     )
 
 
+def _late(optimizer: Optimizer, options: Options, steps: int) -> list[int]:
+    """What may be numbers of steps after these."""
+    named = [*options.values(), *attributes(optimizer).values()]
+    return [value for value in named if type(value) is int and steps <= value <= _LATEST]
+
+
 def _agree(optimizer: Optimizer, options: Options, together: Shapes, apart: Shapes, steps: int, moment: float = 1.0) -> bool:
     """Whether elements, trained together in some shapes, come out as if trained apart, one tensor of others at a time.
 
-    In a step in the middle gradients of the first tensor are ``moment`` times as large.
+    In the last step but one gradients of the first tensor are ``moment`` times as large.
     """
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     numel = sum(torch.Size(shape).numel() for shape in together)
     values, *grads = (torch.randn(numel, generator=generator) for _ in range(1 + steps))
-    grads[steps // 2][: torch.Size(together[0]).numel()] *= moment
+    grads[steps - 2][: torch.Size(together[0]).numel()] *= moment
     joint, single = _parts(values.clone(), together), _parts(values.clone(), apart)
     train(optimizer, options, joint, [_parts(grad, together) for grad in grads])
     for k, part in enumerate(single):
@@ -229,7 +236,8 @@ def _asks_for_more(optimizer: Optimizer, options: Options) -> bool:
     """Whether code that is not torch's asks for more of a parameter or its gradient than elements, or has other state of it."""
     parameters, Asked.asked = [Asked(p.detach()) for p in _parts(torch.ones(40), _SMALL)], False
     try:
-        copy = train(optimizer, options, parameters, [[torch.ones_like(p) for p in _parts(torch.ones(40), _SMALL)]] * _ASKING)
+        steps = max([_ASKING, *(late + 2 for late in _late(optimizer, options, _ASKING))])
+        copy = train(optimizer, options, parameters, [[torch.ones_like(p) for p in _parts(torch.ones(40), _SMALL)]] * steps)
     except Exception:
         return True  # nobody knows what it would have asked
     with torch._C.DisableTorchFunctionSubclass():

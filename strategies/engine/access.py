@@ -37,7 +37,7 @@ class Access:
         self._weights_changed, self._settle_gradients, self.retire = weights_changed, settle_gradients, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self._held: WeakValueDictionary[str, ShardedCopy] = WeakValueDictionary()  # by the user, of each parameter
-        self._watched: list[tuple[ShardedCopy, Tensor]] = []  # gradients, and copies of what they were
+        self._watched: dict[int, tuple[ShardedCopy, Tensor]] = {}  # id of a gradient -> it, and a copy of what it was
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
@@ -92,8 +92,12 @@ class Access:
         if held is None or held.since != since:
             held = self._held[entry.name] = ShardedCopy.of(grad, told_of_gradient(parameter), parameter, since)
         else:  # the same tensor as long as the user has it, as in torch
-            with torch._C.DisableTorchFunctionSubclass():
-                set_data(held, grad)
+            with torch._C.DisableTorchFunctionSubclass(), apart():
+                if id(held) in self._watched:  # in the same place, too
+                    as_subclass(held, Tensor).copy_(grad)
+                    self._watched[id(held)] = held, grad
+                else:
+                    set_data(held, grad)
         return held
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
@@ -123,14 +127,17 @@ class Access:
 
     def watch_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.watch_gradient`."""
-        self._watched.append((gradient, as_subclass(gradient, Tensor).clone()))
+        self._watched.setdefault(id(gradient), (gradient, as_subclass(gradient, Tensor).clone()))
 
     def keep_watched(self) -> None:
-        """Somebody looks at gradients: store those that were changed past torch."""
-        while self._watched:
-            gradient, before = self._watched.pop()
-            if not same_bits(as_subclass(gradient, Tensor), before):
+        """Somebody looks at gradients: store those that were changed past torch, and let go of those that are no more."""
+        for key, (gradient, before) in tuple(self._watched.items()):
+            entry, now = self._entries[id(gradient.parameter)], as_subclass(gradient, Tensor)
+            if not same_bits(now, before):
+                self._watched[key] = gradient, now.clone()
                 self.keep_gradient(gradient)
+            if self._gradients.since(entry) != gradient.since or not self._gradients.has_gradient(entry):
+                del self._watched[key]
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
 from ..residency.home import ResidencyError, is_sharded, unsettle
+from ..residency.numbers import take_back
 from ..residency.past_python import guard
 from ..residency.resting import NO_GRAPH_TASK, graph_task
 from .access import Access
@@ -332,6 +333,8 @@ class Zero3Engine:
             self.units[index].version += 1
             for entry in entries:
                 entry.changed = self.units[index].version
+            for number in self.units[index].numbers:
+                take_back(number)
         for unit in tuple(self.arena.holders):
             if unit.index in by_unit:
                 unit.refresh(by_unit[unit.index])

@@ -343,7 +343,6 @@ class Unit:
                 self._take_master(name)
         else:
             self.release()
-            self.rest()
 
     def abandon(self) -> None:
         """After an exception: no use is left, however many were open."""

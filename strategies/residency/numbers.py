@@ -52,16 +52,18 @@ def _lend(number: Tensor, value: int) -> None:
             set_data(number, torch.tensor(value, dtype=number.dtype, device=number.device))
 
 
-def _take_back(number: Tensor) -> None:
+def take_back(number: Tensor) -> None:
+    """Its value is another one, or it is to be hidden or shown: it has no memory of its own any more."""
     if (place := number.__dict__.pop("place", None)) is not None:
-        set_data(number, place)
+        with torch._C.DisableTorchFunctionSubclass():
+            set_data(number, place)
 
 
 def hide(number: Tensor) -> None:
     """From now on it is no number for torch, if it could be one."""
     if isinstance(number, Number):  # else its unit has come into use
         with torch._C.DisableTorchFunctionSubclass(), apart():
-            _take_back(number)
+            take_back(number)
             if not number.requires_grad:
                 set_data(number, number.data.as_strided((0,), (1,)))
 
@@ -69,7 +71,7 @@ def hide(number: Tensor) -> None:
 def show(number: Tensor) -> bool:
     """The contrary; whether it was hidden."""
     with torch._C.DisableTorchFunctionSubclass(), apart():
-        _take_back(number)
+        take_back(number)
         hidden = isinstance(number, Number) and not number.numel()
         if hidden:
             set_data(number, number.data.as_strided(*number._layout))

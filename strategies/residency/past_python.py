@@ -24,7 +24,7 @@ from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import in_words, instances, name_of, replaced
-from .given_out import SLOTS, Alias, is_gathered, note, storage_of, untyped_storage, watch
+from .given_out import SLOTS, Alias, is_gathered, note, storage_of, watch
 from .home import ResidencyError, describe, is_sharded, owner_of
 from .legacy import replace_types
 from .numbers import Number
@@ -268,6 +268,8 @@ def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tup
         return function(*args, **kwargs)
     if isinstance(args[0], ShardedCopy) and args[0].parameter is not None:
         owner_of(args[0].parameter).watch_gradient(args[0])
+    elif isinstance(args[0], ShardedCopy) and args[0].read is None:
+        raise args[0].refusal(name_of(call))  # a view of a gradient: nobody would store it
     return _as_array(call, function, args, kwargs)
 
 
@@ -279,7 +281,7 @@ def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple,
             f"{in_words(name_of(call))} of {whose[0]} would give the memory of others, too: those that are gathered together "
             "share one. Take a copy (`.clone()`), or change the tensor itself, under `torch.no_grad()` (`tensor.copy_(...)`)."
         )
-        return GuardedStorage(untyped_storage(args[0]), OF_MEMORY, lambda: refused)
+        return GuardedStorage(function(*args, **kwargs), OF_MEMORY, lambda: refused)
     return function(*args, **kwargs)
 
 

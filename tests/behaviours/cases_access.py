@@ -992,6 +992,20 @@ class BufferOfAParameter(Case):
 
 
 @case
+class SiblingWrittenInGathered(Case):
+    """Inside `gathered` of one parameter, with an evaluation before, another of the same layer written by `load_state_dict`"""
+
+    def between(self, run):
+        model = run.model
+        with torch.no_grad():
+            run.step(lambda model: self.loss(model, self.batch(9, run.rank)))
+        with run.gathered([model.head.weight], modify=True), torch.no_grad():
+            model.head.load_state_dict({"bias": torch.linspace(0.1, 0.8, DIM)}, strict=False)
+            model.head.weight.mul_(0.9)
+            run.log(model.head.weight.clone())
+
+
+@case
 class MovedToDouble(Case):
     """`model.double()` after set-up"""
 

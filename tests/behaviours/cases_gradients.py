@@ -307,6 +307,34 @@ class GradAccumulatedByHand(Graded):
 
 
 @case
+class GradsWrittenByAddress(Graded):
+    """All `p.grad` written at addresses (`data_ptr`) that were taken before, and read once more in between"""
+
+    on_host = True
+
+    def between(self, run):
+        gradients = [p.grad for p in run.model.parameters()]
+        addresses = [grad.data_ptr() for grad in gradients]
+        for p, grad, address in zip(run.model.parameters(), gradients, addresses, strict=True):
+            assert p.grad is grad and p.grad.data_ptr() == address
+            (ctypes.c_float * grad.numel()).from_address(address)[:] = (0.5 * grad).flatten().tolist()
+        run.log(*[p.grad.sum() for p in run.model.parameters()])
+        for grad, address in zip(gradients, addresses, strict=True):
+            (ctypes.c_float * grad.numel()).from_address(address)[:] = (0.5 * grad).flatten().tolist()
+
+
+@case
+class GradViewByAddress(Graded):
+    """`p.grad.view(-1)` asked for its address between backward and step"""
+
+    worlds = (2,)
+    refused = "`data_ptr` would share the memory of a view of a copy of the gradient of parameter 'stem.weight'.*clone"
+
+    def touch(self, run, p):
+        run.log(p.grad.view(-1).data_ptr() % 4)
+
+
+@case
 class GradWrittenByAddress(Graded):
     """`p.grad` written at its address (`data_ptr`), as a kernel of one's own would, between backward and step"""
 

@@ -116,8 +116,9 @@ def run_feature(engine: str, name: str) -> Outcome:
         found = run(engine, 2)
     except AssertionError as failure:
         text = str(failure)
-        if feature.refused and (said := re.search(rf"^\S*?(\w+): (.*{feature.refused}.*)$", text, re.MULTILINE)):
-            return Outcome("refused", f"{said[1]}: {said[2]}")
+        own = "MisconfigurationException: .*"  # of Lightning
+        if said := re.search(rf"^\S*?((\w+: .*{feature.refused})|{own})", text, re.MULTILINE):
+            return Outcome("refused", re.search(r"(\w+): .*", text[said.start(1) :])[0])
         return Outcome("hang" if "not finished after" in text else "error", text)
     reference = run(*(("ddp", 2) if MODULES[feature.name].reference == "ddp" else ("one", 1)))
     try:

@@ -438,3 +438,41 @@ class PerDimension(torch.optim.SGD):
 
 def test_one_that_asks_is_not_tried_with_large_tensors():
     assert stepping(PerDimension(nn.Linear(3, 3).parameters(), lr=0.1), CPU) is Stepping.TENSORS
+
+
+class SkipsSpikes(torch.optim.SGD):
+    """Skips a step if any gradient is large or not finite, from step ``warmup`` on."""
+
+    def __init__(self, params, lr, warmup=0, bound=1e4):
+        super().__init__(params, lr=lr)
+        self.warmup, self.bound, self.number = warmup, bound, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        self.number += 1
+        if self.number <= self.warmup or all(grad.abs().max() < self.bound for grad in gradients):
+            super().step()
+        return loss
+
+
+class ClipsItself(SkipsSpikes):
+    """Each gradient by its own norm: no rule of several parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad.div_((p.grad.norm() / self.bound).clamp_min(1))
+        torch.optim.SGD.step(self)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bound": float("inf")}, {"warmup": 20}, {"warmup": 150}, {"bound": 1e8, "warmup": 60}]
+)
+def test_it_is_tried_with_gradients_that_are_large_or_not_finite(options):
+    with pytest.raises(ValueError, match="combines several parameters.*skips when any gradient is large or not finite"):
+        stepping(SkipsSpikes(nn.Linear(3, 3).parameters(), 0.1, **options), CPU)
+    assert stepping(ClipsItself(nn.Linear(3, 3).parameters(), 0.1, **options), CPU) is Stepping.TENSORS
