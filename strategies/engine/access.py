@@ -13,6 +13,7 @@ from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart, connected
 from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError, is_aliased, note_alias, settle
+from ..residency.numbers import take_back
 from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, as_subclass, graph_task, set_data, set_grad, told_of_gradient
 from .gradients import Gradients
 from .shards import Entry
@@ -199,6 +200,7 @@ def _require_unwritten(wanted: list[Entry]) -> None:
 
 def _lend(entry: Entry, value: Tensor) -> Tensor:
     """Make the parameter an ordinary one that holds ``value``; returns its place in the slot."""
+    take_back(entry.parameter)
     entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
     slot = Tensor.data.__get__(entry.parameter)  # past the class, for which the user would have read it
     set_data(entry.parameter, value)

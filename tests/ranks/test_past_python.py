@@ -333,3 +333,25 @@ def use_types_of_old(rank, world_size):
 @pytest.mark.filterwarnings("ignore")
 def test_types_of_old_are_those_of_torch_but_for_parameters_that_rest():
     run_ranks(use_types_of_old, 2)
+
+
+def changed_number(rank, world_size):
+    """What torch reads of a number that it asked for, before and after it was changed beside another parameter of its unit."""
+    model, x, found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.arange(8.0).view(2, 4), []
+    model[0].count = nn.Parameter(torch.tensor(1), requires_grad=False)
+    _, engine = build(model)
+    for count in (2, 3):
+        with engine.step():
+            model(x)
+            found.append(x.roll(model[0].count, 1)[0].tolist())
+        with engine.access.gathered([model[0].count], modify=True), torch.no_grad():
+            model[0].load_state_dict({"bias": torch.full((4,), float(count))}, strict=False)
+            model[0].count.fill_(count)
+    with engine.step():
+        assert (model[0].bias == 3).all()
+        return [*found, x.roll(model[0].count, 1)[0].tolist()]
+
+
+def test_a_number_that_torch_has_asked_for_is_read_as_it_is_now():
+    expected = [torch.arange(4.0).roll(count).tolist() for count in (1, 2, 3)]
+    assert run_ranks(changed_number, 2) == [expected, expected]
