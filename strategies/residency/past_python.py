@@ -25,7 +25,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import in_words, instances, name_of, replaced
 from .given_out import SLOTS, Alias, is_gathered, note, storage_of, watch
-from .home import ResidencyError, describe, is_sharded, owner_of
+from .home import ResidencyError, describe, home_of, is_sharded
 from .legacy import replace_types
 from .numbers import Number
 from .resting import OF_MEMORY, Absent, GuardedStorage, RestingParameter, ShardedCopy, changes_kept
@@ -109,7 +109,7 @@ def _wrap_methods() -> None:
         "set_": _set,
         "new_full": _filled,
         "new_tensor": _constructed,
-        "as_subclass": _constructed,
+        "as_subclass": _reclassed,
         "data_ptr": _addressed,
         "numpy": _as_array,
         "__dlpack__": _as_array,
@@ -266,11 +266,23 @@ def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tup
     """Whoever asks may write there (by `ctypes`, numba or a library of C): as with arrays."""
     if not SLOTS or not _asked_by_others():
         return function(*args, **kwargs)
-    if isinstance(args[0], ShardedCopy) and args[0].parameter is not None:
-        owner_of(args[0].parameter).watch_gradient(args[0])
-    elif isinstance(args[0], ShardedCopy) and args[0].read is None:
+    if not _watched_gradient(args[0]) and isinstance(args[0], ShardedCopy) and args[0].read is None:
         raise args[0].refusal(name_of(call))  # a view of a gradient: nobody would store it
     return _as_array(call, function, args, kwargs)
+
+
+def _watched_gradient(tensor: Tensor) -> bool:
+    if not isinstance(tensor, ShardedCopy) or tensor.parameter is None:
+        return False
+    if (home := home_of(tensor.parameter)) is not None:
+        home.watch_gradient(tensor)
+    return True
+
+
+def _reclassed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A gradient as an ordinary tensor, by whose class nobody is told what is written to it."""
+    _watched_gradient(args[0])
+    return _constructed(call, function, args, kwargs)
 
 
 def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

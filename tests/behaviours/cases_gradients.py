@@ -324,6 +324,14 @@ class GradsWrittenByAddress(Graded):
 
 
 @case
+class GradChangedAsTensor(Graded):
+    """`p.grad.as_subclass(torch.Tensor).mul_()` between backward and step"""
+
+    def touch(self, run, p):
+        p.grad.as_subclass(torch.Tensor).mul_(0.5)
+
+
+@case
 class GradViewByAddress(Graded):
     """`p.grad.view(-1)` asked for its address between backward and step"""
 
