@@ -40,6 +40,7 @@ class Meeting(enum.IntEnum):
     END = -8, "end its training (it has no more batches, or was stopped)"
     GRAPHS = -9, "agree on what is captured and replayed as a CUDA graph"
     GATHERED = -10, "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)"
+    GRADIENTS = -11, "let tensors that were assigned to `parameter.grad` follow a change of it"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""

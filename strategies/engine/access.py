@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart, connected
-from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError, is_aliased, note_alias, settle
 from ..residency.numbers import take_back
-from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, as_subclass, graph_task, set_data, set_grad, told_of_gradient
+from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, graph_task, set_data, set_grad
 from .gradients import Gradients
+from .held_gradients import HeldGradients
 from .shards import Entry
 from .unit import Unit
 
@@ -37,8 +36,7 @@ class Access:
         self._units, self._collectives, self._gradients = units, collectives, gradients
         self._weights_changed, self._settle_gradients, self.retire = weights_changed, settle_gradients, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
-        self._held: WeakValueDictionary[str, ShardedCopy] = WeakValueDictionary()  # by the user, of each parameter
-        self._watched: dict[int, tuple[ShardedCopy, Tensor]] = {}  # id of a gradient -> it, and a copy of what it was
+        self.held = HeldGradients(gradients, collectives)
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
@@ -82,63 +80,36 @@ class Access:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`~.residency.home.Home.gradient`."""
-        self.keep_watched()
         entry = self._entries[id(parameter)]
+        self.held.keep(entry)
         with apart():
             self._settle_gradients(entry.name)
             grad = self._gradients.full(entry)
-        if grad is None:
-            return None
-        since, held = self._gradients.since(entry), self._held.get(entry.name)
-        if held is None or held.since != since:
-            held = self._held[entry.name] = ShardedCopy.of(grad, told_of_gradient(parameter), parameter, since)
-        else:  # the same tensor as long as the user has it, as in torch
-            with torch._C.DisableTorchFunctionSubclass(), apart():
-                if id(held) in self._watched:  # in the same place, too
-                    as_subclass(held, Tensor).copy_(grad)
-                    self._watched[id(held)] = held, grad
-                else:
-                    set_data(held, grad)
-        return held
+        return None if grad is None else self.held.show(entry, grad)
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """See :meth:`~.residency.home.Home.set_gradient`."""
-        self.keep_watched()
         entry = self._entries[id(parameter)]
+        self.held.keep(entry)
         if entry.trained:  # no optimizer would read another one's
             with apart():
                 self._settle_gradients(entry.name)
                 self._gradients.assign(entry, grad)
             entry.assigned += 1
-            if isinstance(grad, ShardedCopy) and grad.parameter is parameter:
-                grad.since, self._held[entry.name] = self._gradients.since(entry), grad
+            if grad is not None:
+                self.held.assigned(entry, grad)
 
     def keep_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.keep_gradient`."""
-        entry = self._entries[id(gradient.parameter)]
-        since = self._gradients.since(entry)
-        if since[:2] != gradient.since[:2] or not self._gradients.has_gradient(entry):
-            return  # it was cleared or replaced: an ordinary tensor, as in torch
-        if since != gradient.since:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was read, a backward added to it, and then the tensor of before was "
-                "changed. Read `parameter.grad` again after the backward."
-            )
-        self._gradients.assign(entry, gradient)
+        self.held.stored(self._entries[id(gradient.parameter)], gradient)
+
+    def follow_gradient(self, gradient: ShardedCopy) -> None:
+        """See :meth:`~.residency.home.Home.follow_gradient`."""
+        self.held.follow(self._entries[id(gradient.parameter)], gradient)
 
     def watch_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.watch_gradient`."""
-        self._watched.setdefault(id(gradient), (gradient, as_subclass(gradient, Tensor).clone()))
-
-    def keep_watched(self) -> None:
-        """Somebody looks at gradients: store those that were changed past torch, and let go of those that are no more."""
-        for key, (gradient, before) in tuple(self._watched.items()):
-            entry, now = self._entries[id(gradient.parameter)], as_subclass(gradient, Tensor)
-            if not same_bits(now, before):
-                self._watched[key] = gradient, now.clone()
-                self.keep_gradient(gradient)
-            if self._gradients.since(entry) != gradient.since or not self._gradients.has_gradient(entry):
-                del self._watched[key]
+        self.held.watch(self._entries[id(gradient.parameter)], gradient)
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

@@ -107,7 +107,7 @@ class Backward:
 
     def _adopt(self) -> None:
         self._adopt_values()
-        self._access.keep_watched()
+        self._access.held.keep()
         self._gradients.adopt()
         self._reducer.hide()
 
@@ -165,6 +165,7 @@ class Backward:
         self.begin(silent=True)
         self.complete()
         self._conclude()
+        self._access.held.follow_all()
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.

@@ -172,8 +172,10 @@ class Zero3Engine:
         self._thread = get_ident()
         try:
             self.access.in_step = True
+            self.access.held.keep()
             if gradients_over:
                 self.gradients.take_away()
+                self.access.held.keep()  # lets go of them
             if self._root is not None and self._root.gather():
                 self._root.use()
             with self._saved.watch():
@@ -217,9 +219,10 @@ class Zero3Engine:
 
     def adopt_gradients(self) -> None:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
-        self.access.keep_watched()
+        self.access.held.keep()
         self.passes.settle()
         self.gradients.adopt()
+        self.access.held.follow_all()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -91,12 +91,14 @@ class Gradients:
         if grad is None:
             self._full = {}
             if entry.part is not None and entry.group.shows_gradients:
-                entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
+                with entry.group.written_by_engine():
+                    entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
-            entry.store(grad, entry.group.grad)
+            with entry.group.written_by_engine():
+                entry.store(grad, entry.group.grad)
 
     def adopt(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
@@ -134,9 +136,14 @@ class Gradients:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
         return bool(self._shown[entry.number]) and entry.group.shows_gradients
 
-    def since(self, entry: Entry) -> tuple[int, int, int]:
-        """Of the gradient of ``entry``: its window, how many were assigned before, and the backward that added to it last."""
-        return entry.group.window, entry.assigned, self._passes
+    def since(self, entry: Entry) -> tuple[int, int, int, int]:
+        """Of the gradient of ``entry``: its window, how many were assigned before, and counts of what has changed it since."""
+        return entry.group.window, entry.assigned, self._passes, entry.group.written_by_others
+
+    @property
+    def announced(self) -> bool:
+        """Whether this rank tells others, that assist, what it exchanges."""
+        return self._units[0].announce is not None
 
     def forget(self) -> None:
         """The flat gradients may change: gather them anew."""

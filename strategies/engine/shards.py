@@ -13,7 +13,8 @@ step count, as with ``grad is None`` on one device. The flat tensor is then cut 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,7 @@ class FlatGroup:
         self.trained = key.optimizer is not None
         self.numel, self.window, self.segments, self.entries = 0, 0, [], []
         self._grad: Tensor | None = None
+        self._uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
 
     def allocate(self, device: torch.device) -> None:
@@ -126,6 +128,7 @@ class FlatGroup:
         if self._grad is None and self.trained:
             self._grad = torch.empty_like(self.data)
             self._zero_idle(self._grad)
+            self._uncounted += self._grad._version
         return self._grad  # type: ignore[return-value]
 
     @property
@@ -137,6 +140,18 @@ class FlatGroup:
     def grad_nbytes(self) -> int:
         """Bytes that gradients take now."""
         return 0 if self._grad is None else self._grad.nbytes
+
+    @property
+    def written_by_others(self) -> int:
+        """How often others than the engine have written to the gradients, to clip them or so."""
+        return (0 if self._grad is None else self._grad._version) - self._uncounted
+
+    @contextmanager
+    def written_by_engine(self) -> Iterator[None]:
+        """Around what gives one of the gradients a value, and tells those who hold it."""
+        before = self.grad._version
+        yield
+        self._uncounted += self.grad._version - before
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -169,7 +184,8 @@ class FlatGroup:
 
     def give_back(self) -> None:
         """Free the memory of gradients that were cleared, until the next reduction."""
-        if not self.shows_gradients:
+        if not self.shows_gradients and self._grad is not None:
+            self._uncounted -= self._grad._version
             self._grad = None
 
     def _zero_idle(self, gradients: Tensor) -> None:

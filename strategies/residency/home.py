@@ -41,6 +41,9 @@ class Home(Protocol):
     def keep_gradient(self, gradient: Tensor) -> None:
         """``gradient`` was changed in place: store it, if it is still what the parameter has; local."""
 
+    def follow_gradient(self, gradient: Tensor) -> None:
+        """``gradient`` will be used: give it the values of now, if it is still what the parameter has; collective then."""
+
     def watch_gradient(self, gradient: Tensor) -> None:
         """``gradient`` may be changed past torch, until others look at it: it is compared with what it is; local."""
 

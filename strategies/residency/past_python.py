@@ -281,7 +281,8 @@ def _watched_gradient(tensor: Tensor) -> bool:
 
 def _reclassed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """A gradient as an ordinary tensor, by whose class nobody is told what is written to it."""
-    _watched_gradient(args[0])
+    if not _watched_gradient(args[0]) and type(args[0]) is ShardedCopy:
+        raise args[0].refusal(name_of(call))
     return _constructed(call, function, args, kwargs)
 
 

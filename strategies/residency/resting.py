@@ -78,6 +78,7 @@ class ShardedCopy(Tensor):
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
     since: tuple[int, ...] = ()  # then: when it was read, see `Gradients.since`
+    stale = False  # then: it has not followed what has changed since
     told: str = ""  # if it, or what views it, can only be read: what that is, and what to do instead
     read: tuple[nn.Parameter, tuple[int, int]] | None = None  # if it is of a value: whose, and its age then
 
@@ -150,12 +151,14 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     ):
         if name in ("__deepcopy__", "__reduce_ex__"):
             return _ordinary(func, *args)
+        if name == "detach_" and not args[0].requires_grad:
+            return args[0]  # as it is: torch refuses it of views
         result = func(*args, **kwargs)
         if name == "untyped_storage":
             return GuardedStorage(result, OF_MEMORY | {"clone", "tolist"}, lambda: args[0].refusal(name))
         if hasattr(result, "wait") and instances(targets, ShardedCopy):
             result.wait()  # a collective that goes on in the background
-        if name == "data.__get__" and args[0].parameter is not None:
+        if name in ("data.__get__", "detach") and args[0].parameter is not None:
             return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].since)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
@@ -189,10 +192,13 @@ def writes_to(tensor: Tensor) -> int:
 
 
 def _require_current(copies: list[ShardedCopy]) -> None:
-    """Values that were read before their parameters changed are not what torch's aliases would be by now."""
-    for parameter, age in (copy.read for copy in copies if copy.read is not None):
-        home = home_of(parameter)
-        if home is not None and home.age(parameter) != age:
+    """Values that were read before their parameters changed are not what torch's aliases would be by now; gradients follow."""
+    for copy in copies:
+        parameter, age = copy.read or (copy.parameter, None)
+        home = None if parameter is None else home_of(parameter)
+        if home is not None and age is None:
+            home.follow_gradient(copy)
+        elif home is not None and home.age(parameter) != age:
             raise ResidencyError(
                 f"A value of parameter {describe(parameter)} was read (`detach()`, a view) and kept, and the parameter has "
                 "changed since: in torch the value would have followed. Read it again, or keep a copy (`.clone()`)."

@@ -37,8 +37,6 @@ class GradRowsChanged(Graded):
 class GradDataViewChanged(Graded):
     """`p.grad.detach().mul_()` between backward and step"""
 
-    refused = "`mul_` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
-
     def touch(self, run, p):
         p.grad.detach().mul_(0.5)
 
@@ -272,12 +270,11 @@ class GradReadTwice(Graded):
         run.log(first, p.grad)
 
 
-@case
-class GradKeptOverBackward(Case):
-    """`p.grad` kept while another backward adds to it, and changed in place then"""
+class TwoBackwards(Case):
+    """Gradients that were read after one backward are looked at, or changed, after another"""
 
-    pitfalls = (16,)
-    refused = "gradient of parameter 'stem.weight' was read, a backward added to it, and then.*Read `parameter.grad` again"
+    def look(self, run, kept):
+        raise NotImplementedError
 
     def train(self, run):
         for step in range(self.steps):
@@ -286,9 +283,138 @@ class GradKeptOverBackward(Case):
                 loss = run.step(lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank)))
                 kept = [p.grad for p in run.model.parameters()]
                 self.backward(run, loss)
-            for grad in kept:
-                grad.mul_(0.5)
+            self.look(run, kept)
             run.optimizer.step()
+
+
+@case
+class GradKeptOverBackward(TwoBackwards):
+    """`p.grad` kept while another backward adds to it, and changed in place then"""
+
+    pitfalls = (16,)
+
+    def look(self, run, kept):
+        for grad in kept:
+            grad.mul_(0.5)
+
+
+@case
+class GradReadOverBackward(TwoBackwards):
+    """`p.grad` kept while another backward adds to it, and read then, also when it has been cleared"""
+
+    def look(self, run, kept):
+        run.log(*kept)
+        run.optimizer.step()
+        self.clear(run)
+        run.log(*kept)
+
+
+@case
+class GradStaleWhenCleared(TwoBackwards):
+    """`p.grad` kept while another backward adds to it, and read when it has been cleared"""
+
+    worlds = (2,)
+    refused = "gradient of parameter 'stem.weight' was read, then a backward or clipping changed it, and then it was cleared"
+
+    def look(self, run, kept):
+        run.optimizer.step()
+        self.clear(run)
+        run.log(*kept)
+
+
+@case
+class GradTensorOverBackward(TwoBackwards):
+    """`p.grad.as_subclass(torch.Tensor)` kept while another backward adds to it, `p.grad` read, and the old one changed then"""
+
+    def look(self, run, kept):
+        plain = self.plain
+        run.log(*[p.grad for p in run.model.parameters()], *plain)
+        for grad in plain:
+            grad.mul_(0.5)
+
+    def backward(self, run, loss):
+        self.plain = [p.grad.as_subclass(torch.Tensor) for p in run.model.parameters() if p.grad is not None]
+        super().backward(run, loss)
+
+
+@case
+class GradAssignedThenChanged(Graded):
+    """`p.grad = g` for a list of tensors that are changed after, by `torch._foreach_mul_` and by `g.data`, and read"""
+
+    def between(self, run):
+        mine = [p.grad.clone() for p in run.model.parameters()]
+        for p, grad in zip(run.model.parameters(), mine, strict=True):
+            p.grad = grad
+        torch._foreach_mul_(mine, 0.5)
+        run.log(*[p.grad for p in run.model.parameters()])
+        for p, grad in zip(run.model.parameters(), mine, strict=True):
+            p.grad.add_(0.1)
+            grad.data.mul_(0.5)
+        run.log(*mine)
+
+
+@case
+class GradAssignedThenDropped(Graded):
+    """`p.grad = g`, where `g.data` is changed after and nobody keeps `g`"""
+
+    def touch(self, run, p):
+        p.grad = grad = p.grad * 2
+        grad.data.mul_(0.3)
+
+
+@case
+class GradsInOneBuffer(Graded):
+    """`p.grad = flat[a:b].view_as(p)` of one buffer, which is scaled after by its norm"""
+
+    def between(self, run):
+        parameters = list(run.model.parameters())
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+        for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = grad.view_as(p)
+        flat.mul_(0.05 / flat.norm())
+
+
+@case
+class GradsInLastingBuffer(Case):
+    """Gradients in one buffer, made once, which each step zeroes, two backwards add to, and the user reads and scales"""
+
+    def train(self, run):
+        parameters = list(run.model.parameters())
+        flat = torch.zeros(sum(p.numel() for p in parameters))
+        for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = grad.view_as(p)
+        for step in range(self.steps):
+            flat.zero_()
+            for micro in range(2):
+                loss = run.step(lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank)))
+                self.backward(run, loss)
+            run.log(flat)
+            flat.mul_(0.5)
+            run.optimizer.step()
+
+
+@case
+class GradOfTwo(Graded):
+    """`b.grad = a.grad`, and `a.grad` changed in place, then `b.grad`"""
+
+    def between(self, run):
+        a, b = run.model.blocks[0].up.weight, run.model.blocks[1].up.weight
+        b.grad = a.grad
+        a.grad.mul_(0.5)
+        run.log(b.grad)
+        b.grad.add_(0.1)
+        run.log(a.grad)
+
+
+@case
+class GradZeroedByHand(Graded):
+    """`p.grad.detach_(); p.grad.zero_()` and gradients of another backward added to that"""
+
+    def touch(self, run, p):
+        half = p.grad * 0.5
+        p.grad.detach_()
+        p.grad.zero_()
+        p.grad.add_(half)
 
 
 @case
