@@ -107,8 +107,7 @@ class Backward:
 
     def _adopt(self) -> None:
         self._adopt_values()
-        self._access.held.keep()
-        self._gradients.adopt()
+        self._access.held.adopt()
         self._reducer.hide()
 
     def enter(self, unit: Unit, grad: Tensor) -> None:

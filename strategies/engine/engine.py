@@ -221,7 +221,7 @@ class Zero3Engine:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers; collective."""
         self.access.held.keep()
         self.passes.settle()
-        self.gradients.adopt()
+        self.access.held.adopt()
         self.access.held.follow_all()
 
     @contextmanager

@@ -100,8 +100,11 @@ class Gradients:
             with entry.group.written_by_engine():
                 entry.store(grad, entry.group.grad)
 
-    def adopt(self) -> None:
-        """Gradients that were assigned one by one become visible together: each cut of a group is for good."""
+    def adopt(self) -> list[tuple[Entry, Tensor | None]]:
+        """Gradients that were assigned one by one become visible together: each cut of a group is for good.
+
+        Returns those that were put in the place of ordinary parameters' gradients.
+        """
         self._adopt_replaced()
         changed = self.reducer.changed()  # on one rank, where parameters are ordinary
         for entry, grad in changed:
@@ -114,6 +117,7 @@ class Gradients:
         for group in dict.fromkeys(assigned):
             if group.shows_gradients:
                 group.bind(self._unused_ranges(group, self._shown))
+        return changed
 
     def _adopt_replaced(self) -> None:
         """Gradients that were put in the place of the flat ones are the flat ones from here on."""

@@ -53,6 +53,14 @@ class HeldGradients:
             self._spread(entry, held)
         return held
 
+    def adopt(self) -> None:
+        """All that users wrote, or assigned, is visible to the optimizers."""
+        self.keep()
+        for entry, grad in self._gradients.adopt():
+            entry.assigned += 1
+            if grad is not None:
+                self.assigned(entry, grad)
+
     def assigned(self, entry: Entry, grad: Tensor) -> None:
         """``p.grad = grad``: its values are stored."""
         since = self._gradients.since(entry)

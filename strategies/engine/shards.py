@@ -266,7 +266,7 @@ class FlatGroup:
         parts, state = [], states.pop(segment.parameter, None)
         for a, b in zip([segment.start, *inner], [*inner, segment.stop], strict=True):
             parameter = type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad)
-            parameter.whose = segment.parameter.whose
+            parameter.whose, parameter.cleared = segment.parameter.whose, segment.parameter.cleared
             parts.append(Segment(a, b, parameter))
             if segment.parameter.grad is not None:
                 parts[-1].show(self.grad)
@@ -312,6 +312,7 @@ class Segment:
 
 
 def _part(value: Any, segment: Segment, low: int, high: int) -> Any:
-    if isinstance(value, Tensor):
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
         return value[low:high] if segment.has_shape_of(value) else value.clone()
-    return value

@@ -89,6 +89,15 @@ class WholeReducer(Reducer):
         self._tensors = {group: _tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
         for group in self._tensors:
             guard_storage(group.grad)
+            for segment in group.segments:
+                segment.parameter.cleared = self._clear_cleared
+
+    def _clear_cleared(self) -> None:
+        """``optimizer.zero_grad()`` was for flat tensors: parameters have no gradients after it either."""
+        gone = [entry for entry in self._shown if not entry.group.shows_gradients]
+        self._shown = [entry for entry in self._shown if entry.group.shows_gradients]
+        for entry in gone:
+            entry.parameter.grad = None
 
     def show(self, shown: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
@@ -106,7 +115,9 @@ class WholeReducer(Reducer):
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
-        found = []
+        found, shown = [], set(self._shown)
+        assigned = [e for e in self._entries if e not in shown and e.parameter.grad is not None]
+        self._shown += assigned
         for entry in self._shown:
             moved = self.views[entry.number].data_ptr() != self._addresses[entry.number]  # `parameter.grad.data = ...`
             if entry.parameter.grad is not self.views[entry.number]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ _NORMS = frozenset(
     "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean nanmean dot vdot inner "
     "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile argmax argmin prod logsumexp softmax "
     "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity einsum tensordot linalg_vecdot "
-    "mse_loss l1_loss smooth_l1_loss huber_loss pairwise_distance cdist topk kthvalue sort cumsum histc".split()
+    "mse_loss l1_loss smooth_l1_loss huber_loss pairwise_distance cdist topk kthvalue sort cumsum histc "
+    "item tolist numpy __array__ equal allclose".split()
 )
-_JOINS = ("cat", "concat", "concatenate", "hstack", "stack")
 
 
 class FlatGradient(Tensor):
@@ -35,10 +36,7 @@ class FlatGradient(Tensor):
         given = instances((args, kwargs), FlatGradient) + instances((args, kwargs), FlatParameter)
         whose = next((each.whose for each in given if each.whose), "")
         if name in _NORMS:
-            raise ResidencyError(
-                f"`{name}` would be of the {cls.what}{whose} that this rank holds a shard of: an optimizer's param groups hold "
-                f"flat shards. Use {cls.instead}."
-            )
+            raise cls.refusal(name, whose)
         if name == "_amp_foreach_non_finite_check_and_unscale_" and dist.is_initialized() and dist.get_world_size() > 1:
             if sys._getframe(1).f_globals["__name__"] == "torch.amp.grad_scaler":  # others ask all ranks
                 raise ResidencyError(
@@ -48,12 +46,21 @@ class FlatGradient(Tensor):
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
+            made = [each for each in (result if type(result) is tuple else (result,)) if type(each) is Tensor]
+            if any(each.numel() < given[0].numel() for each in made) and not name.startswith("new"):
+                raise cls.refusal(name, whose)  # some of the elements, or computed over several
             if name.startswith("_foreach") and result is not None:
                 return [cls.of(each, whose) for each in result]
-            kept = name in _JOINS or (args and getattr(result, "shape", ()) == getattr(args[0], "shape", None))
-            if not kept or type(result) is not Tensor or func == Tensor._base.__get__:
-                return result  # torch.compile asks for `_base` until it is no view
-            return cls.of(result, whose)
+            # torch.compile asks for `_base` until it is no view.
+            return cls.of(result, whose) if type(result) is Tensor and func != Tensor._base.__get__ else result
+
+    @classmethod
+    def refusal(cls, name: str, whose: str) -> ResidencyError:
+        """What to raise when the function ``name`` would tell of one rank's elements alone."""
+        return ResidencyError(
+            f"`{name}` would be of the {cls.what}{whose} that this rank holds a shard of: an optimizer's param groups hold "
+            f"flat shards. Use {cls.instead}."
+        )
 
     @classmethod
     def of(cls, tensor: Tensor, whose: str) -> FlatGradient:
@@ -84,10 +91,15 @@ class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
     whose = ""  # of which parameters
+    cleared: Callable[[], None] | None = None  # to be called when a gradient was taken away
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
+        if func == Tensor.grad.__set__ and args[1] is None and args[0].cleared is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                func(*args)
+            return args[0].cleared()
         if func == Tensor.data.__set__:
             raise ResidencyError(
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "

@@ -394,6 +394,43 @@ class GradsInLastingBuffer(Case):
 
 
 @case
+class GradAssignedAndCleared(Graded):
+    """`p.grad = g`, then `zero_grad()`, and then another backward"""
+
+    def between(self, run):
+        for p in run.model.parameters():
+            p.grad = p.grad * 2
+        run.optimizer.zero_grad()
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+
+
+@case
+class GradClearedAndAssigned(Graded):
+    """`zero_grad()`, then `p.grad = g`, to which another backward adds"""
+
+    def between(self, run):
+        mine = [0.5 * p.grad for p in run.model.parameters()]
+        run.optimizer.zero_grad()
+        for p, grad in zip(run.model.parameters(), mine, strict=True):
+            p.grad = grad
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+        run.log(*mine)
+
+
+@case
+class GradsAfterZeroGrad(Graded):
+    """`p.grad` after `optimizer.zero_grad()`, with `set_to_none` and without"""
+
+    def between(self, run):
+        kept = [p.grad for p in run.model.parameters()]
+        run.optimizer.zero_grad(set_to_none=False)
+        run.log(*kept, *[p.grad for p in run.model.parameters()])
+        run.optimizer.zero_grad()
+        run.log(*[torch.tensor(p.grad is None) for p in run.model.parameters()])
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+
+
+@case
 class GradOfTwo(Graded):
     """`b.grad = a.grad`, and `a.grad` changed in place, then `b.grad`"""
 

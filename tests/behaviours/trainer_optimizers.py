@@ -163,6 +163,22 @@ class NormsOfGroups(Module):
             p.detach().norm()
 
 
+class ElementsOfGroups(Module):
+    refused = (
+        "`__getitem__` would be of the values of parameters .* that this rank holds a shard of.*Use the module's parameters"
+    )
+
+    def on_train_batch_end(self, *args):
+        self.seen.append(float(self.optimizers().param_groups[0]["params"][0][0]))
+
+
+class ListOfGradients(Module):
+    refused = "`tolist` would be of the gradients of parameters .* that this rank holds a shard of"
+
+    def on_before_optimizer_step(self, optimizer):
+        optimizer.param_groups[0]["params"][0].grad.view(1, -1).tolist()
+
+
 class LossOfGroups(Module):
     refused = "`sum` would be of the values of parameters .* that this rank holds a shard of"
 
