@@ -93,9 +93,7 @@ class ShardedCopy(Tensor):
 
     def refusal(self, name: str) -> ResidencyError:
         """What to raise when the function ``name`` would give its memory to what does not ask its class."""
-        return ResidencyError(
-            f"{in_words(name)} would share the memory of {self.told} To read it elsewhere take a copy (`.clone()`)."
-        )
+        return ResidencyError(f"{in_words(name)} would share the memory of {self.told} To read it elsewhere take a `.clone()`.")
 
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)  # an alias, as torch's is
