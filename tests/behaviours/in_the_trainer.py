@@ -24,6 +24,8 @@ SHARING = {
     "NormOfStateAddedUp",
     "GradientNorms",
     "ClippedByNorm",
+    "MomentumByHand",
+    "GradsKeptOverClipping",
     "ManualAccumulation",
     "PrunedAfterValidation",
     "MetricOfANetwork",
