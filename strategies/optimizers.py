@@ -161,7 +161,8 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
             "closure. Use an optimizer that takes that and updates each parameter by itself, or another strategy."
         ) from error
     more = max([steps, _SOME, *(late + 2 for late in _late(optimizer, options, steps))])
-    if not apart or any(_combines_in(moment, optimizer, options, shapes, n) for moment in _MOMENTS for n in {steps, more}):
+    rare = [(moment, n) for moment in _MOMENTS for n in {steps, more} if (moment, n) != (1.0, steps)]
+    if not apart or any(_combines_in(moment, optimizer, options, shapes, n) for moment, n in rare):
         raise ValueError(
             f"{cls.__name__} combines several parameters in the update of one (a global norm, for instance, or a step that it "
             "skips when any gradient is large or not finite; or it draws random numbers, or uses what a closure returns, which "

@@ -68,8 +68,9 @@ class HeldGradients:
             plain = as_subclass(grad.detach(), Tensor)
         if isinstance(grad, ShardedCopy) and grad.parameter is entry.parameter:
             grad.since, grad.stale, self._read[entry] = since, False, grad
-            if _is_shared(plain, 2):
-                self._aliases[entry] = [Alias(entry, plain, grad, since, _checksum(plain))]
+            shared = _is_shared(plain, 2)
+            alias = Alias(entry, plain, grad, since, _checksum(plain)) if shared else Alias(entry, None, None, since, 0)
+            self._aliases[entry] = [alias]  # in any case: others may share it on another rank
             return
         for other in [other for other, held in self._read.items() if held is grad]:
             self.watch(other, grad)  # it is the gradient of two
