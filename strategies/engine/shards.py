@@ -245,6 +245,8 @@ class FlatGroup:
             for value in self.owner[0].state.get(segment.parameter, {}).values():
                 if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                     value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
+        if guarded and not self.shows_gradients and (cleared := self.segments[-1].parameter.cleared) is not None:
+            cleared()  # by the optimizer itself
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""

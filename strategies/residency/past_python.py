@@ -69,6 +69,7 @@ def guard_storage(memory: Tensor) -> None:
 def _wrap_storages() -> None:
     for name in ("storage", "untyped_storage"):
         _wrap(Tensor, name, _stored)
+    _wrap(Tensor, "detach_", _detached)
 
 
 @cache
@@ -284,6 +285,12 @@ def _reclassed(call: Callable[..., Any], function: Callable[..., Any], args: tup
     if not _watched_gradient(args[0]) and type(args[0]) is ShardedCopy:
         raise args[0].refusal(name_of(call))
     return _constructed(call, function, args, kwargs)
+
+
+def _detached(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Torch refuses it of views, which gradients are here (`p.grad.detach_(); p.grad.zero_()`)."""
+    gradient = storage_of(args[0]) in _SHARED and not args[0].requires_grad
+    return args[0] if gradient else function(*args, **kwargs)
 
 
 def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

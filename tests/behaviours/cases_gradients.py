@@ -431,6 +431,22 @@ class GradsAfterZeroGrad(Graded):
 
 
 @case
+class ZeroedByTheOptimizer(Case):
+    """An optimizer whose step ends with its own `zero_grad()`"""
+
+    def optimizers(self, model):
+        class Zeroing(torch.optim.SGD):
+            def step(self, closure=None):
+                super().step()
+                self.zero_grad()
+
+        return [Zeroing(model.parameters(), lr=0.1)]
+
+    def clear(self, run):
+        run.log(*[torch.tensor(p.grad is None) for p in run.model.parameters()])
+
+
+@case
 class GradOfTwo(Graded):
     """`b.grad = a.grad`, and `a.grad` changed in place, then `b.grad`"""
 
