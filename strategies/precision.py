@@ -57,6 +57,7 @@ class _ShardedClipping(Precision):
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         self._adopt_gradients()
         super().clip_gradients(*args, **kwargs)
+        self._adopt_gradients()  # who holds gradients sees them clipped
 
     @override
     def _after_closure(self, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +133,8 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
         if self.scaler is not None:
             return super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         self._adopt_gradients()
-        return Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        self._adopt_gradients()
 
 
 class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):

@@ -35,6 +35,7 @@ LAYERS = [
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
     (["strategies/residency/apart", "strategies/residency/home"], TORCH),
+    (["strategies/residency/given_out"], TORCH),
     (["strategies/collectives/board"], NOTHING),
     (["strategies/collectives/diary", "strategies/collectives/wire"], TORCH),
     (["strategies/collectives/group"], TORCH),
@@ -54,7 +55,7 @@ LAYERS = [
         ],
         TORCH,
     ),
-    (["strategies/residency/given_out", "strategies/residency/numbers"], TORCH),
+    (["strategies/residency/numbers"], TORCH),
     (
         [
             "strategies/rendezvous",

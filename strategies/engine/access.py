@@ -36,7 +36,7 @@ class Access:
         self._units, self._collectives, self._gradients = units, collectives, gradients
         self._weights_changed, self._settle_gradients, self.retire = weights_changed, settle_gradients, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
-        self.held = HeldGradients(gradients, collectives)
+        self.held = HeldGradients(gradients, collectives, settle_gradients)
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
@@ -101,15 +101,15 @@ class Access:
 
     def keep_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.keep_gradient`."""
-        self.held.stored(self._entries[id(gradient.parameter)], gradient)
+        self.held.stored(gradient)
 
     def follow_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.follow_gradient`."""
-        self.held.follow(self._entries[id(gradient.parameter)], gradient)
+        self.held.follow(gradient.held)
 
     def watch_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.watch_gradient`."""
-        self.held.watch(self._entries[id(gradient.parameter)], gradient)
+        self.held.watch(gradient.held)
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

@@ -126,6 +126,8 @@ class Zero3Engine:
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
         self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
+        if isinstance(self.reducer, WholeReducer):
+            self.reducer.watch(self.access.held.adopt)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
         self.passes = Backward(self.units, *passes, self._adopt_flat_values)
 

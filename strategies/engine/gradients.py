@@ -142,7 +142,7 @@ class Gradients:
 
     def since(self, entry: Entry) -> tuple[int, int, int, int]:
         """Of the gradient of ``entry``: its window, how many were assigned before, and counts of what has changed it since."""
-        return entry.group.window, entry.assigned, self._passes, entry.group.written_by_others
+        return entry.group.begun, entry.assigned, self._passes, entry.group.written_by_others
 
     @property
     def announced(self) -> bool:
@@ -159,6 +159,8 @@ class Gradients:
         if not group.shows_gradients:
             if not present:
                 return
+            group.begun += 1
+            self.reducer.begin_window(group)
             group.grad.zero_()
             self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
             group.segments[-1].show(group.grad)

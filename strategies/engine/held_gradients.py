@@ -1,57 +1,73 @@
 """Tensors that users hold of gradients: what is written to them reaches the shards, and they follow what changes there.
 
-Between passes a gradient exists as shards alone. In torch `p.grad` is one tensor until it is cleared, whoever holds it, and a
-tensor that was assigned to it is that tensor. Here both are copies, which are to show, and to take, the same values.
+Between passes a gradient exists as shards alone. In torch `p.grad` is one tensor until it is cleared, whoever has it or a view
+of it, and a tensor that was assigned to it is that tensor. Here these are copies that show, and take, the same values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart
+from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError
-from ..residency.resting import ShardedCopy, as_subclass, set_data, told_of_gradient
+from ..residency.resting import ShardedCopy, as_subclass, told_of_gradient
 from .gradients import Gradients
 from .shards import Entry
 
-count_sharers = torch._C._storage_Use_Count  # tensors that share a storage, and one for who asks
+_count_sharers = torch._C._storage_Use_Count  # tensors that share a storage, and one for who asks
+_array = Tensor.numpy  # torch's own
 
 
 @dataclass(eq=False)
-class Alias:
-    """A tensor that is a gradient, and that may be changed without a word to the engine."""
+class Held:
+    """Memory that is a gradient until it is cleared or replaced; all that views it has this object."""
 
     entry: Entry
-    tensor: Tensor | None  # ordinary, in the same memory; None: it was assigned, and nobody else has it any more
-    copy: ShardedCopy | None  # None: it was assigned; else the user has asked for the address of this one, or so
+    tensor: Tensor  # all of it, as an ordinary tensor
     since: tuple[int, ...]  # when it had the gradient's values, see `Gradients.since`
-    seen: int  # checksum of its values then
+    stale: bool = False  # they have changed since
+    seen: int | None = None  # fingerprint of its values then, if it may be changed without a word to the engine
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Whose gradient it is."""
+        return self.entry.parameter
 
 
 class HeldGradients:
-    """All such tensors, of parameters that are sharded."""
+    """All such memory, of parameters that are sharded.
 
-    def __init__(self, gradients: Gradients, collectives: LocalCollectives) -> None:
-        self._gradients, self._collectives = gradients, collectives
-        self._read: WeakValueDictionary[Entry, ShardedCopy] = WeakValueDictionary()  # what `p.grad` is
-        self._aliases: dict[Entry, list[Alias]] = {}  # the same entries on all ranks, which run the same code
-        self._last: Alias | None = None  # that was assigned
+    Args:
+        settle: reduces gradients that ranks hold back, because that of a parameter (its name) is needed; collective then.
+    """
+
+    def __init__(self, gradients: Gradients, collectives: LocalCollectives, settle: Callable[[str], None]) -> None:
+        self._gradients, self._collectives, self._settle = gradients, collectives, settle
+        self._read: WeakValueDictionary[Entry, Held] = WeakValueDictionary()  # that `p.grad` is in
+        self._shown: WeakValueDictionary[Entry, ShardedCopy] = WeakValueDictionary()  # what `p.grad` is
+        self._watched: dict[Entry, list[Held]] = {}  # those that are `seen`
+        self._last: Held | None = None  # that was assigned
+        # Gradients that were read or assigned: the same on all ranks, which run the same code; what they hold need not be.
+        self._known: dict[Entry, tuple[int, ...]] = {}
 
     def show(self, entry: Entry, grad: Tensor) -> ShardedCopy:
         """``p.grad``, of which ``grad`` is the whole value: the same tensor as long as the user has it."""
         since, held = self._gradients.since(entry), self._read.get(entry)
         if held is None or held.since[:2] != since[:2]:
-            held = self._read[entry] = ShardedCopy.of(grad, told_of_gradient(entry.parameter), entry.parameter, since)
-        elif held.since != since:
-            self._refresh(entry, held, grad)
-        if any(map(self._is_behind, self._aliases.get(entry, []))):
-            self._spread(entry, held)
-        return held
+            held = self._read[entry] = Held(entry, grad, since)
+        self._take(entry, grad)
+        shown = self._shown.get(entry)
+        if shown is None or shown.held is not held:
+            told = told_of_gradient(entry.parameter)
+            shown = self._shown[entry] = ShardedCopy.of(held.tensor, told, entry.parameter, held)
+        return shown
 
     def adopt(self) -> None:
         """All that users wrote, or assigned, is visible to the optimizers."""
@@ -63,142 +79,145 @@ class HeldGradients:
 
     def assigned(self, entry: Entry, grad: Tensor) -> None:
         """``p.grad = grad``: its values are stored."""
-        since = self._gradients.since(entry)
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = as_subclass(grad.detach(), Tensor)
-        if isinstance(grad, ShardedCopy) and grad.parameter is entry.parameter:
-            grad.since, grad.stale, self._read[entry] = since, False, grad
-            shared = _is_shared(plain, 2)
-            alias = Alias(entry, plain, grad, since, _checksum(plain)) if shared else Alias(entry, None, None, since, 0)
-            self._aliases[entry] = [alias]  # in any case: others may share it on another rank
+        since = self._known[entry] = self._gradients.since(entry)
+        if isinstance(grad, ShardedCopy) and grad.parameter is entry.parameter and grad.held is not None:
+            held = self._read[entry] = grad.held
+            held.since, held.stale, self._shown[entry] = since, False, grad
+            if _is_shared(held.tensor, 2):
+                self.watch(held)
             return
-        for other in [other for other, held in self._read.items() if held is grad]:
-            self.watch(other, grad)  # it is the gradient of two
+        if isinstance(grad, ShardedCopy) and grad.held is not None:
+            self.watch(grad.held)  # it may be the gradient of another, too
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = grad.detach() if grad.layout != torch.strided else as_subclass(grad.detach(), Tensor)
         if self._last is not None:
             self._look(self._last)  # often nobody has it any more
-        self._last = Alias(entry, plain, None, since, _checksum(plain))
-        self._aliases[entry] = [self._last]
+        self._last = Held(entry, plain, since)
+        self.watch(self._last)
 
-    def watch(self, entry: Entry, copy: ShardedCopy) -> None:
-        """``copy`` may be changed past torch, as long as it is the gradient."""
-        aliases = self._aliases.setdefault(entry, [])
-        if not any(alias.copy is copy for alias in aliases):
-            aliases.append(Alias(entry, _plain(copy), copy, copy.since, _checksum(_plain(copy))))
+    def watch(self, held: Held) -> None:
+        """Memory may be changed past torch, as long as it is the gradient."""
+        if held.seen is None:
+            held.seen = _fingerprint(held.tensor)
+            self._watched.setdefault(held.entry, []).append(held)
 
     def keep(self, entry: Entry | None = None) -> None:
         """Somebody looks at gradients (that of ``entry``): store those that were changed without a word; local."""
-        for aliases in tuple(self._aliases.values()) if entry is None else [self._aliases.get(entry, [])]:
-            for alias in tuple(aliases):
-                self._look(alias)
-        for each, copy in tuple(self._read.items()) if entry is None else [(entry, self._read.get(entry))]:
+        for watched in tuple(self._watched.values()) if entry is None else [self._watched.get(entry, [])]:
+            for held in tuple(watched):
+                self._look(held)
+        for each, held in tuple(self._read.items()) if entry is None else [(entry, self._read.get(entry))]:
             since = self._gradients.since(each)
-            if copy is not None and copy.since != since and copy.since[:2] == since[:2]:
-                copy.stale = True
+            if held is not None and held.since != since and held.since[:2] == since[:2]:
+                held.stale = True
+        if entry is None:
+            self._known = {each: since for each, since in self._known.items() if self._is_current(each, since)}
 
-    def stored(self, entry: Entry, copy: ShardedCopy) -> None:
+    def stored(self, copy: ShardedCopy) -> None:
         """``copy`` was changed in place, as torch has counted: store it, if it is still the gradient; local."""
-        if not self._is_current(entry, copy.since):
+        entry, held = copy.held.entry, copy.held
+        if not self._is_current(entry, held.since):
             return  # it was cleared or replaced: an ordinary tensor, as in torch
-        self._require_latest(entry, copy.since)
-        with apart():
-            self._gradients.assign(entry, copy)
-            self._spread(entry, copy)
+        if copy.parameter is not None and not held.tensor.is_set_to(plain := as_subclass(copy, Tensor)):
+            copy.held = held = self._read[entry] = Held(entry, plain, held.since)  # it was given other memory
+            self._shown[entry] = copy
+        self._store(held)
 
-    def follow(self, entry: Entry, copy: ShardedCopy) -> None:
-        """``copy`` is about to be used. Collective if the gradient has changed since it was read."""
+    def follow(self, held: Held) -> None:
+        """What is in its memory is about to be used. Collective if the gradient has changed since it was read."""
+        entry = held.entry
         self.keep(entry)
+        if held.since[:2] == self._gradients.since(entry)[:2]:
+            with apart():
+                self._settle(entry.name)
         since = self._gradients.since(entry)
-        if not copy.stale and (copy.since == since or copy.since[:2] != since[:2]):
+        if not held.stale and (held.since == since or held.since[:2] != since[:2]):
             return
-        if not self._is_current(entry, copy.since):
+        if not self._is_current(entry, held.since):
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was read, then a backward or clipping changed it, and then it was "
                 "cleared or replaced: the tensor of before has not followed. Read `parameter.grad` after its last change."
             )
         with apart():
-            self._refresh(entry, copy, self._gradients.full(entry))
-            self._spread(entry, copy)
+            self._take(entry, self._gradients.full(entry))
 
     def follow_all(self) -> None:
-        """Gradients may have changed: so do the tensors that were assigned; collective if any were, and have to."""
-        if not self._aliases:
-            return
-        behind = [alias for aliases in self._aliases.values() for alias in aliases if self._is_behind(alias)]
+        """Gradients may have changed: so does what nobody asks before it is read; collective if any was read or assigned."""
+        behind = self._behind()
         if not behind:
             return
-        flags = torch.tensor([alias.tensor is not None for alias in behind], dtype=torch.int64, device="cpu")
-        if not self._gradients.announced:  # else the ranks that assist hold none
+        flags = torch.tensor([entry in self._watched for entry in behind], dtype=torch.int64, device="cpu")
+        if self._gradients.announced:
+            flags[:] = 1  # the ranks that assist hold none
+        else:
             flags = self._collectives.agree(flags, Meeting.GRADIENTS)
-        for alias, held in zip(behind, flags.tolist(), strict=True):
-            if held and self._is_behind(alias):
-                with apart():
-                    self._spread(alias.entry, self._gradients.full(alias.entry))
+        wanted = [entry for entry, flag in zip(behind, flags.tolist(), strict=True) if flag]
+        with apart():
+            if wanted:
+                self._settle(wanted[0].name)
+            for entry in wanted:
+                self._take(entry, self._gradients.full(entry))
+        self._known.update({entry: self._gradients.since(entry) for entry in behind})
+
+    def _behind(self) -> list[Entry]:
+        known = [(entry, since) for entry, since in self._known.items() if self._is_current(entry, since)]
+        return [entry for entry, since in known if self._gradients.since(entry) != since]
 
     def _is_current(self, entry: Entry, since: tuple[int, ...]) -> bool:
         return self._gradients.since(entry)[:2] == since[:2] and self._gradients.has_gradient(entry)
 
-    def _is_behind(self, alias: Alias) -> bool:
-        return self._is_current(alias.entry, alias.since) and self._gradients.since(alias.entry) != alias.since
-
-    def _look(self, alias: Alias) -> None:
-        """Store what was written to it, and forget it if it is the gradient no more."""
-        entry, tensor = alias.entry, alias.tensor
-        if not self._is_current(entry, alias.since):
-            others = [other for other in self._aliases.pop(entry, []) if other is not alias]
+    def _look(self, held: Held) -> None:
+        """Store what was written to it, and forget it if it is the gradient no more, or nobody else has it."""
+        entry, tensor = held.entry, held.tensor
+        current = self._is_current(entry, held.since)
+        if tensor.layout != torch.strided:  # a backward that adds to it makes another tensor
+            current = current and held.since == self._gradients.since(entry)
+        if current and _fingerprint(tensor) != held.seen:
+            self._store(held)
+        if not current or (self._read.get(entry) is not held and not _is_shared(tensor, 1)):
+            held.seen = None
+            others = [other for other in self._watched.pop(entry) if other is not held]
             if others:
-                self._aliases[entry] = others
-        elif tensor is not None:
-            seen = _checksum(tensor)
-            if seen != alias.seen:
-                self._require_latest(entry, alias.since)
-                alias.seen = seen
-                with apart():
-                    self._gradients.assign(entry, tensor)
-                    self._spread(entry, tensor)
-            if alias.copy is None and not _is_shared(tensor, 1):
-                alias.tensor = None
+                self._watched[entry] = others
+            if held is self._last:
+                self._last = None
 
-    def _require_latest(self, entry: Entry, since: tuple[int, ...]) -> None:
-        if self._gradients.since(entry) != since:
+    def _store(self, held: Held) -> None:
+        entry = held.entry
+        if self._gradients.since(entry) != held.since:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was read or assigned, then a backward or clipping changed it, and "
                 "then the tensor of before was changed. Read `parameter.grad` again after the backward."
             )
+        with apart():
+            self._gradients.assign(entry, held.tensor)
+            self._take(entry, held.tensor)
 
-    def _spread(self, entry: Entry, value: Tensor) -> None:
-        """``value`` is the gradient now, which the shards have: all who hold it are to have it, too."""
-        since, held, value = self._gradients.since(entry), self._read.get(entry), _plain(value)
+    def _take(self, entry: Entry, grad: Tensor) -> None:
+        """``grad`` is the gradient now, which the shards have: all who hold it are to have it, too."""
+        since, read = self._gradients.since(entry), self._read.get(entry)
+        self._known[entry] = since
+        grad = grad if grad.layout == torch.strided else grad.to_dense()
         with torch._C.DisableTorchFunctionSubclass(), apart():
-            for alias in self._aliases.get(entry, []):
-                if alias.tensor is not None:
-                    if not alias.tensor.is_set_to(value):
-                        alias.tensor.copy_(value)
-                    alias.seen = _checksum(alias.tensor)
-                alias.since = since
-            if held is not None and held.since[:2] == since[:2]:
-                if not _plain(held).is_set_to(value):
-                    _plain(held).copy_(value)
+            for held in {id(each): each for each in (read, *self._watched.get(entry, [])) if each is not None}.values():
+                if held.since[:2] != since[:2] or held.tensor.layout != torch.strided:
+                    continue
+                if not held.tensor.is_set_to(grad) and not same_bits(held.tensor, grad):
+                    held.tensor.copy_(grad)
                 held.since, held.stale = since, False
-
-    def _refresh(self, entry: Entry, copy: ShardedCopy, grad: Tensor) -> None:
-        """``copy`` takes over ``grad``: in its own memory if somebody has the address, and else that of ``grad``."""
-        with torch._C.DisableTorchFunctionSubclass(), apart():
-            if entry in self._aliases:
-                _plain(copy).copy_(grad)
-            else:
-                set_data(copy, grad)
-        copy.since, copy.stale = self._gradients.since(entry), False
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return as_subclass(tensor, Tensor)
+                if held.seen is not None:
+                    held.seen = _fingerprint(held.tensor)
 
 
 def _is_shared(tensor: Tensor, ours: int) -> bool:
     """Whether others than ``ours`` have the memory of ``tensor``."""
-    return tensor.layout != torch.strided or count_sharers(tensor.untyped_storage()._cdata) > ours + 1
+    return tensor.layout != torch.strided or _count_sharers(tensor.untyped_storage()._cdata) > ours + 1
 
 
-def _checksum(tensor: Tensor) -> int:
+def _fingerprint(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass(), apart():
-        return int(checksum(tensor if tensor.layout == torch.strided else tensor.to_dense()))
+        values = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        if values.is_cpu:
+            flat = values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            return hash(_array(flat).tobytes())
+        return int(checksum(values))

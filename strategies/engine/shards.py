@@ -99,13 +99,14 @@ class FlatGroup:
     version: int  # of `public`, when it was last known what is written there
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
     idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
-    window: int  # counts the times that gradients were started afresh
+    window: int  # counts the times that gradients were started afresh by a backward
+    begun: int  # ... or by a user, who assigned one
     numbers: slice  # of its parameters, among all that are trained; empty if it is not
 
     def __init__(self, key: GroupKey, index: int) -> None:
         self.key, self.index = key, index
         self.trained = key.optimizer is not None
-        self.numel, self.window, self.segments, self.entries = 0, 0, [], []
+        self.numel, self.window, self.begun, self.segments, self.entries = 0, 0, 0, [], []
         self._grad: Tensor | None = None
         self._uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
@@ -178,6 +179,7 @@ class FlatGroup:
             self.adopt()
             return False
         self.window += 1
+        self.begun += 1
         if self._grad is not None:
             self._zero_idle(self._grad)
         return True
@@ -268,7 +270,7 @@ class FlatGroup:
         parts, state = [], states.pop(segment.parameter, None)
         for a, b in zip([segment.start, *inner], [*inner, segment.stop], strict=True):
             parameter = type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad)
-            parameter.whose, parameter.cleared = segment.parameter.whose, segment.parameter.cleared
+            vars(parameter).update(vars(segment.parameter))
             parts.append(Segment(a, b, parameter))
             if segment.parameter.grad is not None:
                 parts[-1].show(self.grad)

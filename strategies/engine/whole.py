@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from sys import getrefcount
 
 import torch
@@ -89,21 +90,31 @@ class WholeReducer(Reducer):
         self._tensors = {group: _tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
         for group in self._tensors:
             guard_storage(group.grad)
-            for segment in group.segments:
-                segment.parameter.cleared = self._clear_cleared
+        self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
 
-    def _clear_cleared(self) -> None:
-        """``optimizer.zero_grad()`` was for flat tensors: parameters have no gradients after it either."""
-        gone = [entry for entry in self._shown if not entry.group.shows_gradients]
-        self._shown = [entry for entry in self._shown if entry.group.shows_gradients]
-        for entry in gone:
-            entry.parameter.grad = None
+    def watch(self, adopt: Callable[[], None]) -> None:
+        """`optimizer.zero_grad()` asks flat tensors: what was assigned to parameters is adopted before, and cleared too."""
+        for group in self._tensors:
+            for segment in group.segments:
+                segment.parameter.asked = partial(_ask, group, adopt)
+                segment.parameter.cleared = partial(self._clear, group)
+
+    def _clear(self, group: FlatGroup) -> None:
+        if not group.shows_gradients:
+            group.clear()  # what came into the list of parameters while it was gone through
+            self._shown = [entry for entry in self._shown if entry.group is not group]
+            for entry in group.entries:
+                self._mine.pop(entry, None)
+                entry.parameter.grad = None
 
     def show(self, shown: bytes) -> None:
-        """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient."""
+        """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
         self._shown = [entry for entry in self._entries if shown[entry.number]]
         for entry in self._shown:
-            entry.parameter.grad = self.views[entry.number]
+            entry.parameter.grad = self._grad(entry)
+
+    def _grad(self, entry: Entry) -> Tensor:
+        return self._mine[entry][0] if entry in self._mine else self.views[entry.number]
 
     def hide(self) -> None:
         """Autograd would add to what it finds. The user's hooks are to find it before the engine's takes it away."""
@@ -116,19 +127,25 @@ class WholeReducer(Reducer):
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
         found, shown = [], set(self._shown)
-        assigned = [e for e in self._entries if e not in shown and e.parameter.grad is not None]
-        self._shown += assigned
+        self._shown += [e for e in self._entries if e not in shown and e.parameter.grad is not None]
         for entry in self._shown:
-            moved = self.views[entry.number].data_ptr() != self._addresses[entry.number]  # `parameter.grad.data = ...`
-            if entry.parameter.grad is not self.views[entry.number]:
-                found.append((entry, entry.parameter.grad))
+            grad, view = entry.parameter.grad, self.views[entry.number]
+            mine, address = self._mine.get(entry, (None, 0))
+            if grad is not None and grad is mine and grad.data_ptr() == address:
+                continue  # it is compared with what it was
+            moved = view.data_ptr() != self._addresses[entry.number]  # `parameter.grad.data = ...`
+            if grad is not view:
+                self._mine.pop(entry, None)
+                if grad is not None and grad.layout == torch.strided and _is_held(entry.parameter):
+                    self._mine[entry] = grad, grad.data_ptr()
+                found.append((entry, grad))
                 self._renew(entry) if moved else self._leave([entry])
             elif moved:
                 if entry.group.shows_gradients:  # else it was cleared after that
-                    found.append((entry, entry.parameter.grad.detach()))
-                entry.parameter.grad.data = _view(entry, entry.group.grad)
+                    found.append((entry, grad.detach()))
+                grad.data = _view(entry, entry.group.grad)
         for entry, grad in found:
-            entry.parameter.grad = None if grad is None else self.views[entry.number]
+            entry.parameter.grad = None if grad is None else self._grad(entry)
         return found
 
     def begin_window(self, group: FlatGroup) -> None:
@@ -161,9 +178,28 @@ class WholeReducer(Reducer):
                 self.written[entry.number] = 1
 
 
+def _ask(group: FlatGroup, adopt: Callable[[], None]) -> None:
+    if not group.shows_gradients:  # else a part of it has none, or is being cleared
+        adopt()
+
+
+def _is_held(parameter: Tensor) -> bool:
+    """Whether somebody else has the gradient of ``parameter``, or a view of it."""
+    return getrefcount(parameter.grad) > _references or _tensors_in(parameter.grad) > 2
+
+
 def _tensors_in(memory: Tensor) -> int:
     """How many tensors view the memory of this one, itself included."""
     return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+
+
+def _references_alone() -> int:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    return getrefcount(parameter.grad)
+
+
+_references = _references_alone()  # that Python counts of a gradient which a parameter alone has
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ _NORMS = frozenset(
     "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile argmax argmin prod logsumexp softmax "
     "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity einsum tensordot linalg_vecdot "
     "mse_loss l1_loss smooth_l1_loss huber_loss pairwise_distance cdist topk kthvalue sort cumsum histc "
+    "log_softmax softmin layer_norm group_norm rms_norm instance_norm batch_norm cumprod "
     "item tolist numpy __array__ equal allclose".split()
 )
 
@@ -44,9 +45,11 @@ class FlatGradient(Tensor):
                     "skip steps that others take. Use Trainer(precision='16-mixed'), with manual optimization, too, or torch's "
                     "ShardedGradScaler."
                 )
+        if func == Tensor.data.__get__:
+            func = Tensor.detach  # which counts what is written to it
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
-            made = [each for each in (result if type(result) is tuple else (result,)) if type(each) is Tensor]
+            made = [each for each in (result if isinstance(result, tuple) else (result,)) if type(each) is Tensor]
             if any(each.numel() < given[0].numel() for each in made) and not name.startswith("new"):
                 raise cls.refusal(name, whose)  # some of the elements, or computed over several
             if name.startswith("_foreach") and result is not None:
@@ -91,11 +94,16 @@ class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
     whose = ""  # of which parameters
-    cleared: Callable[[], None] | None = None  # to be called when a gradient was taken away
+    asked: Callable[[], None] | None = None  # to be called when somebody looks for a gradient, and there is none
+    cleared: Callable[[], None] | None = None  # ... when one was taken away
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
+        if func == Tensor.grad.__get__ and args[0].asked is not None and torch._C._current_graph_task_id() == -1:
+            with torch._C.DisableTorchFunctionSubclass():
+                if args[0].grad is None:
+                    args[0].asked()
         if func == Tensor.grad.__set__ and args[1] is None and args[0].cleared is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 func(*args)
@@ -105,8 +113,7 @@ class FlatParameter(nn.Parameter):
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "
                 "`p.copy_(...)` under `torch.no_grad()`, and keep a copy of what is to come back."
             )
-        # `detach` counts what is written to it.
-        return FlatValues.__torch_function__(Tensor.detach if func == Tensor.data.__get__ else func, types, args, kwargs)
+        return FlatValues.__torch_function__(func, types, args, kwargs)
 
 
 def unguarded(state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .home import is_sharded
+from .home import ResidencyError, is_sharded
 
 untyped_storage = Tensor.untyped_storage  # torch's own
 SLOTS: dict[int, list[Alias]] = {}  # storage of a slot -> what of it was given out
@@ -77,3 +78,21 @@ def is_gathered(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter that is in use, or a view of one in its slot."""
     with torch._C.DisableTorchFunctionSubclass():
         return is_sharded(tensor) or is_sharded(tensor._base) or storage_of(tensor) in SLOTS
+
+
+class GuardedStorage:
+    """A storage that is asked what and where it is, and not written to."""
+
+    def __init__(self, storage: torch.UntypedStorage, answers: frozenset[str], refusal: Callable[[], ResidencyError]) -> None:
+        self._storage, self._answers, self._refusal = storage, answers, refusal
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._answers:
+            return getattr(self._storage, name)
+        raise AttributeError(name) if name.startswith("__") else self._refusal()
+
+
+OF_MEMORY = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref resizable".split())

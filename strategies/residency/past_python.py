@@ -24,11 +24,11 @@ from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .functions import in_words, instances, name_of, replaced
-from .given_out import SLOTS, Alias, is_gathered, note, storage_of, watch
-from .home import ResidencyError, describe, home_of, is_sharded
+from .given_out import OF_MEMORY, SLOTS, Alias, GuardedStorage, is_gathered, note, storage_of, watch
+from .home import ResidencyError, describe, is_sharded
 from .legacy import replace_types
 from .numbers import Number
-from .resting import OF_MEMORY, Absent, GuardedStorage, RestingParameter, ShardedCopy, changes_kept
+from .resting import Absent, RestingParameter, ShardedCopy, changes_kept, watch_gradient
 
 # Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
 # engine's own exchanges use what these were before.
@@ -267,22 +267,14 @@ def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tup
     """Whoever asks may write there (by `ctypes`, numba or a library of C): as with arrays."""
     if not SLOTS or not _asked_by_others():
         return function(*args, **kwargs)
-    if not _watched_gradient(args[0]) and isinstance(args[0], ShardedCopy) and args[0].read is None:
+    if not watch_gradient(args[0]) and isinstance(args[0], ShardedCopy) and args[0].read is None:
         raise args[0].refusal(name_of(call))  # a view of a gradient: nobody would store it
     return _as_array(call, function, args, kwargs)
 
 
-def _watched_gradient(tensor: Tensor) -> bool:
-    if not isinstance(tensor, ShardedCopy) or tensor.parameter is None:
-        return False
-    if (home := home_of(tensor.parameter)) is not None:
-        home.watch_gradient(tensor)
-    return True
-
-
 def _reclassed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """A gradient as an ordinary tensor, by whose class nobody is told what is written to it."""
-    if not _watched_gradient(args[0]) and type(args[0]) is ShardedCopy:
+    if not watch_gradient(args[0]) and type(args[0]) is ShardedCopy:
         raise args[0].refusal(name_of(call))
     return _constructed(call, function, args, kwargs)
 

@@ -20,6 +20,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 
 from .functions import ABOUT_ITSELF, KINDS, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
+from .given_out import OF_MEMORY, GuardedStorage
 from .home import ResidencyError, describe, dtype_of, home_of, is_sharded, owner_of
 
 # Torch's own, past the classes below.
@@ -77,18 +78,17 @@ class ShardedCopy(Tensor):
     """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
-    since: tuple[int, ...] = ()  # then: when it was read, see `Gradients.since`
-    stale = False  # then: it has not followed what has changed since
+    held: Any = None  # if it is that, or a view of one: its memory, see `engine.held_gradients.Held`
     told: str = ""  # if it, or what views it, can only be read: what that is, and what to do instead
     read: tuple[nn.Parameter, tuple[int, int]] | None = None  # if it is of a value: whose, and its age then
 
     @classmethod
     def of(
-        cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, since: tuple = (), read: tuple | None = None
+        cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, held: Any = None, read: tuple | None = None
     ) -> ShardedCopy:
         """``value``, with what is known of it."""
         copy = as_subclass(value, cls)
-        copy.told, copy.parameter, copy.since, copy.read = told, parameter, since, read
+        copy.told, copy.parameter, copy.held, copy.read = told, parameter, held, read
         return copy
 
     def refusal(self, name: str) -> ResidencyError:
@@ -104,23 +104,8 @@ class ShardedCopy(Tensor):
         return _with_copies(func, args, kwargs or {})
 
 
-class GuardedStorage:
-    """A storage that is asked what and where it is, and not written to."""
-
-    def __init__(self, storage: torch.UntypedStorage, answers: frozenset[str], refusal: Callable[[], ResidencyError]) -> None:
-        self._storage, self._answers, self._refusal = storage, answers, refusal
-
-    def __len__(self) -> int:
-        return len(self._storage)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._answers:
-            return getattr(self._storage, name)
-        raise AttributeError(name) if name.startswith("__") else self._refusal()
-
-
-OF_MEMORY = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref resizable".split())
 # They give the memory of a copy to what does not ask its class; `cuda` asks for the device before.
+_MOVING = ("data.__set__", "set_")
 _SHARING = frozenset("storage __dlpack__ _to_dlpack __cuda_array_interface__.__get__".split())
 
 
@@ -139,7 +124,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         _require_current(instances(given, ShardedCopy))
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
-        if copy.parameter is None or name in REPLACING:
+        if copy.held is None or name in REPLACING or (copy.parameter is None and name in _MOVING):
             raise ResidencyError(f"{in_words(name)} would change {copy.told}")
     if name in _SHARING and (args[0].is_cuda or "cuda" not in name):
         raise args[0].refusal(name)
@@ -157,7 +142,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if hasattr(result, "wait") and instances(targets, ShardedCopy):
             result.wait()  # a collective that goes on in the background
         if name in ("data.__get__", "detach") and args[0].parameter is not None:
-            return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].since)
+            return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].held)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
         return shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
@@ -176,9 +161,9 @@ def changes_kept(given: Iterable[Any], name: str, targets: Any = ()) -> Iterator
     for copy, count in zip(copies, counts, strict=True):
         if id(copy) not in known and writes_to(copy) == count:
             continue
-        if copy.parameter is None:
+        if copy.held is None:
             raise ResidencyError(f"{in_words(name)} has changed {copy.told}")
-        if (home := home_of(copy.parameter)) is not None:
+        if (home := home_of(copy.held.parameter)) is not None:
             with torch._C._DisableFuncTorch():  # no transform is to see it
                 home.keep_gradient(copy)
 
@@ -192,7 +177,7 @@ def writes_to(tensor: Tensor) -> int:
 def _require_current(copies: list[ShardedCopy]) -> None:
     """Values that were read before their parameters changed are not what torch's aliases would be by now; gradients follow."""
     for copy in copies:
-        parameter, age = copy.read or (copy.parameter, None)
+        parameter, age = copy.read or (copy.held and copy.held.parameter, None)
         home = None if parameter is None else home_of(parameter)
         if home is not None and age is None:
             home.follow_gradient(copy)
@@ -223,13 +208,24 @@ def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
         return type(result)(shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would tell the shards
+        for held in [source for source, *_ in sources if getattr(source, "held", None) is not None]:
+            watch_gradient(held)  # it follows
     if not isinstance(result, Tensor) or isinstance(result, ShardedCopy | Absent):
         return result
     address = _address(result)
     for source, told, read in sources:
         if address and address == _address(source):
-            return ShardedCopy.of(result, told, read=read)
+            return ShardedCopy.of(result, told, held=getattr(source, "held", None), read=read)
     return result
+
+
+def watch_gradient(tensor: Any) -> bool:
+    """Whether it is in the memory of a gradient, which from here on is compared with what it was."""
+    if not isinstance(tensor, ShardedCopy) or tensor.held is None:
+        return False
+    if (home := home_of(tensor.held.parameter)) is not None:
+        home.watch_gradient(tensor)
+    return True
 
 
 def _address(tensor: Tensor) -> int:

@@ -24,13 +24,12 @@ class Graded(Case):
 
 @case
 class GradRowsChanged(Graded):
-    """`for row in p.grad: row.zero_()` between backward and step"""
-
-    refused = "`zero_` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
+    """`for row in p.grad: row.mul_()` and `p.grad.view(-1)[1:].zero_()` between backward and step"""
 
     def touch(self, run, p):
-        for row in p.grad:
-            row.zero_()
+        for k, row in enumerate(p.grad if p.ndim > 1 else [p.grad]):
+            row.mul_(k)
+        p.grad.view(-1)[1:3].zero_()
 
 
 @case
@@ -338,6 +337,59 @@ class GradTensorOverBackward(TwoBackwards):
 
 
 @case
+class GradViewsOverBackward(TwoBackwards):
+    """Views, `detach()`, `.data` and arrays of `p.grad` kept over another backward and a change of `p.grad`, and read"""
+
+    on_host = True
+
+    def backward(self, run, loss):
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        self.kept = [kept for grad in gradients for kept in (grad.view(-1), grad.detach(), grad.data)]
+        self.arrays = [grad.view(-1).numpy() for grad in gradients]
+        super().backward(run, loss)
+
+    def look(self, run, kept):
+        run.log(*self.kept, *map(torch.tensor, self.arrays))
+        for p in run.model.parameters():
+            p.grad.mul_(0.5)
+        run.log(*self.kept, *map(torch.tensor, self.arrays))
+
+
+@case
+class GradKeptAndClearedAndAssigned(Graded):
+    """`p.grad` kept, then `zero_grad()`, one gradient assigned, another backward, and the kept ones read and changed"""
+
+    def between(self, run):
+        kept = [p.grad for p in run.model.parameters()]
+        run.optimizer.zero_grad()
+        run.model.head.weight.grad = torch.ones_like(run.model.head.weight)
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+        run.log(*kept)
+        for grad in kept:
+            grad.zero_()
+
+
+@case
+class GradAssignedBeforeAny(Case):
+    """`p.grad = g` of some parameters, before the first backward and after `zero_grad()`, and cleared before the next"""
+
+    def clear(self, run):
+        for p in list(run.model.parameters())[::3]:
+            p.grad = torch.ones_like(p)
+        run.optimizer.zero_grad()
+
+
+@case
+class GradAssignedSparse(Graded):
+    """`p.grad = p.grad.to_sparse()`, to which another backward adds"""
+
+    def between(self, run):
+        for p in run.model.parameters():
+            p.grad = (0.5 * p.grad).to_sparse()
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+
+
+@case
 class GradAssignedThenChanged(Graded):
     """`p.grad = g` for a list of tensors that are changed after, by `torch._foreach_mul_` and by `g.data`, and read"""
 
@@ -512,13 +564,14 @@ class GradChangedAsTensor(Graded):
 
 @case
 class GradViewByAddress(Graded):
-    """`p.grad.view(-1)` asked for its address between backward and step"""
+    """`p.grad.view(-1)` written at its address, and as `as_subclass(torch.Tensor)`, between backward and step"""
 
-    worlds = (2,)
-    refused = "`data_ptr` would share the memory of a view of a copy of the gradient of parameter 'stem.weight'.*clone"
+    on_host = True
 
     def touch(self, run, p):
-        run.log(p.grad.view(-1).data_ptr() % 4)
+        view = p.grad.view(-1)
+        (ctypes.c_float * 2).from_address(view.data_ptr())[:] = [1.0, 2.0]
+        view.as_subclass(torch.Tensor)[2:4] = 3.0
 
 
 @case

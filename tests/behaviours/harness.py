@@ -219,7 +219,7 @@ class Run:
         for name, p in self.model.named_parameters():
             self._average(p)
             if before.get(name) is not None:
-                p.grad = before[name] if p.grad is None else before[name].add_(p.grad)
+                p.grad = before[name] if p.grad is None else accumulated(before[name], p.grad)
 
     def _average(self, p: nn.Parameter) -> None:
         has = torch.tensor([p.grad is not None])
@@ -464,6 +464,11 @@ class Outcome:
 
 class Raised(Exception):
     """What the ranks raised as one line of JSON, to be found in the text of a failed `run_ranks`."""
+
+
+def accumulated(before: Tensor, grad: Tensor) -> Tensor:
+    """As autograd does it: in place, but for a sparse one."""
+    return before.add_(grad) if before.layout == torch.strided else before.to_dense() + grad
 
 
 def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str, Any]:
