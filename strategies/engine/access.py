@@ -107,9 +107,9 @@ class Access:
         """See :meth:`~.residency.home.Home.follow_gradient`."""
         self.held.follow(gradient.held)
 
-    def watch_gradient(self, gradient: ShardedCopy) -> None:
+    def watch_gradient(self, gradient: ShardedCopy, addressed: bool) -> None:
         """See :meth:`~.residency.home.Home.watch_gradient`."""
-        self.held.watch(gradient.held)
+        self.held.watch(gradient.held, addressed)
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:

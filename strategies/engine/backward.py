@@ -56,6 +56,7 @@ class Backward:
         """
         where, name, number, views = unit.index, unit.trained[index].name, unit.trained[index].number, self._reducer.views
         claimed, written, used = self._reducer.claimed, self._reducer.written, self._gradients.used
+        graphs = self._gradients.graphs
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -77,10 +78,12 @@ class Backward:
                 now._reducer.claim(where)
             if grad.is_sparse:
                 grad = grad.to_dense()
+            if grad.requires_grad:  # made with create_graph: what is reduced has no graph
+                graphs[number] = 1
             if added:
                 _require_current(name, bool(written[number]))
             elif written[number]:
-                views[number].add_(grad.detach())  # with create_graph a gradient has a graph of its own
+                views[number].add_(grad.detach())
             else:
                 views[number].copy_(grad.detach())
                 written[number] = 1

@@ -127,7 +127,7 @@ class Zero3Engine:
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
         self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
         if isinstance(self.reducer, WholeReducer):
-            self.reducer.watch(self.access.held.adopt)
+            self.reducer.watch(self._adopt_all, self.access.held.follow_all)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
         self.passes = Backward(self.units, *passes, self._adopt_flat_values)
 
@@ -316,6 +316,10 @@ class Zero3Engine:
             if unit.whole:
                 unit.adopt()
         self._adopt_flat_values()
+
+    def _adopt_all(self) -> None:
+        self._adopt_values()
+        self.access.held.adopt()
 
     def _adopt_flat_values(self, changed: Iterable[Entry] = ()) -> None:
         """Parameters whose flat tensors somebody wrote to are changed, besides those that are known to be."""

@@ -22,6 +22,7 @@ class Gradients:
         self._units, self.reducer = units, reducer
         self._groups = [group for group in groups if group.trained]
         self.used = bytearray(sum(len(group.entries) for group in self._groups))
+        self.graphs = bytearray(self.used)  # ... made with create_graph, on this rank
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
@@ -34,6 +35,7 @@ class Gradients:
         for group in self._groups:
             if group.begin_window():
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
+                self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
             if group.switched_off:
                 muted = muted.union(entry.number for entry in group.entries)
@@ -128,7 +130,7 @@ class Gradients:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
         self._shown, self._full = bytearray(used), {}
         self._passes += 1
-        self.reducer.show(used)
+        self.reducer.show(used, self.graphs)
         for group in self._groups:
             flags = used[group.numbers]
             if any(flags):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
-from ..residency.apart import apart
+from ..residency.apart import apart, refusing_graph
 from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError
 from ..residency.resting import ShardedCopy, as_subclass, told_of_gradient
@@ -34,6 +34,7 @@ class Held:
     since: tuple[int, ...]  # when it had the gradient's values, see `Gradients.since`
     stale: bool = False  # they have changed since
     seen: int | None = None  # fingerprint of its values then, if it may be changed without a word to the engine
+    addressed: bool = False  # as long as it is the gradient, because somebody has its address
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -65,8 +66,11 @@ class HeldGradients:
         self._take(entry, grad)
         shown = self._shown.get(entry)
         if shown is None or shown.held is not held:
-            told = told_of_gradient(entry.parameter)
-            shown = self._shown[entry] = ShardedCopy.of(held.tensor, told, entry.parameter, held)
+            told, tensor = told_of_gradient(entry.parameter), held.tensor
+            if self._gradients.graphs[entry.number]:
+                tensor = refusing_graph(tensor, entry.name)
+            with torch.set_grad_enabled(tensor.requires_grad):
+                shown = self._shown[entry] = ShardedCopy.of(tensor, told, entry.parameter, held)
         return shown
 
     def adopt(self) -> None:
@@ -89,14 +93,15 @@ class HeldGradients:
         if isinstance(grad, ShardedCopy) and grad.held is not None:
             self.watch(grad.held)  # it may be the gradient of another, too
         with torch._C.DisableTorchFunctionSubclass():
-            plain = grad.detach() if grad.layout != torch.strided else as_subclass(grad.detach(), Tensor)
+            plain = grad.detach() if type(grad) is Tensor else as_subclass(grad.detach(), Tensor)
         if self._last is not None:
             self._look(self._last)  # often nobody has it any more
         self._last = Held(entry, plain, since)
         self.watch(self._last)
 
-    def watch(self, held: Held) -> None:
-        """Memory may be changed past torch, as long as it is the gradient."""
+    def watch(self, held: Held, addressed: bool = False) -> None:
+        """Memory may be changed past torch, by who shares it or has its address."""
+        held.addressed |= addressed
         if held.seen is None:
             held.seen = _fingerprint(held.tensor)
             self._watched.setdefault(held.entry, []).append(held)
@@ -174,7 +179,8 @@ class HeldGradients:
             current = current and held.since == self._gradients.since(entry)
         if current and _fingerprint(tensor) != held.seen:
             self._store(held)
-        if not current or (self._read.get(entry) is not held and not _is_shared(tensor, 1)):
+        ours = 1 + (tensor._base is not None) + (self._read.get(entry) is held and entry in self._shown)
+        if not current or not (held.addressed or _is_shared(tensor, ours)):
             held.seen = None
             others = [other for other in self._watched.pop(entry) if other is not held]
             if others:

@@ -178,8 +178,8 @@ class Reducer:
     def begin_window(self, group: FlatGroup) -> None:
         """The gradients of ``group`` were cleared, and the next ones are on their way."""
 
-    def show(self, shown: bytes) -> None:
-        """Gradients are complete. A resting parameter's ``grad`` reads them from the shards, see access.py."""
+    def show(self, shown: bytes, graphs: bytes) -> None:
+        """Gradients are complete, some of ``graphs``: made with create_graph. A resting parameter's are read in access.py."""
 
     def hide(self) -> None:
         """The gradients that were shown are over."""

@@ -242,7 +242,7 @@ class FlatGroup:
             if grad is not None:
                 shown = as_subclass(grad, FlatGradient if guarded else Tensor)
                 if guarded:
-                    shown.whose = segment.parameter.whose
+                    shown.whose, shown.written = segment.parameter.whose, segment.parameter.written
                 segment.parameter.grad = shown
             for value in self.owner[0].state.get(segment.parameter, {}).values():
                 if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
@@ -289,6 +289,7 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
                 first, last = flat.entries[0].name, flat.entries[-1].name
                 for segment in flat.segments:
                     segment.parameter.whose = f" of parameters {first!r} to {last!r}"
+                    vars(segment.parameter).setdefault("written", None)  # it may be of another class in a step
             group["params"][:] = [p for flat in flats for p in flat.parameters]
 
 
@@ -307,7 +308,7 @@ class Segment:
     def show(self, gradients: Tensor) -> None:
         """Let the optimizer see its range of the group's ``gradients``."""
         shown = as_subclass(gradients[self.start : self.stop], FlatGradient)
-        shown.whose = self.parameter.whose
+        shown.whose, shown.written = self.parameter.whose, self.parameter.written
         self.parameter.grad = shown
 
     def has_shape_of(self, value: Tensor) -> bool:

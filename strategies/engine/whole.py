@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from sys import getrefcount
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
+from ..residency.apart import refusing_graph
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
 from ..residency.resting import keep_engine_last
@@ -90,14 +92,28 @@ class WholeReducer(Reducer):
         self._tensors = {group: _tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
         for group in self._tensors:
             guard_storage(group.grad)
+        self._looked_at = False  # the user asks for the gradient of a flat tensor
         self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
 
-    def watch(self, adopt: Callable[[], None]) -> None:
+    def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
         """`optimizer.zero_grad()` asks flat tensors: what was assigned to parameters is adopted before, and cleared too."""
+        # Weakly: torch keeps gradients where the garbage collector cannot look.
+        self._adopt = _weakly(adopt)
+        asked, cleared, written = _weakly(self._ask), _weakly(self._clear), _weakly(follow)
         for group in self._tensors:
             for segment in group.segments:
-                segment.parameter.asked = partial(_ask, group, adopt)
-                segment.parameter.cleared = partial(self._clear, group)
+                segment.parameter.asked, segment.parameter.written = asked, written
+                segment.parameter.cleared = partial(cleared, group)
+
+    def _ask(self) -> None:
+        views, places = self.views, self._addresses
+        mine = [entry for entry in self._entries if entry.parameter.grad is not None]
+        if any(e.parameter.grad is not views[e.number] or views[e.number].data_ptr() != places[e.number] for e in mine):
+            self._looked_at = True
+            try:
+                self._adopt()
+            finally:
+                self._looked_at = False
 
     def _clear(self, group: FlatGroup) -> None:
         if not group.shows_gradients:
@@ -107,10 +123,13 @@ class WholeReducer(Reducer):
                 self._mine.pop(entry, None)
                 entry.parameter.grad = None
 
-    def show(self, shown: bytes) -> None:
+    def show(self, shown: bytes, graphs: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
         self._shown = [entry for entry in self._entries if shown[entry.number]]
         for entry in self._shown:
+            if graphs[entry.number] and entry not in self._mine:
+                grad = refusing_graph(self.views[entry.number], entry.name)
+                self._mine[entry] = grad, grad.data_ptr()
             entry.parameter.grad = self._grad(entry)
 
     def _grad(self, entry: Entry) -> Tensor:
@@ -133,6 +152,8 @@ class WholeReducer(Reducer):
             mine, address = self._mine.get(entry, (None, 0))
             if grad is not None and grad is mine and grad.data_ptr() == address:
                 continue  # it is compared with what it was
+            if grad is None and self._looked_at:
+                continue  # later: it would cut the list of flat tensors, which the user goes through now
             moved = view.data_ptr() != self._addresses[entry.number]  # `parameter.grad.data = ...`
             if grad is not view:
                 self._mine.pop(entry, None)
@@ -146,6 +167,8 @@ class WholeReducer(Reducer):
                 grad.data = _view(entry, entry.group.grad)
         for entry, grad in found:
             entry.parameter.grad = None if grad is None else self._grad(entry)
+        gone = {entry for entry, grad in found if grad is None}
+        self._shown = [entry for entry in self._shown if entry not in gone]  # found once
         return found
 
     def begin_window(self, group: FlatGroup) -> None:
@@ -178,9 +201,14 @@ class WholeReducer(Reducer):
                 self.written[entry.number] = 1
 
 
-def _ask(group: FlatGroup, adopt: Callable[[], None]) -> None:
-    if not group.shows_gradients:  # else a part of it has none, or is being cleared
-        adopt()
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    find = WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (found := find()) is not None:
+            found(*args)
+
+    return call
 
 
 def _is_held(parameter: Tensor) -> bool:

@@ -28,6 +28,7 @@ class FlatGradient(Tensor):
 
     what = "gradients"
     whose = ""  # of which parameters
+    written: Callable[[], None] | None = None  # to be called when it was changed in place
     instead = "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`"
 
     @classmethod
@@ -48,14 +49,19 @@ class FlatGradient(Tensor):
         if func == Tensor.data.__get__:
             func = Tensor.detach  # which counts what is written to it
         with torch._C.DisableTorchFunctionSubclass():
+            followed = [(each, each._version) for each in given if each.written is not None]
             result = func(*args, **kwargs or {})
+            for each, version in followed:
+                if each._version != version:
+                    each.written()
             made = [each for each in (result if isinstance(result, tuple) else (result,)) if type(each) is Tensor]
             if any(each.numel() < given[0].numel() for each in made) and not name.startswith("new"):
                 raise cls.refusal(name, whose)  # some of the elements, or computed over several
             if name.startswith("_foreach") and result is not None:
                 return [cls.of(each, whose) for each in result]
             # torch.compile asks for `_base` until it is no view.
-            return cls.of(result, whose) if type(result) is Tensor and func != Tensor._base.__get__ else result
+            shared = func is Tensor.detach and given[0].written or None
+            return cls.of(result, whose, shared) if type(result) is Tensor and func != Tensor._base.__get__ else result
 
     @classmethod
     def refusal(cls, name: str, whose: str) -> ResidencyError:
@@ -66,10 +72,10 @@ class FlatGradient(Tensor):
         )
 
     @classmethod
-    def of(cls, tensor: Tensor, whose: str) -> FlatGradient:
-        """``tensor``, and of which parameters it is."""
+    def of(cls, tensor: Tensor, whose: str, written: Callable[[], None] | None = None) -> FlatGradient:
+        """``tensor``, of which parameters it is, and what to call when it was changed."""
         flat = Tensor.as_subclass(tensor, cls)
-        flat.whose = whose
+        flat.whose, flat.written = whose, written
         return flat
 
 
@@ -94,16 +100,16 @@ class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
     whose = ""  # of which parameters
-    asked: Callable[[], None] | None = None  # to be called when somebody looks for a gradient, and there is none
-    cleared: Callable[[], None] | None = None  # ... when one was taken away
+    asked: Callable[[], None] | None = None  # to be called before somebody looks at its gradient
+    cleared: Callable[[], None] | None = None  # ... when that was taken away
+    written: Callable[[], None] | None = None  # ... when it was changed in place
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
         if func == Tensor.grad.__get__ and args[0].asked is not None and torch._C._current_graph_task_id() == -1:
             with torch._C.DisableTorchFunctionSubclass():
-                if args[0].grad is None:
-                    args[0].asked()
+                args[0].asked()
         if func == Tensor.grad.__set__ and args[1] is None and args[0].cleared is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 func(*args)

@@ -44,8 +44,8 @@ class Home(Protocol):
     def follow_gradient(self, gradient: Tensor) -> None:
         """``gradient`` will be used: give it the values of now, if it is still what the parameter has; collective then."""
 
-    def watch_gradient(self, gradient: Tensor) -> None:
-        """``gradient`` may be changed past torch, until others look at it: it is compared with what it is; local."""
+    def watch_gradient(self, gradient: Tensor, addressed: bool) -> None:
+        """``gradient`` may be changed past torch, by who shares its memory or has its address: it is compared; local."""
 
 
 @dataclass

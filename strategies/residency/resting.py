@@ -219,12 +219,12 @@ def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
     return result
 
 
-def watch_gradient(tensor: Any) -> bool:
+def watch_gradient(tensor: Any, addressed: bool = False) -> bool:
     """Whether it is in the memory of a gradient, which from here on is compared with what it was."""
     if not isinstance(tensor, ShardedCopy) or tensor.held is None:
         return False
     if (home := home_of(tensor.held.parameter)) is not None:
-        home.watch_gradient(tensor)
+        home.watch_gradient(tensor, addressed)
     return True
 
 

@@ -380,6 +380,46 @@ class GradAssignedBeforeAny(Case):
 
 
 @case
+class GradAssignedAndScaledInGroups(Graded):
+    """`p.grad = g`, kept for half of them, then all `p.grad.mul_()` in `optimizer.param_groups`, and `p.grad` read"""
+
+    def between(self, run):
+        kept = [0.5 * p.grad for p in run.model.parameters()]
+        for k, p in enumerate(run.model.parameters()):
+            p.grad = kept[k] if k % 2 else kept[k].clone()
+        for p in [p for group in run.optimizer.param_groups for p in group["params"]]:
+            p.grad.mul_(0.5)
+        run.log(*[p.grad for p in run.model.parameters()])
+
+
+@case
+class GradAssignedAndZeroed(Graded):
+    """`p.grad = g`, then `zero_grad(set_to_none=False)`, and another backward"""
+
+    def between(self, run):
+        for p in run.model.parameters():
+            p.grad = 2 * p.grad
+        run.optimizer.zero_grad(set_to_none=False)
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+
+
+@case
+class GradPenaltyOfBackward(Case):
+    """A penalty on the `p.grad` that `backward(create_graph=True)` has left"""
+
+    refused = refused_on_one = (
+        r"gradient of parameter '[\w.]+' that `backward\(create_graph=True\)`.*has no graph.*autograd.grad"
+    )
+
+    def backward(self, run, loss):
+        with run.backward():
+            loss.backward(create_graph=True)
+        run.log(sum(p.grad.norm() for p in run.model.parameters()))
+        if not run.is_reference:  # whose gradients are summed without a graph, too
+            sum(p.grad.square().sum() for p in run.model.parameters()).backward()
+
+
+@case
 class GradAssignedSparse(Graded):
     """`p.grad = p.grad.to_sparse()`, to which another backward adds"""
 

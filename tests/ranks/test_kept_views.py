@@ -4,6 +4,8 @@ import gc
 import re
 from collections import namedtuple
 from contextlib import nullcontext
+from threading import Thread
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -847,3 +849,25 @@ def write_rounded(rank, world_size):
 
 def test_one_of_a_rounded_weight_can_be_read_and_a_write_is_an_error():
     assert run_ranks(write_rounded, 2) == [True, True]
+
+
+class HeldByAThread(Block):
+    """As a thread of a process group holds what it has exchanged, a moment after it has said that it is done."""
+
+    def forward(self, x):
+        capsule = torch._C._to_dlpack(self.first.weight.detach())  # no Python object holds the memory
+        Thread(target=lambda held: sleep(0.2), args=(capsule,)).start()
+        return super().forward(x)
+
+
+def hold_for_a_moment(rank, world_size):
+    model, optimizer, engine = build(rank, world_size, block=HeldByAThread)
+    for step in range(2):
+        micro_batch(model, engine, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [unit.viewers() - unit.usual for unit in engine.units]
+
+
+def test_what_a_thread_holds_for_a_moment_is_no_error():
+    assert all(set(more) == {0} for more in run_ranks(hold_for_a_moment, 2))
