@@ -198,7 +198,7 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
         for entry in present:
             new.access.set_gradient(entry.parameter, full[entry.name])
     new.adopt_gradients()
-    new.reducer.show(bytes(new.gradients.used))
+    new.reducer.show(bytes(new.gradients.used), new.gradients.graphs)
 
 
 def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optimizer, before: _State) -> None:

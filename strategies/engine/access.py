@@ -101,15 +101,22 @@ class Access:
 
     def keep_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.keep_gradient`."""
-        self.held.stored(gradient)
+        if self._has(gradient):
+            self.held.stored(gradient)
 
     def follow_gradient(self, gradient: ShardedCopy) -> None:
         """See :meth:`~.residency.home.Home.follow_gradient`."""
-        self.held.follow(gradient.held)
+        if self._has(gradient):
+            self.held.follow(gradient.held)
 
     def watch_gradient(self, gradient: ShardedCopy, addressed: bool) -> None:
         """See :meth:`~.residency.home.Home.watch_gradient`."""
-        self.held.watch(gradient.held, addressed)
+        if self._has(gradient):
+            self.held.watch(gradient.held, addressed)
+
+    def _has(self, gradient: ShardedCopy) -> bool:
+        """Whether it is of this engine, not of one before `add_param_group`."""
+        return self._entries[id(gradient.held.parameter)] is gradient.held.entry
 
     @contextmanager
     def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
