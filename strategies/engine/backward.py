@@ -110,6 +110,7 @@ class Backward:
 
     def _adopt(self) -> None:
         self._adopt_values()
+        self._access.held.keep()
         self._access.held.adopt()
         self._reducer.hide()
 

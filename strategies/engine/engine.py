@@ -319,6 +319,7 @@ class Zero3Engine:
 
     def _adopt_all(self) -> None:
         self._adopt_values()
+        self.access.held.keep()
         self.access.held.adopt()
 
     def _adopt_flat_values(self, changed: Iterable[Entry] = ()) -> None:

@@ -22,7 +22,7 @@ class Gradients:
         self._units, self.reducer = units, reducer
         self._groups = [group for group in groups if group.trained]
         self.used = bytearray(sum(len(group.entries) for group in self._groups))
-        self.graphs = bytearray(self.used)  # ... made with create_graph, on this rank
+        self.graphs = bytearray(self.used)  # of each: this rank's was made with create_graph
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next

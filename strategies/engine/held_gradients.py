@@ -74,8 +74,7 @@ class HeldGradients:
         return shown
 
     def adopt(self) -> None:
-        """All that users wrote, or assigned, is visible to the optimizers."""
-        self.keep()
+        """All that users assigned is visible to the optimizers; what they wrote is, since :meth:`keep`."""
         for entry, grad in self._gradients.adopt():
             entry.assigned += 1
             if grad is not None:

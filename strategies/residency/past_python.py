@@ -267,8 +267,7 @@ def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tup
     """Whoever asks may write there (by `ctypes`, numba or a library of C): as with arrays."""
     if not SLOTS or not _asked_by_others():
         return function(*args, **kwargs)
-    if not watch_gradient(args[0], addressed=True) and isinstance(args[0], ShardedCopy) and args[0].read is None:
-        raise args[0].refusal(name_of(call))  # a view of a gradient: nobody would store it
+    watch_gradient(args[0], addressed=True)
     return _as_array(call, function, args, kwargs)
 
 

@@ -79,7 +79,7 @@ class ShardedCopy(Tensor):
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
     held: Any = None  # if it is that, or a view of one: its memory, see `engine.held_gradients.Held`
-    told: str = ""  # if it, or what views it, can only be read: what that is, and what to do instead
+    told: str = ""  # for errors: what it is, and what to do instead of what it cannot bear
     read: tuple[nn.Parameter, tuple[int, int]] | None = None  # if it is of a value: whose, and its age then
 
     @classmethod
@@ -105,7 +105,6 @@ class ShardedCopy(Tensor):
 
 
 # They give the memory of a copy to what does not ask its class; `cuda` asks for the device before.
-_MOVING = ("data.__set__", "set_")
 _SHARING = frozenset("storage __dlpack__ _to_dlpack __cuda_array_interface__.__get__".split())
 
 
@@ -124,7 +123,7 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         _require_current(instances(given, ShardedCopy))
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
-        if copy.held is None or name in REPLACING or (copy.parameter is None and name in _MOVING):
+        if copy.held is None or name in REPLACING or (copy.parameter is None and name == "data.__set__"):
             raise ResidencyError(f"{in_words(name)} would change {copy.told}")
     if name in _SHARING and (args[0].is_cuda or "cuda" not in name):
         raise args[0].refusal(name)
@@ -203,7 +202,7 @@ def _plain(value: Any) -> Any:
 
 
 def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
-    """``result``, of which what lies in the memory of one of ``sources`` can only be read; see :meth:`ShardedCopy.of`."""
+    """``result``; what lies in the memory of one of ``sources`` follows it, or can only be read; see :meth:`ShardedCopy.of`."""
     if type(result) in (tuple, list):
         return type(result)(shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
