@@ -56,8 +56,11 @@ class _ShardedClipping(Precision):
     @override
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         self._adopt_gradients()
-        super().clip_gradients(*args, **kwargs)
+        self._clip(*args, **kwargs)
         self._adopt_gradients()  # who holds gradients sees them clipped
+
+    def _clip(self, *args: Any, **kwargs: Any) -> None:
+        super().clip_gradients(*args, **kwargs)
 
     @override
     def _after_closure(self, *args: Any, **kwargs: Any) -> None:
@@ -128,13 +131,17 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
         return result
 
     @override
-    def clip_gradients(self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
-        """As the base, but fused optimizers may clip without a scaler: there is nothing for them to unscale."""
+    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:
-            return super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-        self._adopt_gradients()
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
-        self._adopt_gradients()
+            self._adopt_gradients()  # who holds gradients sees them unscaled
+        super()._after_closure(*args, **kwargs)
+
+    @override
+    def _clip(self, *args: Any, **kwargs: Any) -> None:
+        if self.scaler is not None:
+            super()._clip(*args, **kwargs)
+        else:  # fused optimizers may: there is nothing for them to unscale
+            Precision.clip_gradients(self, *args, **kwargs)
 
 
 class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):

@@ -34,7 +34,7 @@ LAYERS = [
     (["strategies/data/order"], NUMPY),
     (["strategies/data/nobatch", "strategies/data/options"], NOTHING),
     # Tensors.
-    (["strategies/residency/apart", "strategies/residency/home"], TORCH),
+    (["strategies/residency/apart", "strategies/residency/home", "strategies/residency/refused_graph"], TORCH),
     (["strategies/residency/given_out"], TORCH),
     (["strategies/collectives/board"], NOTHING),
     (["strategies/collectives/diary", "strategies/collectives/wire"], TORCH),

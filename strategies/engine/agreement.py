@@ -14,6 +14,14 @@ from ..collectives import (
 )
 from .unit import Exchange, Unit
 
+_VERBS = {
+    Exchange.SLOT: "gather",
+    Exchange.COPY: "gather a copy of",
+    Exchange.VALUES: "gather the stored values of",
+    Exchange.GRADIENTS: "gather the gradients of",
+    Exchange.REDUCE: "reduce the gradients of",
+}
+
 
 class Agreement:
     """One small message of every rank: did all run the same, what has gradients, what is late, whose buffers changed."""
@@ -59,5 +67,4 @@ class Agreement:
         if label < 0:
             return Meeting(label).description
         index, exchange = divmod(label, len(Exchange))
-        verb = "reduce the gradients of" if exchange == Exchange.REDUCE else "gather"
-        return f"{verb} unit {self._units[index].name}"
+        return f"{_VERBS[Exchange(exchange)]} unit {self._units[index].name}"

@@ -46,7 +46,7 @@ class Backward:
         self._current: Unit | None = None  # the unit whose backward runs
         self._holds = False  # its memory is its own meanwhile
         self._recomputed = saved.recomputed
-        self._broken = False  # an exception left the gradients of this window incomplete, or wrong
+        self._hides = False  # gradients of before are out of autograd's way
 
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the reducer, and drops it.
@@ -104,7 +104,6 @@ class Backward:
             self._adopt()
         self.active = True
         self._muted = self._gradients.begin_windows()
-        self.require_whole()
         if not self.explicit and not silent:
             Variable._execution_engine.queue_callback(self.end)
 
@@ -113,6 +112,7 @@ class Backward:
         self._access.held.keep()
         self._access.held.adopt()
         self._reducer.hide()
+        self._hides = True
 
     def enter(self, unit: Unit, grad: Tensor) -> None:
         """The gradient ``grad`` of an output of ``unit`` is there."""
@@ -201,7 +201,7 @@ class Backward:
             self._reducer.zero_untouched()
         self._gradients.show(used)
         self._saved.forget()
-        self.active = False
+        self.active = self._hides = False
 
     def end_step(self) -> None:
         """No graph of the step is differentiated any more: buffers become rank 0's; collective if any changed."""
@@ -242,20 +242,13 @@ class Backward:
     def abandon(self) -> None:
         """After an exception: the next pass starts clean."""
         if self.active:
-            self._broken = True
             self._reducer.abandon()
+            self._gradients.give_up(known=self.explicit)
+        elif self._hides:
+            self._gradients.show_again()
         self.schedule.clear()
         self._recomputed.clear()
-        self._current, self.active, self._owed = None, False, b""
-
-    def require_whole(self) -> None:
-        """Raise a RuntimeError if an exception left the gradients incomplete that the optimizers see."""
-        if self._broken and self._gradients.any_shown():
-            raise RuntimeError(
-                "An exception ended a backward pass, and gradients that were accumulated before it are incomplete. Call "
-                "`zero_grad()` and begin the accumulation anew."
-            )
-        self._broken = False
+        self._current, self.active, self._hides, self._owed = None, False, False, b""
 
 
 def _require_current(name: str, current: bool) -> None:

@@ -274,15 +274,17 @@ class Zero3Engine:
         for index, group in enumerate(optimizer.param_groups):
             if any(is_sharded(p) for p in group["params"]):
                 raise ValueError(
-                    f"Param group {index} of {type(optimizer).__name__} was added within a step, and the gradients of its "
-                    "parameters were not kept. Add it between steps (in `on_train_epoch_start` or `on_train_batch_start`)."
+                    f"Param group {index} of {type(optimizer).__name__} was added after the last `training_step` began, and "
+                    "the gradients of its parameters were not kept. Add it between steps (in `on_train_epoch_start` or "
+                    "`on_train_batch_start`), and step the optimizer after the next one."
                 )
+        if self.passes.active:
+            self.abandon()  # as in `open_step`
         self._adopt_values()
-        self.passes.require_whole()
         self._stepping = optimizer
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
-            self.guard(optimizer, False)
+            self.end_closure(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
@@ -292,6 +294,7 @@ class Zero3Engine:
     def end_closure(self, optimizer: Optimizer) -> None:
         """The closure that ``optimizer`` was given is over; what comes next is its own, unless a user calls it elsewhere."""
         if self._stepping is optimizer:
+            self.gradients.require_complete(self._groups_of(optimizer))
             self.guard(optimizer, False)
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,13 @@ class Gradients:
         self._passes = 0  # that have added to them
 
     def begin_windows(self) -> frozenset[int]:
-        """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off."""
+        """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off.
+
+        Raises:
+            RuntimeError: it would add to nothing but gradients that an exception left incomplete.
+        """
         muted: frozenset[int] = frozenset()
+        sound = False
         for group in self._groups:
             if group.begin_window():
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
@@ -39,6 +45,10 @@ class Gradients:
                 self.reducer.begin_window(group)
             if group.switched_off:
                 muted = muted.union(entry.number for entry in group.entries)
+            elif not group.incomplete:
+                sound = True
+        if not sound:
+            self.require_complete(self._groups)
         return muted
 
     def give_back(self) -> None:
@@ -54,6 +64,40 @@ class Gradients:
             for group in self._groups:
                 group.clear()
                 group.give_back()
+
+    def give_up(self, known: bool) -> None:
+        """An exception ended a backward: what it added to is incomplete until it is cleared; for that it is shown.
+
+        Unless it is ``known`` at once gradients that are not shown may have been cleared meanwhile.
+        """
+        whole = self._units[0].whole  # parameters are ordinary: each shows what it has
+        for group in self._groups:
+            if group.switched_off or not (known or group.shows_gradients):
+                continue
+            if not whole or any(self.used[group.numbers]):
+                self._shown[group.numbers] = self.used[group.numbers] if whole else b"\1" * len(group.entries)
+                group.incomplete = True
+                group.bind([])
+        self._passes += 1
+        self.forget()
+        self.show_again()
+
+    def show_again(self) -> None:
+        """A backward began, and an exception ended it: gradients that were out of its way are there again."""
+        shown = bytearray(self._shown)
+        for group in self._groups:
+            if not group.shows_gradients:
+                shown[group.numbers] = bytes(len(group.entries))
+        self.reducer.show(bytes(shown), self.graphs)
+
+    def require_complete(self, groups: Iterable[FlatGroup]) -> None:
+        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete."""
+        for group in groups:
+            if group.incomplete and group.shows_gradients:
+                raise RuntimeError(
+                    f"An exception ended a backward pass: gradients (of parameter {group.entries[0].name!r} and others) are "
+                    "incomplete. Call `zero_grad()` (with `set_to_none=True`) and begin the accumulation anew."
+                )
 
     def any_shown(self) -> bool:
         """Whether a backward has ended since some gradients were cleared."""
@@ -72,6 +116,9 @@ class Gradients:
             self.over = False  # they are gone as the user wants it
         if not entry.trained or not self.has_gradient(entry):
             return None
+        if entry.group.incomplete and _is_clearing():
+            return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
+        self.require_complete([entry.group])
         self._adopt_replaced()
         unit = self._units[entry.unit]
         if unit.announce is not None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
-from ..residency.apart import apart, refusing_graph
+from ..residency.apart import apart
 from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError
+from ..residency.refused_graph import refusing_graph
 from ..residency.resting import ShardedCopy, as_subclass, told_of_gradient
 from .gradients import Gradients
 from .shards import Entry

@@ -40,8 +40,8 @@ class Exchange(enum.IntEnum):
 
     SLOT = 0  # into its slot
     COPY = 1  # slot contents, into memory of their own
-    VALUES = 2  # the master values (or gradients, or optimizer state), into memory of their own
-    GRADIENTS = 3  # as which gradients are announced to ranks that assist; see joint.py
+    VALUES = 2  # the master values (or optimizer state), into memory of their own
+    GRADIENTS = 3  # reduced ones, into memory of their own
     REDUCE = 4  # not gathered: its gradients are reduced
 
 
@@ -353,14 +353,13 @@ class Unit:
             self._pending = []
             self.release()
 
-    def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Name -> full tensor, in memory of its own, of what ``flat`` says each group has (None: zeros); collective.
-
-        Of ``dtype``, or the parameters' own.
-        """
+    def full(
+        self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None, what: Exchange = Exchange.VALUES
+    ) -> dict[str, Tensor]:
+        """Name -> full tensor (of ``dtype``, or its own) of what ``flat`` says each group has (None: zeros); collective."""
         result = {}
         for chunk in self.chunks:
-            buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype, Exchange.VALUES)
+            buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype, what)
             result.update({e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)})
         return result
 
@@ -374,7 +373,7 @@ class Unit:
         """Name -> full reduced gradient, or zeros, in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.GRADIENTS)
-        return self.full(lambda group: group.grad)
+        return self.full(lambda group: group.grad, what=Exchange.GRADIENTS)
 
     def copy_of_slot(self) -> Tensor:
         """What the slot would hold [bytes], in memory of its own; collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from sys import getrefcount
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
-from ..residency.apart import refusing_graph
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
+from ..residency.refused_graph import refusing_graph
 from ..residency.resting import keep_engine_last
 from .reduce import Reducer
 from .shards import Entry, FlatGroup
@@ -62,10 +63,10 @@ class WholeUnit(Unit):
                 view.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
                 entry.parameter.data = view
 
-    def full(self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def full(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """See :meth:`Unit.full`."""
         self.adopt()
-        return super().full(flat, dtype)
+        return super().full(*args, **kwargs)
 
 
 class WholeReducer(Reducer):
@@ -96,22 +97,26 @@ class WholeReducer(Reducer):
         self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
 
     def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
-        """`optimizer.zero_grad()` asks flat tensors: what was assigned to parameters is adopted before, and cleared too."""
+        """Let flat tensors say what is done to their gradients: users may have those of parameters, or have assigned some.
+
+        Args:
+            adopt: what was assigned to parameters, before somebody looks.
+            follow: called after flat gradients were changed in place.
+        """
         # Weakly: torch keeps gradients where the garbage collector cannot look.
-        self._adopt = _weakly(adopt)
-        asked, cleared, written = _weakly(self._ask), _weakly(self._clear), _weakly(follow)
+        asked, cleared, written = partial(_weakly(self._ask), _weakly(adopt)), _weakly(self._clear), _weakly(follow)
         for group in self._tensors:
             for segment in group.segments:
                 segment.parameter.asked, segment.parameter.written = asked, written
                 segment.parameter.cleared = partial(cleared, group)
 
-    def _ask(self) -> None:
+    def _ask(self, adopt: Callable[[], None]) -> None:
         views, places = self.views, self._addresses
         mine = [entry for entry in self._entries if entry.parameter.grad is not None]
         if any(e.parameter.grad is not views[e.number] or views[e.number].data_ptr() != places[e.number] for e in mine):
             self._looked_at = True
             try:
-                self._adopt()
+                adopt()
             finally:
                 self._looked_at = False
 
@@ -190,8 +195,10 @@ class WholeReducer(Reducer):
 
     def _renew(self, entry: Entry) -> None:
         guard_storage(entry.group.grad)
-        self.views[entry.number] = _view(entry, entry.group.grad)
-        self._addresses[entry.number] = self.views[entry.number].data_ptr()
+        view = _view(entry, entry.group.grad)
+        if entry.parameter.grad is self.views[entry.number]:
+            entry.parameter.grad = view
+        self.views[entry.number], self._addresses[entry.number] = view, view.data_ptr()
 
     def zero_untouched(self) -> None:
         """See :meth:`Reducer.zero_untouched`."""
@@ -212,8 +219,8 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_held(parameter: Tensor) -> bool:
-    """Whether somebody else has the gradient of ``parameter``, or a view of it."""
-    return getrefcount(parameter.grad) > _references or _tensors_in(parameter.grad) > 2
+    """Whether others than the caller have the gradient of ``parameter``, or a view of it."""
+    return getrefcount(parameter.grad) > _references or _tensors_in(parameter.grad) > 2  # one for who asks
 
 
 def _tensors_in(memory: Tensor) -> int:
@@ -224,10 +231,11 @@ def _tensors_in(memory: Tensor) -> int:
 def _references_alone() -> int:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
-    return getrefcount(parameter.grad)
+    grad = parameter.grad
+    return getrefcount(grad)
 
 
-_references = _references_alone()  # that Python counts of a gradient which a parameter alone has
+_references = _references_alone()  # that Python counts of a gradient which a parameter and one variable have
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,24 +36,3 @@ def connected(value: Tensor, original: Tensor) -> Tensor:
         copy = original.clone() if original.dtype == value.dtype else original.to(value.dtype)
     copy.data.copy_(value)
     return copy
-
-
-class _RefusedGraph(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, marker: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        ctx.mark_dirty(grad)
-        return grad
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError(
-            f"The gradient of parameter {ctx.name!r} that `backward(create_graph=True)` left is summed over the ranks, and "
-            "has no graph. For a penalty on gradients take `torch.autograd.grad(loss, parameters, create_graph=True)`."
-        )
-
-
-def refusing_graph(grad: Tensor, name: str) -> Tensor:
-    """``grad``, in the same memory, with a graph as in torch, through which nobody can differentiate."""
-    with torch.enable_grad():
-        return _RefusedGraph.apply(grad.detach(), torch.zeros((), requires_grad=True), name)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .functions import instances
 from .home import ResidencyError
@@ -21,6 +22,7 @@ _NORMS = frozenset(
     "log_softmax softmin layer_norm group_norm rms_norm instance_norm batch_norm cumprod "
     "item tolist numpy __array__ equal allclose".split()
 )
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of a GradScaler
 
 
 class FlatGradient(Tensor):
@@ -39,7 +41,7 @@ class FlatGradient(Tensor):
         whose = next((each.whose for each in given if each.whose), "")
         if name in _NORMS:
             raise cls.refusal(name, whose)
-        if name == "_amp_foreach_non_finite_check_and_unscale_" and dist.is_initialized() and dist.get_world_size() > 1:
+        if name == _UNSCALE and dist.is_initialized() and dist.get_world_size() > 1:
             if sys._getframe(1).f_globals["__name__"] == "torch.amp.grad_scaler":  # others ask all ranks
                 raise ResidencyError(
                     "A GradScaler would look for infinities in the gradients that this rank holds a shard of, and ranks would "
@@ -51,6 +53,8 @@ class FlatGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             followed = [(each, each._version) for each in given if each.written is not None]
             result = func(*args, **kwargs or {})
+            if name == _UNSCALE:
+                increment_version(given)  # torch does not count it
             for each, version in followed:
                 if each._version != version:
                     each.written()

@@ -446,10 +446,25 @@ class AddParamGroupBeforeZeroGrad(HalfTrained):
 
 
 @case
+class AddParamGroupThenZeros(HalfTrained):
+    """`add_param_group`, `zero_grad(set_to_none=False)`, and a backward"""
+
+    def train(self, run):
+        Case.train(self, run)
+        run.optimizer.add_param_group(self.added(run.model))
+        for step in range(STEPS):
+            run.optimizer.zero_grad(set_to_none=False)
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.optimizer.step()
+
+
+@case
 class AddParamGroupAfterBackward(HalfTrained):
     """`add_param_group` between backward and `optimizer.step()`"""
 
-    refused = refused_on_one = "Param group 1 of SGD was added within a step.*between steps"
+    refused = refused_on_one = "Param group 1 of SGD was added after the last `training_step` began.*between steps"
 
     def train(self, run):
         Case.train(self, run)

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -1102,6 +1102,67 @@ class ExceptionInBackward(Case):
                 run.log(repr(error))
             run.recover()
             super().train(run)
+
+
+class FailedSecondBackward(Case):
+    """One that an exception ends before it adds anything."""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            for fails in (False, True):
+                loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+                loss = ExceptionInBackward.Fail.apply(loss, ValueError("no gradient today")) if fails else loss
+                try:
+                    with run.backward():
+                        loss.backward()
+                except ValueError as error:
+                    run.log(repr(error))
+                    run.recover()
+            self.afterwards(run)
+            run.optimizer.step()
+
+
+@case
+class ClippedAfterFailedBackward(FailedSecondBackward):
+    """A second backward that fails at once, then the gradients of the first are clipped and changed"""
+
+    def afterwards(self, run):
+        run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+@case
+class ClearedAfterFailedBackward(FailedSecondBackward):
+    """A second backward that fails at once, then `module.zero_grad()` and `optimizer.step()`"""
+
+    def afterwards(self, run):
+        run.model.zero_grad()
+        run.log(*(float(p.grad is None) for p in run.model.parameters()))
+
+
+@case
+class SteppedAfterFailedBackward(Case):
+    """An exception in the middle of the first backward, then `optimizer.step()` without clearing"""
+
+    refused = refused_on_one = r"An exception ended a backward pass.*'[\w.]+'.*incomplete.*`zero_grad\(\)`"
+
+    def train(self, run):
+        def broken(model):
+            x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
+            x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
+            return model.head(model.blocks[2](x)).square().mean()
+
+        super().train(run)
+        run.optimizer.zero_grad()
+        loss = run.step(broken)
+        with suppress(ValueError), run.backward():
+            loss.backward()
+        run.recover()
+        run.optimizer.step()
+        super().train(run)
 
 
 @case

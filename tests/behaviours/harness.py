@@ -215,7 +215,12 @@ class Run:
         before = {n: p.grad for n, p in self.model.named_parameters()}
         for p in self.model.parameters():
             p.grad = None
-        yield
+        try:
+            yield
+        except BaseException:
+            for name, p in self.model.named_parameters():
+                p.grad = before.get(name)  # cases fail before anything is added, or it is cleared
+            raise
         for name, p in self.model.named_parameters():
             self._average(p)
             if before.get(name) is not None:

@@ -1,5 +1,7 @@
 """Tensors that users hold of gradients: with gradients that ranks hold back, and let go when nobody has them."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,3 +110,24 @@ def test_only_those_that_somebody_has_are_gathered_again():
         model = net()
         (sum(model(batch(rank, 0)).square().mean() for rank in range(2)) / 2).backward()
         assert norm == pytest.approx(sum(p.grad.norm().item() for p in model.parameters()), rel=1e-5)
+
+
+def let_go(rank, world_size):
+    """Whether gradients that were assigned are still in memory after they were stored, and what is there."""
+    model, _, engine = sharded()
+    with engine.step(), engine.backward():
+        model(batch(rank, 0)).square().mean().backward()
+    assigned = []
+    for p in model.parameters():
+        p.grad = 2 * p.grad
+        assigned.append(weakref.ref(p.grad))
+    engine.adopt_gradients()
+    return [grad() is not None for grad in assigned], sum(p.grad.norm().item() for p in model.parameters())
+
+
+def test_on_one_rank_what_nobody_has_is_freed():
+    ((there, norm),) = run_ranks(let_go, 1)
+    assert there == [False] * 4
+    model = net()
+    model(batch(0, 0)).square().mean().backward()
+    assert norm == pytest.approx(2 * sum(p.grad.norm().item() for p in model.parameters()), rel=1e-5)

@@ -1,5 +1,7 @@
 """16-mixed: an infinity in one rank's shard makes all ranks skip the step and the scheduler; gradients are read as they are."""
 
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -93,6 +95,64 @@ def fit_with_a_slow_scheduler(rank, world_size, overflows):
 )
 def test_a_scheduler_of_every_second_step_makes_up_for_a_skipped_one(overflows, rates):
     assert run_ranks(fit_with_a_slow_scheduler, 2, overflows) == [rates, rates]
+
+
+class Held(pl.LightningModule):
+    """Has gradients from before they are unscaled, and uses them after; in float64, which autocast leaves alone."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.norms = how, []
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch.double()).square().mean()
+
+    def on_after_backward(self):
+        if self.how == "assigned":
+            for p in self.parameters():
+                p.grad = p.grad * 2
+        self.kept = [p.grad.view(-1) if self.how == "views" else p.grad for p in self.parameters()]
+        if self.how == "assigned, not kept":
+            del self.kept
+            for p in self.parameters():
+                p.grad = p.grad * 2
+
+    def on_before_optimizer_step(self, optimizer):
+        grads = getattr(self, "kept", None) or [p.grad for p in self.parameters()]
+        self.norms.append(sum(grad.norm().item() for grad in grads))
+        for grad in grads:
+            grad.mul_(0.5)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
+
+
+WAYS = ["read", "views", "assigned", "assigned, not kept"]
+
+
+def fit_held(rank, world_size, strategy="zero3"):
+    found = {}
+    for how in WAYS:
+        module, plugin = Held(how), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+        fitter = trainer(strategy, world_size, plugins=[plugin])
+        fitter.fit(module)
+        with fitter.strategy.gathered(module) if strategy == "zero3" else nullcontext():
+            found[how] = module.norms, [p.detach().clone() for p in module.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_users_hold_are_unscaled_too(world_size):
+    """torch does not count what a scaler does to them."""
+    expected = fit_held(0, 1, "auto")
+    for found in run_ranks(fit_held, world_size, timeout=60):
+        for how in WAYS:
+            torch.testing.assert_close(found[how], expected[how], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.multi_gpu
