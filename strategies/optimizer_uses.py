@@ -141,8 +141,9 @@ def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _MARKS and any(resting):
         raise ValueError(
             f"This {type(optimizer).__name__} steps on parameters that are sharded over the ranks, and was not there when they "
-            "were: only the optimizers of `configure_optimizers` step on shards. Return it there (`self.optimizers()` has it "
-            "with manual optimization), or step inside `with strategy.gathered(module, modify=True):`."
+            "were: only the optimizers that `configure_optimizers` returns when `fit` begins step on shards. Return it then "
+            "(`self.optimizers()` has it with manual optimization), or step inside `with strategy.gathered(module, "
+            "modify=True):`."
         )
 
 

@@ -168,7 +168,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _unguard(self, optimizer: Optimizer) -> None:
         if self.engine is not None:
-            self.engine.end_closure(optimizer)
+            self.engine.hand_over(optimizer)
 
     # ------------------------------------------------------------------------------------------------ set-up
 

@@ -21,6 +21,23 @@ from .saved import SavedTensors
 from .unit import Unit
 
 
+class _End:
+    """What autograd calls when a pass is over. It lets go of it uncalled when an exception has ended the pass."""
+
+    def __init__(self, end: Callable[[], None] | None, failed: Callable[[], None]) -> None:
+        self._end, self._failed = end, failed
+        self._over = False
+
+    def __call__(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._over = True
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._failed()
+
+
 class Backward:
     """Walks through the units as gradients arrive, on every rank in the same order."""
 
@@ -34,10 +51,11 @@ class Backward:
         saved: SavedTensors,
         access: Access,
         adopt_values: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self._access, self._adopt_values = access, adopt_values
+        self._access, self._adopt_values, self._failed = access, adopt_values, failed
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
         self.explicit = False  # it was opened, and will be ended; else a callback of autograd does
@@ -46,7 +64,8 @@ class Backward:
         self._current: Unit | None = None  # the unit whose backward runs
         self._holds = False  # its memory is its own meanwhile
         self._recomputed = saved.recomputed
-        self._hides = False  # gradients of before are out of autograd's way
+        self._hides = False  # gradients of before are adopted, and out of autograd's way
+        self.added = 0  # 1: the pass has added to gradients
 
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the reducer, and drops it.
@@ -55,8 +74,8 @@ class Backward:
         parameter where the garbage collector cannot look, so the model would never be freed.
         """
         where, name, number, views = unit.index, unit.trained[index].name, unit.trained[index].number, self._reducer.views
-        claimed, written, used = self._reducer.claimed, self._reducer.written, self._gradients.used
-        graphs = self._gradients.graphs
+        claimed, written = self._reducer.claimed, self._reducer.written
+        used, graphs = self._gradients.used, self._gradients.graphs
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -73,7 +92,7 @@ class Backward:
                 now.begin()
             if grad is None or (now._muted and number in now._muted):  # a custom Function may return None
                 return
-            used[number] = 1
+            used[number] = now.added = 1
             if not claimed[where]:
                 now._reducer.claim(where)
             if grad.is_sparse:
@@ -100,12 +119,12 @@ class Backward:
         """The first gradient is there; ``silent``: not on this rank."""
         if self.active:
             return
-        if not self.explicit:
+        if not self._hides:
             self._adopt()
-        self.active = True
+        self.active, self.added = True, 0
+        if not silent:
+            Variable._execution_engine.queue_callback(_End(None if self.explicit else self.end, self._failed))
         self._muted = self._gradients.begin_windows()
-        if not self.explicit and not silent:
-            Variable._execution_engine.queue_callback(self.end)
 
     def _adopt(self) -> None:
         self._adopt_values()
@@ -156,6 +175,7 @@ class Backward:
             self._drop_recomputed([unit])  # another's may still come, and by a way that nobody announces
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
         if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
+            self.added = 1
             self._reducer.reduce(unit)
 
     def _drop_recomputed(self, over: list[Unit]) -> None:
@@ -243,8 +263,10 @@ class Backward:
         """After an exception: the next pass starts clean."""
         if self.active:
             self._reducer.abandon()
-            self._gradients.give_up(known=self.explicit)
-        elif self._hides:
+            self._reducer.zero_untouched()  # nothing is left of a window that began with it
+            if self.added:
+                self._gradients.give_up()
+        if self._hides:
             self._gradients.show_again()
         self.schedule.clear()
         self._recomputed.clear()

@@ -66,6 +66,7 @@ class Zero3Engine:
     groups: list[FlatGroup]
     differing: list[str]  # names whose initial value on this rank was not rank 0's
     _stepping: Optimizer | None = None  # an optimizer's own `step` has begun
+    _lost: ResidencyError | None = None  # why what a pass that failed had changed is lost, to be raised
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
@@ -129,7 +130,7 @@ class Zero3Engine:
         if isinstance(self.reducer, WholeReducer):
             self.reducer.watch(self._adopt_all, self.access.held.follow_all)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
-        self.passes = Backward(self.units, *passes, self._adopt_flat_values)
+        self.passes = Backward(self.units, *passes, self._adopt_flat_values, self._end_failed_pass)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -196,8 +197,7 @@ class Zero3Engine:
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
-        if self.passes.active:
-            self.abandon()  # a backward without `backward()` around it raised, and the user went on
+        self._raise_lost()
         for hooks, key in self._last:
             if key in hooks:
                 hooks[key] = hooks.pop(key)  # to the end
@@ -244,17 +244,23 @@ class Zero3Engine:
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
-        lost = []
+        self._end_failed_pass()
+        self._raise_lost()
+
+    def _end_failed_pass(self) -> None:
         for unit in tuple(self.arena.in_use):
             try:
                 unit.abandon()
             except ResidencyError as error:  # a change in place that cannot be stored
-                lost.append(error)
+                self._lost = self._lost or error
         self.passes.abandon()
         self.collectives.diary.forget()
         self._saved.forget()
-        if lost:
-            raise lost[0]
+
+    def _raise_lost(self) -> None:
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
 
     # ------------------------------------------------------------------------------------------------ optimizers
 
@@ -278,21 +284,20 @@ class Zero3Engine:
                     "the gradients of its parameters were not kept. Add it between steps (in `on_train_epoch_start` or "
                     "`on_train_batch_start`), and step the optimizer after the next one."
                 )
-        if self.passes.active:
-            self.abandon()  # as in `open_step`
+        self._raise_lost()
         self._adopt_values()
         self._stepping = optimizer
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
             self.adopt_gradients()  # else the closure's backward does, and reduces what is held along with its own
-            self.end_closure(optimizer)
+            self.hand_over(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
         self.guard(optimizer, True)
         self._adopt_flat_values(self.stepped_by(optimizer))
 
-    def end_closure(self, optimizer: Optimizer) -> None:
-        """The closure that ``optimizer`` was given is over; what comes next is its own, unless a user calls it elsewhere."""
+    def hand_over(self, optimizer: Optimizer) -> None:
+        """What comes next is the step of ``optimizer`` itself, if one has begun: users may call its closure elsewhere."""
         if self._stepping is optimizer:
             self.gradients.require_complete(self._groups_of(optimizer))
             self.guard(optimizer, False)

@@ -43,7 +43,8 @@ class Gradients:
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
                 self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
-            if group.switched_off:
+            group.muted = group.switched_off
+            if group.muted:
                 muted = muted.union(entry.number for entry in group.entries)
             elif not group.incomplete:
                 sound = True
@@ -65,22 +66,14 @@ class Gradients:
                 group.clear()
                 group.give_back()
 
-    def give_up(self, known: bool) -> None:
-        """An exception ended a backward: what it added to is incomplete until it is cleared; for that it is shown.
-
-        Unless it is ``known`` at once gradients that are not shown may have been cleared meanwhile.
-        """
-        whole = self._units[0].whole  # parameters are ordinary: each shows what it has
+    def give_up(self) -> None:
+        """An exception ended a backward that had added something: to gradients of before, or to none, which is dropped."""
         for group in self._groups:
-            if group.switched_off or not (known or group.shows_gradients):
-                continue
-            if not whole or any(self.used[group.numbers]):
-                self._shown[group.numbers] = self.used[group.numbers] if whole else b"\1" * len(group.entries)
-                group.incomplete = True
-                group.bind([])
+            if group.shows_gradients and not group.muted:
+                group.incomplete.update(entry for entry in group.entries if self._shown[entry.number])
+                group.left = group.written_by_others
         self._passes += 1
         self.forget()
-        self.show_again()
 
     def show_again(self) -> None:
         """A backward began, and an exception ended it: gradients that were out of its way are there again."""
@@ -91,13 +84,18 @@ class Gradients:
         self.reducer.show(bytes(shown), self.graphs)
 
     def require_complete(self, groups: Iterable[FlatGroup]) -> None:
-        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete."""
+        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete, that were not cleared or replaced."""
         for group in groups:
-            if group.incomplete and group.shows_gradients:
-                raise RuntimeError(
-                    f"An exception ended a backward pass: gradients (of parameter {group.entries[0].name!r} and others) are "
-                    "incomplete. Call `zero_grad()` (with `set_to_none=True`) and begin the accumulation anew."
-                )
+            if not (group.incomplete and group.shows_gradients):
+                continue
+            if group.left != group.written_by_others and not group.grad.count_nonzero():
+                group.incomplete.clear()  # by `zero_grad(set_to_none=False)`
+                continue
+            name = min(group.incomplete, key=lambda entry: entry.number).name
+            raise RuntimeError(
+                f"An exception ended a backward pass: gradients (of parameter {name!r} and others) accumulated before it are "
+                "incomplete. Call `zero_grad()` and begin the accumulation anew."
+            )
 
     def any_shown(self) -> bool:
         """Whether a backward has ended since some gradients were cleared."""
@@ -116,9 +114,11 @@ class Gradients:
             self.over = False  # they are gone as the user wants it
         if not entry.trained or not self.has_gradient(entry):
             return None
-        if entry.group.incomplete and _is_clearing():
-            return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
-        self.require_complete([entry.group])
+        if entry in entry.group.incomplete:
+            if _is_clearing():
+                self.assign(entry, None)
+                return None
+            self.require_complete([entry.group])
         self._adopt_replaced()
         unit = self._units[entry.unit]
         if unit.announce is not None:
@@ -161,9 +161,11 @@ class Gradients:
                 self.mark_gradient(entry, False)  # all of them before any is written: a group may have none left
         for entry, grad in changed:
             self.assign(entry, grad)
-        assigned, self._assigned = self._assigned, []
+        # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know their parts.
+        now = [group for group in dict.fromkeys(self._assigned) if not group.switched_off]
+        self._assigned = [group for group in self._assigned if group not in now]
         self._full = {}  # whoever asked for this may go on to change the flat gradients
-        for group in dict.fromkeys(assigned):
+        for group in now:
             if group.shows_gradients:
                 group.bind(self._unused_ranges(group, self._shown))
         return changed
@@ -180,6 +182,8 @@ class Gradients:
         self.reducer.show(used, self.graphs)
         for group in self._groups:
             flags = used[group.numbers]
+            if group.muted:
+                continue  # as it was
             if any(flags):
                 group.bind([] if all(flags) else self._unused_ranges(group, used))
             else:
@@ -209,11 +213,13 @@ class Gradients:
             if not present:
                 return
             group.begun += 1
+            group.incomplete.clear()
             self.reducer.begin_window(group)
             group.grad.zero_()
             self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
             group.segments[-1].show(group.grad)
         self.used[entry.number] = self._shown[entry.number] = present
+        group.incomplete.discard(entry)
         if any(self._shown[group.numbers]):
             self._assigned.append(group)
         else:

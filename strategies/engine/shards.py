@@ -101,14 +101,16 @@ class FlatGroup:
     idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh by a backward
     begun: int  # ... or by a user, who assigned one
-    incomplete: bool  # an exception ended a backward that added to them, and they have not been cleared since
+    incomplete: set[Entry]  # whose gradients are not those of any number of passes, because an exception ended one
+    left: int  # `written_by_others` when that was
+    muted: bool  # no gradient was wanted in the last backward
     numbers: slice  # of its parameters, among all that are trained; empty if it is not
 
     def __init__(self, key: GroupKey, index: int) -> None:
         self.key, self.index = key, index
         self.trained = key.optimizer is not None
         self.numel, self.window, self.begun, self.segments, self.entries = 0, 0, 0, [], []
-        self.incomplete = False
+        self.incomplete, self.left, self.muted = set(), 0, False
         self._grad: Tensor | None = None
         self._uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
@@ -182,7 +184,7 @@ class FlatGroup:
             return False
         self.window += 1
         self.begun += 1
-        self.incomplete = False
+        self.incomplete.clear()
         if self._grad is not None:
             self._zero_idle(self._grad)
         return True

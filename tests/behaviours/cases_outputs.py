@@ -1145,7 +1145,7 @@ class ClearedAfterFailedBackward(FailedSecondBackward):
 
 @case
 class SteppedAfterFailedBackward(Case):
-    """An exception in the middle of the first backward, then `optimizer.step()` without clearing"""
+    """An exception in the middle of a second backward, then `optimizer.step()` without clearing"""
 
     refused = refused_on_one = r"An exception ended a backward pass.*'[\w.]+'.*incomplete.*`zero_grad\(\)`"
 
@@ -1155,14 +1155,40 @@ class SteppedAfterFailedBackward(Case):
             x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
             return model.head(model.blocks[2](x)).square().mean()
 
-        super().train(run)
         run.optimizer.zero_grad()
+        loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
+        with run.backward():
+            loss.backward()
         loss = run.step(broken)
         with suppress(ValueError), run.backward():
             loss.backward()
         run.recover()
         run.optimizer.step()
         super().train(run)
+
+
+@case
+class AssignedAfterFailedBackward(Case):
+    """An exception in the middle of the first backward, then gradients are assigned, and another backward adds to them"""
+
+    def train(self, run):
+        def broken(model):
+            x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
+            x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
+            return model.head(model.blocks[2](x)).square().mean()
+
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(broken)
+            with suppress(ValueError), run.backward():
+                loss.backward()
+            run.recover()
+            for p in run.model.parameters():
+                p.grad = torch.full(p.shape, 0.01)
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.optimizer.step()
 
 
 @case

@@ -125,8 +125,7 @@ def part(rank, world_size):
     with pytest.raises(DivergenceError) as caught, engine.backward():
         loss.backward()
         ended = True
-    with pytest.raises(RuntimeError, match="incomplete"):
-        optimizer.step()  # of one who catches everything and goes on
+    optimizer.step()  # of one who catches everything and goes on
     values = {name: value.clone() for unit in engine.units for name, value in unit.values().items()}
     assert values.keys() == initial.keys() and all(torch.equal(values[name], initial[name]) for name in initial)
     return ended, str(caught.value)
