@@ -1192,6 +1192,28 @@ class AssignedAfterFailedBackward(Case):
 
 
 @case
+class RetriedInsideOfBackward(Case):
+    """An overridden `LightningModule.backward` that catches an exception, clears gradients, and differentiates another loss"""
+
+    def train(self, run):
+        def losses(model, step):
+            x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
+            x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
+            return model.head(model.blocks[2](x)).square().mean(), self.loss(model, self.batch(step, run.rank))
+
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            broken, loss = run.step(lambda model, step=step: losses(model, step))
+            with run.backward():
+                try:
+                    broken.backward()
+                except ValueError:
+                    run.model.zero_grad()
+                    loss.backward()
+            run.optimizer.step()
+
+
+@case
 class StepReturnsNone(Case):
     """A step without backward (manual optimization that skips it)"""
 

@@ -485,6 +485,32 @@ class Manual(Module):
             self.seen.append(loss.item())
 
 
+class ManualAfterFailure(Manual):
+    """Manual optimization, two optimizers, toggled, and a backward that fails in the middle once"""
+
+    failed = False
+
+    def training_step(self, batch, batch_idx):
+        for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            first = self.judge[0](self.net(batch))
+            if sign < 0 and self.global_step > 1 and not self.failed:
+                first.register_hook(self.fail)
+            loss = sign * self.judge[2](self.judge[1](first)).mean()
+            try:
+                self.manual_backward(loss)
+            except ValueError:
+                self.failed = True
+            else:
+                optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.seen.append(loss.item())
+
+    def fail(self, grad):
+        raise ValueError("no gradient today")
+
+
 class Distance(torchmetrics.Metric):
     """Between what a network that is not trained makes of two batches, as of FID and LPIPS."""
 
