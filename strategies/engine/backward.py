@@ -24,18 +24,18 @@ from .unit import Unit
 class _End:
     """What autograd calls when a pass is over. It lets go of it uncalled when an exception has ended the pass."""
 
-    def __init__(self, end: Callable[[], None] | None, failed: Callable[[], None]) -> None:
-        self._end, self._failed = end, failed
-        self._over = False
+    def __init__(self, passes: Backward) -> None:
+        self._passes, self._number, self._over = passes, passes.number, False
 
     def __call__(self) -> None:
-        if self._end is not None:
-            self._end()
+        if not self._passes.explicit:
+            self._passes.end()
         self._over = True
 
     def __del__(self) -> None:
-        if not self._over:
-            self._failed()
+        # Threads of devices may let go of it when the exception has been dealt with, and another pass runs.
+        if not self._over and self._passes.active and self._passes.number == self._number:
+            self._passes.failed()
 
 
 class Backward:
@@ -55,9 +55,10 @@ class Backward:
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self._access, self._adopt_values, self._failed = access, adopt_values, failed
+        self._access, self._adopt_values, self.failed = access, adopt_values, failed
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # the pass has begun and not ended
+        self.number = 0  # of passes that have begun
         self.explicit = False  # it was opened, and will be ended; else a callback of autograd does
         self._muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
         self._owed = b""  # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them as saved
@@ -122,8 +123,9 @@ class Backward:
         if not self._hides:
             self._adopt()
         self.active, self.added = True, 0
+        self.number += 1
         if not silent:
-            Variable._execution_engine.queue_callback(_End(None if self.explicit else self.end, self._failed))
+            Variable._execution_engine.queue_callback(_End(self))
         self._muted = self._gradients.begin_windows()
 
     def _adopt(self) -> None:
