@@ -217,14 +217,11 @@ class Run:
             p.grad = None
         try:
             yield
-        except BaseException:
+        finally:  # after an exception, too: all ranks raise it
             for name, p in self.model.named_parameters():
-                p.grad = before.get(name)  # cases fail before anything is added, or it is cleared
-            raise
-        for name, p in self.model.named_parameters():
-            self._average(p)
-            if before.get(name) is not None:
-                p.grad = before[name] if p.grad is None else accumulated(before[name], p.grad)
+                self._average(p)
+                if before.get(name) is not None:
+                    p.grad = before[name] if p.grad is None else accumulated(before[name], p.grad)
 
     def _average(self, p: nn.Parameter) -> None:
         has = torch.tensor([p.grad is not None])
