@@ -197,7 +197,8 @@ class Zero3Engine:
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
-        self._raise_lost()
+        if self.passes.active or self._lost:
+            self.abandon()  # of a pass that failed, which the thread of a device may not have let go of yet
         for hooks, key in self._last:
             if key in hooks:
                 hooks[key] = hooks.pop(key)  # to the end
@@ -245,7 +246,9 @@ class Zero3Engine:
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
         self._end_failed_pass()
-        self._raise_lost()
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
 
     def _end_failed_pass(self) -> None:
         for unit in tuple(self.arena.in_use):
@@ -256,11 +259,6 @@ class Zero3Engine:
         self.passes.abandon()
         self.collectives.diary.forget()
         self._saved.forget()
-
-    def _raise_lost(self) -> None:
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
 
     # ------------------------------------------------------------------------------------------------ optimizers
 
@@ -284,7 +282,8 @@ class Zero3Engine:
                     "the gradients of its parameters were not kept. Add it between steps (in `on_train_epoch_start` or "
                     "`on_train_batch_start`), and step the optimizer after the next one."
                 )
-        self._raise_lost()
+        if self.passes.active or self._lost:
+            self.abandon()
         self._adopt_values()
         self._stepping = optimizer
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
