@@ -113,7 +113,7 @@ class ParamGroups:
         if self._added:
             engine.adopt_gradients()  # they may have been cleared one by one
         for flat in engine.groups:
-            if flat.key.optimizer in self._added and flat.shows_gradients and _hold_something(engine, flat):
+            if flat.key.optimizer in self._added and flat.shows_gradients and not engine.reducer.is_zero(flat):
                 raise ValueError(
                     f"Parameter {self._added[flat.key.optimizer]!r} was added to an optimizer whose gradients have not been "
                     "cleared since; its own gradients from before are not known. Call `zero_grad()` after `add_param_group`."
@@ -186,11 +186,6 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
 
 def _names(engine: Zero3Engine) -> set[str]:
     return {entry.name for unit in engine.units for entry in unit.entries}
-
-
-def _hold_something(engine: Zero3Engine, flat: FlatGroup) -> bool:
-    """Whether gradients are not all zero, as `zero_grad(set_to_none=False)` leaves them; collective."""
-    return bool(engine.collectives.all_reduce(flat.grad.count_nonzero()))
 
 
 def _flats(engine: Zero3Engine, index: int) -> list[FlatGroup]:

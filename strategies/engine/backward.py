@@ -269,10 +269,17 @@ class Backward:
             if self.added:
                 self._gradients.give_up()
         if self._hides:
+            self._drop_leftovers()
             self._gradients.show_again()
         self.schedule.clear()
         self._recomputed.clear()
         self._current, self.active, self._hides, self._owed = None, False, False, b""
+
+    def _drop_leftovers(self) -> None:
+        """What autograd put on a parameter before a user's hook raised, which ran before the engine's took it away."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in (entry for unit in self._units for entry in unit.trained):
+                set_grad(entry.parameter, None)
 
 
 def _require_current(name: str, current: bool) -> None:

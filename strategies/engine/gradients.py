@@ -84,11 +84,14 @@ class Gradients:
         self.reducer.show(bytes(shown), self.graphs)
 
     def require_complete(self, groups: Iterable[FlatGroup]) -> None:
-        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete, that were not cleared or replaced."""
+        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete, that were not cleared or replaced.
+
+        Collective if there are some that were written to since.
+        """
         for group in groups:
             if not (group.incomplete and group.shows_gradients):
                 continue
-            if group.left != group.written_by_others and not group.grad.count_nonzero():
+            if group.left != group.written_by_others and not self.announced and self.reducer.is_zero(group):
                 group.incomplete.clear()  # by `zero_grad(set_to_none=False)`
                 continue
             name = min(group.incomplete, key=lambda entry: entry.number).name

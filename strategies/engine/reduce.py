@@ -175,6 +175,10 @@ class Reducer:
                     if piece.is_first_in_window():
                         piece.group.grad[piece.place].zero_()
 
+    def is_zero(self, group: FlatGroup) -> bool:
+        """Whether the gradients of ``group`` are zero on all ranks; collective."""
+        return not self._collectives.all_reduce(group.grad.count_nonzero())
+
     def begin_window(self, group: FlatGroup) -> None:
         """The gradients of ``group`` were cleared, and the next ones are on their way."""
 

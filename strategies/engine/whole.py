@@ -176,6 +176,10 @@ class WholeReducer(Reducer):
         self._shown = [entry for entry in self._shown if entry not in gone]  # found once
         return found
 
+    def is_zero(self, group: FlatGroup) -> bool:
+        """See :meth:`Reducer.is_zero`."""
+        return not group.grad.count_nonzero()
+
     def begin_window(self, group: FlatGroup) -> None:
         """See :meth:`Reducer.begin_window`."""
         entries = group.entries

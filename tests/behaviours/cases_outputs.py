@@ -1192,6 +1192,35 @@ class AssignedAfterFailedBackward(Case):
 
 
 @case
+class PostAccumulateHookRaises(Case):
+    """A post-accumulate hook that raises, then gradients are cleared, and another backward"""
+
+    raises = False
+
+    def model(self):
+        model = super().model()
+        next(model.blocks[1].parameters()).register_post_accumulate_grad_hook(self.hook)
+        return model
+
+    def hook(self, parameter):
+        if self.raises:
+            raise ValueError("no gradient today")
+
+    def train(self, run):
+        for step in range(STEPS):
+            super().train(run)
+            run.optimizer.zero_grad()
+            self.raises = True
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with suppress(ValueError), run.backward():
+                loss.backward()
+            self.raises = False
+            run.recover()
+            run.optimizer.zero_grad()
+        super().train(run)
+
+
+@case
 class RetriedInsideOfBackward(Case):
     """An overridden `LightningModule.backward` that catches an exception, clears gradients, and differentiates another loss"""
 
