@@ -296,7 +296,7 @@ class PlainScaler(ScalerOfItsOwn):
 class OptimizerOfItsOwn(Module):
     """Nobody else knows of it, so nobody keeps gradients for it."""
 
-    refused = "This SGD steps on parameters that are sharded.*Return it there"
+    refused = "This SGD steps on parameters that are sharded.*Return it then"
 
     def __init__(self):
         super().__init__()

@@ -18,6 +18,12 @@ READS = {
     "forward": lambda module: module.net(torch.ones(1, 4)),
     "values": lambda module: module.trainer.strategy.engine.units[-1].values(),
 }
+TOLD = {
+    "gradient": "gather the gradients of unit net",
+    "gathered": "enter `strategy.gathered`, which is for all ranks",
+    "forward": "gather unit net",
+    "values": "gather the stored values of unit net",
+}
 ELSEWHERE = {
     "wait for the others at a barrier": lambda module: module.trainer.strategy.barrier(),
     "reduce a value over the ranks": lambda module: module.trainer.strategy.reduce(torch.ones(1)),
@@ -157,7 +163,7 @@ def test_both_ranks_are_told(ranks):
     for rank, (told, _) in enumerate(ranks):
         for read, other, message in told:
             assert f"rank {rank} is about to" in message and other in message
-            assert ("enter `strategy.gathered`, which is for all ranks" if read == "gathered" else "gather unit net") in message
+            assert TOLD[read] in message
 
 
 def test_writes_of_other_values_are_told(ranks):
