@@ -940,7 +940,7 @@ class SavedActivationChanged(Case):
 
         super().train(run)
         run.optimizer.zero_grad()
-        loss = run.step(broken)
+        loss = run.step(lambda model: self.broken(model, run.rank))
         with pytest.raises(RuntimeError, match="modified (by an inplace operation|inplace)"), run.backward():
             loss.backward()
         run.recover()
@@ -1143,23 +1143,27 @@ class ClearedAfterFailedBackward(FailedSecondBackward):
         run.log(*(float(p.grad is None) for p in run.model.parameters()))
 
 
+class FailsInTheMiddle(Case):
+    """Has a loss whose backward raises when half of the gradients are there."""
+
+    def broken(self, model, rank):
+        x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, rank))))
+        x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
+        return model.head(model.blocks[2](x)).square().mean()
+
+
 @case
-class SteppedAfterFailedBackward(Case):
+class SteppedAfterFailedBackward(FailsInTheMiddle):
     """An exception in the middle of a second backward, then `optimizer.step()` without clearing"""
 
     refused = refused_on_one = r"An exception ended a backward pass.*'[\w.]+'.*incomplete.*`zero_grad\(\)`"
 
     def train(self, run):
-        def broken(model):
-            x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
-            x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
-            return model.head(model.blocks[2](x)).square().mean()
-
         run.optimizer.zero_grad()
         loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
         with run.backward():
             loss.backward()
-        loss = run.step(broken)
+        loss = run.step(lambda model: self.broken(model, run.rank))
         with suppress(ValueError), run.backward():
             loss.backward()
         run.recover()
@@ -1168,18 +1172,13 @@ class SteppedAfterFailedBackward(Case):
 
 
 @case
-class AssignedAfterFailedBackward(Case):
+class AssignedAfterFailedBackward(FailsInTheMiddle):
     """An exception in the middle of the first backward, then gradients are assigned, and another backward adds to them"""
 
     def train(self, run):
-        def broken(model):
-            x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
-            x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
-            return model.head(model.blocks[2](x)).square().mean()
-
         for step in range(STEPS):
             run.optimizer.zero_grad()
-            loss = run.step(broken)
+            loss = run.step(lambda model: self.broken(model, run.rank))
             with suppress(ValueError), run.backward():
                 loss.backward()
             run.recover()
@@ -1221,14 +1220,12 @@ class PostAccumulateHookRaises(Case):
 
 
 @case
-class RetriedInsideOfBackward(Case):
+class RetriedInsideOfBackward(FailsInTheMiddle):
     """An overridden `LightningModule.backward` that catches an exception, clears gradients, and differentiates another loss"""
 
     def train(self, run):
         def losses(model, step):
-            x = model.blocks[1](model.blocks[0](model.stem(self.batch(9, run.rank))))
-            x = ExceptionInBackward.Fail.apply(x, ValueError("no gradient today"))
-            return model.head(model.blocks[2](x)).square().mean(), self.loss(model, self.batch(step, run.rank))
+            return self.broken(model, run.rank), self.loss(model, self.batch(step, run.rank))
 
         for step in range(STEPS):
             run.optimizer.zero_grad()
