@@ -101,7 +101,7 @@ class FlatGroup:
     idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh by a backward
     begun: int  # ... or by a user, who assigned one
-    incomplete: set[Entry]  # whose gradients are not those of any number of passes, because an exception ended one
+    incomplete: set[Entry]  # whose gradients may have a part of a pass in them that an exception ended
     left: int  # `written_by_others` when that was
     muted: bool  # no gradient was wanted in the last backward
     numbers: slice  # of its parameters, among all that are trained; empty if it is not

@@ -100,14 +100,15 @@ def test_a_scheduler_of_every_second_step_makes_up_for_a_skipped_one(overflows, 
 class Held(pl.LightningModule):
     """Has gradients from before they are unscaled, and uses them after; in float64, which autocast leaves alone."""
 
-    def __init__(self, how):
+    def __init__(self, how, parts):
         super().__init__()
-        self.how, self.norms = how, []
+        self.how, self.parts, self.norms = how, parts, []
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
 
     def training_step(self, batch, batch_idx):
-        return self.net(batch.double()).square().mean()
+        mine = batch if self.trainer.world_size == 1 else batch.chunk(self.parts)[self.global_rank]
+        return self.net(mine.double()).square().mean()
 
     def on_after_backward(self):
         if self.how == "assigned":
@@ -129,16 +130,16 @@ class Held(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader(list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
+        return DataLoader(list(torch.randn(4, 2 * self.parts, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
 
 
 WAYS = ["read", "views", "assigned", "assigned, not kept"]
 
 
-def fit_held(rank, world_size, strategy="zero3"):
+def fit_held(rank, world_size, parts, strategy="zero3"):
     found = {}
     for how in WAYS:
-        module, plugin = Held(how), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+        module, plugin = Held(how, parts), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
         fitter = trainer(strategy, world_size, plugins=[plugin])
         fitter.fit(module)
         with fitter.strategy.gathered(module) if strategy == "zero3" else nullcontext():
@@ -149,8 +150,8 @@ def fit_held(rank, world_size, strategy="zero3"):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_users_hold_are_unscaled_too(world_size):
     """torch does not count what a scaler does to them."""
-    expected = fit_held(0, 1, "auto")
-    for found in run_ranks(fit_held, world_size, timeout=60):
+    expected = fit_held(0, 1, world_size, "auto")  # of the batches of all ranks
+    for found in run_ranks(fit_held, world_size, world_size, timeout=60):
         for how in WAYS:
             torch.testing.assert_close(found[how], expected[how], rtol=1e-12, atol=1e-12)
 
