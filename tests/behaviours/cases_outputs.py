@@ -940,7 +940,7 @@ class SavedActivationChanged(Case):
 
         super().train(run)
         run.optimizer.zero_grad()
-        loss = run.step(lambda model: self.broken(model, run.rank))
+        loss = run.step(broken)
         with pytest.raises(RuntimeError, match="modified (by an inplace operation|inplace)"), run.backward():
             loss.backward()
         run.recover()
