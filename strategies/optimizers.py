@@ -155,10 +155,14 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
     except _UnchangedError:
         raise
     except Exception as error:
+        wrapped = next((type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+        instead = (
+            f"Return the {wrapped} that it wraps" if wrapped else "Use one that takes that and updates each parameter by itself"
+        )
         raise ValueError(
             f"{cls.__name__} could not be tried on small tensors ({type(error).__name__}: {error}), so it cannot be trusted "
             "with shards. It is made as `cls([group], **defaults)`, or `cls(params, **defaults)`, and steps with and without a "
-            "closure. Use an optimizer that takes that and updates each parameter by itself, or another strategy."
+            f"closure. {instead} in `configure_optimizers`, or use another strategy."
         ) from error
     more = max([steps, _SOME, *(late + 2 for late in _late(optimizer, options, steps))])
     rare = [(moment, n) for moment in _MOMENTS for n in {steps, more} if (moment, n) != (1.0, steps)]

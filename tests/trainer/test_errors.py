@@ -128,6 +128,22 @@ class GlobalNormSgd(torch.optim.SGD):
         return loss
 
 
+class Slowed(torch.optim.Optimizer):
+    """Made of another one, as Lookahead is."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class ByAWrapper(Model):
+    def configure_optimizers(self):
+        return Slowed(torch.optim.SGD(self.parameters(), lr=0.1))
+
+
 class ByGlobalNorm(Model):
     def configure_optimizers(self):
         return GlobalNormSgd(self.parameters(), lr=0.1)
@@ -190,6 +206,7 @@ CASES = {
     "global norm": (ByGlobalNorm, {}, {}, ["GlobalNormSgd combines several parameters", "or another strategy"]),
     "SparseAdam": (BySparseAdam, {}, {}, ["SparseAdam could not be tried", "does not support dense gradients"]),
     "SyncBatchNorm": (BatchNorms, {}, {"sync_batchnorm": True}, ["SyncBatchNorm, which 'net.1' would become, needs GPUs"]),
+    "wrapper": (ByAWrapper, {}, {}, ["Slowed could not be tried on small tensors", "Return the SGD that it wraps"]),
     "untried optimizer": (ByNothing, {}, {}, ["Useless could not be tried on small tensors", "'needed'"]),
 }
 
