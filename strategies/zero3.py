@@ -29,7 +29,7 @@ from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .checkpoints.optimizer_state import of_rank_zero
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
-from .engine import UnitPolicy, Zero3Engine
+from .engine import UnitPolicy, Zero3Engine, gathered
 from .evaluation import EvaluationStrategy
 from .finite import FiniteCheck
 from .host import require_sync_batch_norm
@@ -358,9 +358,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             ResidencyError: at exit, a parameter was changed without ``modify``.
         """
         what = self.lightning_module if what is None else what
-        if self.engine is None or what is None:
-            return nullcontext()
-        return self.engine.access.gathered(what, modify)
+        return nullcontext() if what is None else gathered(what, modify)
 
     @contextmanager
     def param_groups(self) -> Generator[None, None, None]:

@@ -22,6 +22,7 @@ held_gradients, agreement (what the ranks compare), joint (steps that some ranks
 """
 
 from ..residency import ResidencyError, is_sharded
+from .access import gathered
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
 from .unit import Unit
@@ -32,5 +33,6 @@ __all__ = [
     "Unit",
     "Zero3Engine",
     "find_units",
+    "gathered",
     "is_sharded",
 ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart, connected
-from ..residency.home import ResidencyError, is_aliased, note_alias, settle
+from ..residency.home import Home, ResidencyError, is_aliased, is_sharded, note_alias, owner_of, settle
 from ..residency.numbers import take_back
 from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, graph_task, set_data, set_grad
 from .gradients import Gradients
@@ -119,14 +119,9 @@ class Access:
         return self._entries[id(gradient.held.parameter)] is gradient.held.entry
 
     @contextmanager
-    def gathered(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
-        """Inside, the parameters are ordinary and full; collective at entry, and at exit with ``modify``.
-
-        At exit rank 0's values are stored with ``modify``, whatever the other ranks wrote; else a write is an error. Parameters
-        that this engine does not own are left alone.
-        """
-        parameters = what.parameters() if isinstance(what, nn.Module) else [what] if isinstance(what, Tensor) else what
-        found = {id(p): self._entries[id(p)] for p in parameters if id(p) in self._entries}  # once, however often it is named
+    def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+        """See :func:`gathered`, of this engine's parameters."""
+        found = {id(p): self._entries[id(p)] for p in parameters}  # once, however often it is named
         wanted = [entry for entry in found.values() if not self._units[entry.unit].whole]
         units = list(dict.fromkeys(self._units[entry.unit] for entry in wanted))
         if units and units[0].announce is None:  # else ranks that have nothing to run take part
@@ -156,6 +151,24 @@ class Access:
                 unit.rest()
         for entry in wanted if modify else ():
             self.write(entry.parameter, self._collectives.broadcast(values[entry.name].contiguous()))
+
+
+@contextmanager
+def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+    """Inside, the parameters are ordinary and full; collective at entry, and at exit with ``modify``.
+
+    At exit rank 0's values are stored with ``modify``, whatever the other ranks wrote; else a write is an error. Those of an
+    earlier run come from its engine; parameters that are not sharded are left alone.
+    """
+    parameters = what.parameters() if isinstance(what, nn.Module) else [what] if isinstance(what, Tensor) else what
+    by_home: dict[Home, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if is_sharded(parameter):
+            by_home.setdefault(owner_of(parameter), []).append(parameter)
+    with ExitStack() as stack:
+        for home, its in by_home.items():
+            stack.enter_context(home.gathered(its, modify))
+        yield
 
 
 def _require_unused(unit: Unit, wanted: list[Entry]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,9 @@ class Home(Protocol):
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The whole values, detached, of parameters that share this home; collective, each unit is gathered once."""
+
+    def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> AbstractContextManager[None]:
+        """Inside, the parameters are ordinary and full; collective."""
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Store a full value that all ranks have; local."""

@@ -301,7 +301,9 @@ class Zero3Run(Run):
         return self.engine.backward()
 
     def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:
-        return self.engine.access.gathered(what, modify)
+        from lightning_zero3.strategies.engine import gathered
+
+        return gathered(what, modify)
 
     def _full(self, flat: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

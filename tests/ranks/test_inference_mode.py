@@ -8,7 +8,7 @@ from torch import nn
 from helpers.contracts import IN_THE_SLOTS, WIDTH, Block, build, micro_batch
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import Meeting, PairwiseCollectives
-from lightning_zero3.strategies.engine import ResidencyError
+from lightning_zero3.strategies.engine import ResidencyError, gathered
 
 
 class Looking(Block):
@@ -40,7 +40,7 @@ def between_steps(rank, world_size):
     def train(each):
         each(x).square().mean().backward()
 
-    with torch.inference_mode(), engine.access.gathered(model, modify=True):
+    with torch.inference_mode(), gathered(model, modify=True):
         model[0].first.weight.mul_(2)
         value = model[0].first.bias.detach()
     with torch.no_grad():

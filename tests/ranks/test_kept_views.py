@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.contracts import IN_THE_SLOTS, ON_THE_WIRE, WIDTH, Block, build, micro_batch
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.engine import gathered
 
 
 class Recomputed(Block):
@@ -196,7 +197,7 @@ def return_views(rank, world_size):
         searched = len(looks)
         third = collected.pop() + 0
         model[1](torch.ones(2, WIDTH))
-    with engine.access.gathered(bias, modify=False):
+    with gathered(bias, modify=False):
         assert all(torch.equal(each, bias[:3]) for each in (first, second["same"], third))
     return searched > 0, len(looks) - searched
 
@@ -320,7 +321,7 @@ def keep_in_graphs(rank, world_size, block):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    with engine.access.gathered(model, modify=False):
+    with gathered(model, modify=False):
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.detach(), theirs.detach())
     return len(looks)
@@ -396,7 +397,7 @@ def keep_beside_graph(rank, world_size, way):
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    with engine.access.gathered(model, modify=False):
+    with gathered(model, modify=False):
         expected = model[1].first.bias[:3].clone()
     with torch.no_grad(), engine.step():
         found = next(kept[-1]) if way == "generator" else kept[-1]
@@ -635,7 +636,7 @@ def nest(rank, world_size):
     with torch.no_grad(), engine.step():
         found = [block(torch.ones(2, WIDTH))[1] for block in model]
         values = [nested.values().clone() for nested in found]
-    with engine.access.gathered(model, modify=False):
+    with gathered(model, modify=False):
         assert all(torch.equal(block.first.weight, value) for block, value in zip(model, values, strict=True))
     model[0].keep = True
     with pytest.raises(RuntimeError, match="'0.first.weight'.* was kept .* is a part of a NestedTensor"), engine.step():
@@ -657,7 +658,7 @@ class KeptInBackward(Block):
 def keep_in_backward(rank, world_size):
     model, _, engine = build(rank, world_size, block=KeptInBackward)
     micro_batch(model, engine, rank, 0)
-    with engine.access.gathered(model, modify=False):
+    with gathered(model, modify=False):
         expected = [block.first.bias[:3].clone() for block in model]
     with torch.no_grad(), engine.step():
         assert all(torch.equal(block.kept, value) for block, value in zip(model, expected, strict=True))
@@ -739,20 +740,20 @@ def write_to_arrays(rank, world_size, options):
             print(module.second.weight.detach().numpy(), module.second.weight[:, 1].detach().numpy())
         module.first.bias.detach().numpy()[5:7] = weight[0, 0] + 2.0
 
-    with torch.no_grad(), engine.access.gathered(model, modify=True):
+    with torch.no_grad(), gathered(model, modify=True):
         model[1].second.weight[0, 0] = alone[1].second.weight[0, 0] = torch.nan
     for blocks in (model, alone):
         blocks[1].register_forward_pre_hook(write)
         blocks[2].register_forward_pre_hook(lambda module, args: print(module.second.weight.detach().numpy().sum()))
     alone(torch.ones(2, WIDTH))
     micro_batch(model, engine, rank, 0)
-    with engine.access.gathered(model, modify=False):
+    with gathered(model, modify=False):
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0, equal_nan=True)
-    with engine.access.gathered(model, modify=True):
+    with gathered(model, modify=True):
         if rank == 0:
             model[1].first.bias.detach().numpy()[:] = 3.0
-    with engine.access.gathered(model[1].first.bias, modify=False):
+    with gathered(model[1].first.bias, modify=False):
         return sum((u.in_arrays for u in engine.units), []), model[1].first.bias.sum().item()
 
 
@@ -822,7 +823,7 @@ def step_after_arrays(rank, world_size, wire, write):
         train(model, optimizer, engine.backward)
     train(alone, plain, nullcontext)
     if not wire:
-        with engine.access.gathered(model, modify=False):
+        with gathered(model, modify=False):
             for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(mine.detach(), theirs.detach())
     return True

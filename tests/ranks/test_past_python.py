@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import PairwiseCollectives, make_collectives
-from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine
+from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, gathered
 
 CPU = torch.device("cpu")
 
@@ -344,7 +344,7 @@ def changed_number(rank, world_size):
         with engine.step():
             model(x)
             found.append(x.roll(model[0].count, 1)[0].tolist())
-        with engine.access.gathered([model[0].count], modify=True), torch.no_grad():
+        with gathered([model[0].count], modify=True), torch.no_grad():
             model[0].load_state_dict({"bias": torch.full((4,), float(count))}, strict=False)
             model[0].count.fill_(count)
     with engine.step():

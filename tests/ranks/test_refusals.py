@@ -11,7 +11,7 @@ from torch import nn
 from helpers.ranks import run_ranks
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.strategies.collectives import make_collectives
-from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.engine import Zero3Engine, gathered
 from lightning_zero3.strategies.param_groups import ParamGroups
 from lightning_zero3.strategies.residency import ResidencyError
 
@@ -45,7 +45,7 @@ def gathered_in_its_forward():
     model, _, engine = engine_of(layer)
 
     def act(layer):
-        with engine.access.gathered(layer, False):
+        with gathered(layer, False):
             pass
 
     layer.act = act
@@ -54,7 +54,7 @@ def gathered_in_its_forward():
 
 def gathered_twice():
     model, _, engine = engine_of()
-    with engine.access.gathered(model, False), engine.access.gathered([model[0].weight], False):
+    with gathered(model, False), gathered([model[0].weight], False):
         pass
 
 

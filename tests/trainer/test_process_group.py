@@ -96,6 +96,38 @@ def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size, capsys):
     assert capsys.readouterr().out.count(f"zero3: {size} rank(s) on 1 node(s), gloo, started by torchrun\n") == 1
 
 
+def gather_the_module_of_an_earlier_run(rank, size):
+    def fitted(rate):
+        module = Model()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=rate)
+        fitter = trainer("zero3", size, use_distributed_sampler=True)
+        fitter.fit(module)
+        return fitter, module
+
+    def single(rate):  # each rank's data are the same ones, so 4 batches of them or 2 are equal steps
+        module = Model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+        for _ in range(4 // size):
+            optimizer.zero_grad()
+            module.net(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+        return module.net
+
+    (_, first), (later, second) = fitted(0.1), fitted(0.2)
+    with later.strategy.gathered([*first.parameters(), *second.parameters()]):
+        for module, rate in ((first, 0.1), (second, 0.2)):
+            torch.testing.assert_close(module.net.weight, single(rate).weight)
+    with later.strategy.gathered(first, modify=True), torch.no_grad():
+        first.net.bias.fill_(7)
+    with trainer("zero3", size, use_distributed_sampler=True).strategy.gathered(first):  # before a run of its own
+        assert first.net.bias.item() == 7
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_strategy_gathers_the_module_of_an_earlier_run(size):
+    run_ranks(gather_the_module_of_an_earlier_run, size)
+
+
 AT_EXIT = """
 import atexit, sys
 # Before anything else, so it is called after everything else.
