@@ -78,7 +78,7 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
     pairs = list(zip(_tensors(skeleton), _tensors(mapped), strict=True))
     with zipfile.ZipFile(file) as archive:
         stored = sum("/data/" in name for name in archive.namelist())
-    if stored > len({tensor.untyped_storage().data_ptr() for tensor, _ in pairs if tensor.numel()} | {0}):
+    if stored > len({tensor.untyped_storage()._cdata for tensor, _ in pairs}):
         raise CheckpointError(
             "the checkpoint has tensors inside of objects. Put them into dicts or lists in `on_save_checkpoint`."
         )

@@ -243,3 +243,24 @@ def test_model_checkpoint(tmp_path):
     small = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     expected = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert "optimizer_states" not in small and small["state_dict"].keys() == expected["state_dict"].keys()
+
+
+class Emptied(Lit):
+    """Tensors without elements, of which torch writes each."""
+
+    def __init__(self):
+        super().__init__(RECIPE, no_gradients)
+        self.register_buffer("first", torch.empty(0))
+        self.register_buffer("second", torch.empty(0, 3))
+
+
+def save_empty(rank, world_size, path):
+    fitter = trainer(full(), world_size, max_epochs=1)
+    fitter.fit(Emptied())
+    fitter.save_checkpoint(path)
+
+
+def test_tensors_without_elements_are_saved(tmp_path):
+    run_ranks(save_empty, 2, str(tmp_path / "empty.ckpt"))
+    state = torch.load(tmp_path / "empty.ckpt", weights_only=True)["state_dict"]
+    assert (state["first"].shape, state["second"].shape) == ((0,), (0, 3))
