@@ -9,6 +9,7 @@ board                 memory of one machine in which each rank posts the exchang
 """
 
 from .diary import (
+    Diary,
     DivergenceError,
     Meeting,
     Setting,
@@ -27,6 +28,7 @@ from .wire import widen
 __all__ = [
     "CallTimer",
     "CollectiveTimer",
+    "Diary",
     "DivergenceError",
     "GroupCollectives",
     "HostClock",

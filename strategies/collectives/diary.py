@@ -135,6 +135,7 @@ class Diary:
         stored: the same of changes between steps. Nothing but an agreement makes them forgotten.
         describe: what a label stands for, for errors.
         settings: finds what must be alike on all ranks beside.
+        stepped: what optimizers have stepped with since the last agreement, and how often.
         progress: index of the unit that was asked for last, and exchanges begun.
     """
 
@@ -145,7 +146,21 @@ class Diary:
         self.stored: dict[str, Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
+        self.stepped: list[Setting] = []
+        self.steps = 0
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
+
+    def step(self, used: list[Setting]) -> None:
+        """An optimizer steps, with what it has ``used``, and with the settings of now."""
+        number = self.steps = self.steps + 1
+        now = [*used, *self.settings()]
+        self.stepped += [
+            (name, group, f"{option} (in step {number} since the last backward)", v) for name, group, option, v in now
+        ]
+
+    def all_settings(self) -> list[Setting]:
+        """Those of now, and those of steps."""
+        return [*self.settings(), *self.stepped]
 
     def checksums(self) -> list[Written]:
         """What this rank has written to parameters, in an order that all ranks have; waits for the device."""
@@ -158,12 +173,12 @@ class Diary:
     def digest(self, written: Sequence[Written]) -> int:
         """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
         numbers = [number for name, total, _ in written for number in (crc32(name.encode()), total)]
-        numbers += [value for *_, value in self.settings()]
+        numbers += [value for *_, value in self.all_settings()]
         return hash((*self.trace[1:], *numbers)) >> 2  # of numbers: the same in every process
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
-        self.written, self.stored = {}, {}
+        self.written, self.stored, self.stepped, self.steps = {}, {}, [], 0
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

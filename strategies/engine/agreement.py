@@ -52,7 +52,7 @@ class Agreement:
         mine[0], mine[1], mine[2:] = digest, -digest, torch.frombuffer(bytearray(flags), dtype=torch.uint8)
         most, least, *agreed = self._collectives.agree(mine).tolist()
         if most != -least:
-            mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.settings()
+            mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.all_settings()
             traces, values, settings = zip(*self._collectives.all_gather_object(mine), strict=True)
             if not (difference := first_difference(traces, self.describe)):
                 require_same_values(values)

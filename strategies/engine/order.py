@@ -7,10 +7,13 @@ class ForwardOrder:
     """Remembers which unit followed which, to gather the next one ahead.
 
     A changed order costs one useless gather on every rank alike, never a wrong number.
+
+    Args:
+        foresees: else nothing is gathered ahead, so that where ranks part is where one gathers another unit.
     """
 
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}
+    def __init__(self, foresees: bool = True) -> None:
+        self._foresees, self._next = foresees, dict[int, int]()
         self._last: int | None = None
 
     def begin(self) -> None:
@@ -22,7 +25,7 @@ class ForwardOrder:
         if self._last is not None and self._last != unit:
             self._next[self._last] = unit
         self._last = unit
-        return self._next.get(unit)
+        return self._next.get(unit) if self._foresees else None
 
 
 class BackwardSchedule:

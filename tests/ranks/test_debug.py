@@ -120,3 +120,29 @@ def overlap(rank, world_size):
 def test_two_owners_of_a_slot_are_an_error_that_names_the_second():
     for _, message in run_ranks(overlap, 2):
         assert message.startswith("ResidencyError: The memory of unit 2 was written while its parameters rested"), message
+
+
+class Ordered(nn.Sequential):
+    """Runs its blocks in an order of its own, in the second step that it takes."""
+
+    order, steps = range(BLOCKS), 0
+
+    def forward(self, x):
+        self.steps += 1
+        for k in self.order if self.steps == 2 else range(BLOCKS):
+            x = self[k](x)
+        return x
+
+
+class OrderedByRank(Ordered):
+    def __init__(self, *blocks):
+        super().__init__(*blocks)
+        self.order = [0, 1, 2, 3, 4] if torch.distributed.get_rank() else [0, 2, 1, 3, 4]
+
+
+def test_ranks_that_part_are_told_of_the_first_unit_in_which_they_do():
+    for _, message in run_ranks(train, 2, OrderedByRank, None, True):
+        assert message.startswith("DivergenceError: The ranks run different things: rank "), message
+        assert "rank 0 is about to gather unit 2, rank 1 to gather unit 1." in message or (
+            "rank 1 is about to gather unit 1, rank 0 to gather unit 2." in message
+        )

@@ -1,6 +1,7 @@
 """One rank reads what is sharded while the others do something else, or writes what they do not: an error on each."""
 
 import os
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -81,6 +82,47 @@ WRITES = {
 }
 
 
+def _step_with_another_rate(module, rank, optimizer, closure):
+    closure()
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.1 + rank
+    optimizer.step()
+    group["lr"] = 0.1
+
+
+def _step_twice(module, rank, optimizer, closure):
+    closure()
+    for _ in range(2 - rank):
+        optimizer.step()
+
+
+def _step_without_a_gradient(module, rank, optimizer, closure):
+    closure()
+    if rank == 0:
+        module.net[0].bias.grad = None
+    optimizer.step()
+
+
+# What ranks do in `optimizer_step`, and what of it is told in the next backward.
+STEPS = {
+    _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
+    _step_twice: "'gradients (in step 2 since the last backward)' of param group 0 of SGD is 10 on rank 0 and None on",
+    _step_without_a_gradient: "'gradients (in step 1 since the last backward)' of param group 0 of SGD is 9 on rank 0 and 10",
+}
+
+
+class Stepper(Asymmetric):
+    def __init__(self, act):
+        super().__init__("gradient", "wait for the others at a barrier")
+        self.act = act
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        self.act(self, self.global_rank, optimizer.optimizer, closure)
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
 class Writer(Asymmetric):
     def __init__(self, write):
         super().__init__("gradient", "wait for the others at a barrier")
@@ -135,6 +177,9 @@ def _fit_all(rank, world_size, folder):
         tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
         tester.validate(stored, stored.train_dataloader())
     assert not stored.message
+    for act, text in STEPS.items():
+        with pytest.raises(DivergenceError, match=re.escape(text)):
+            trainer(zero3(unit_policy=["Linear"]), world_size).fit(Stepper(act))
     told, written = [], {}  # from here on messages that nobody takes stay in the group
     for read, other in zip(READS, ELSEWHERE, strict=True):
         module = Asymmetric(read, other)
