@@ -82,7 +82,7 @@ LAYERS = [
         ],
         TORCH,
     ),
-    (["strategies/engine/gradients", "strategies/engine/saved"], TORCH),
+    (["strategies/engine/gradients", "strategies/engine/runs", "strategies/engine/saved"], TORCH),
     (["strategies/engine/held_gradients", "strategies/engine/kept"], TORCH),
     (["strategies/engine/access"], TORCH),
     (["strategies/engine/backward"], TORCH),

@@ -12,8 +12,9 @@ from .slices import Place, SavedTensor, SlicedTensor, places
 
 
 def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
-    """A slice of each gradient, by parameter name; collective."""
+    """A slice of each gradient, by parameter name; collective. A RuntimeError if an exception left some incomplete."""
     engine.adopt_gradients()
+    engine.gradients.require_complete(engine.groups)
     return {name: _slice(engine, place) for name, place in _trained(engine) if engine.gradients.has_gradient(place.entry)}
 
 

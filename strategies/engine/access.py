@@ -91,6 +91,7 @@ class Access:
         """See :meth:`~.residency.home.Home.set_gradient`."""
         entry = self._entries[id(parameter)]
         self.held.keep(entry)
+        entry.dropped = False
         if entry.trained:  # no optimizer would read another one's
             with apart():
                 self._settle_gradients(entry.name)

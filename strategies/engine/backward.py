@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ..residency.home import ResidencyError
 from ..residency.resting import get_grad, set_grad
@@ -17,25 +16,9 @@ from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
 from .order import BackwardSchedule
+from .runs import WAITING, Run, watch_runs
 from .saved import SavedTensors
 from .unit import Unit
-
-
-class _End:
-    """What autograd calls when a pass is over. It lets go of it uncalled when an exception has ended the pass."""
-
-    def __init__(self, passes: Backward) -> None:
-        self._passes, self._number, self._over = passes, passes.number, False
-
-    def __call__(self) -> None:
-        if not self._passes.explicit:
-            self._passes.end()
-        self._over = True
-
-    def __del__(self) -> None:
-        # Threads of devices may let go of it when the exception has been dealt with, and another pass runs.
-        if not self._over and self._passes.active and self._passes.number == self._number:
-            self._passes.failed()
 
 
 class Backward:
@@ -55,11 +38,15 @@ class Backward:
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
-        self._access, self._adopt_values, self.failed = access, adopt_values, failed
+        self._access, self._adopt_values, self._failed = access, adopt_values, failed
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
-        self.active = False  # the pass has begun and not ended
-        self.number = 0  # of passes that have begun
-        self.explicit = False  # it was opened, and will be ended; else a callback of autograd does
+        self.active = False  # a pass has begun and not ended
+        self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
+        self.told = watch_runs(self)
+        if self._reducer.whole:
+            WAITING.append(self.told)
+        self._run: Run | None = None  # that it has joined, and whose end will be its own
+        self._accumulates = True
         self._muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
         self._owed = b""  # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them as saved
         self._current: Unit | None = None  # the unit whose backward runs
@@ -75,8 +62,8 @@ class Backward:
         parameter where the garbage collector cannot look, so the model would never be freed.
         """
         where, name, number, views = unit.index, unit.trained[index].name, unit.trained[index].number, self._reducer.views
-        claimed, written = self._reducer.claimed, self._reducer.written
-        used, graphs = self._gradients.used, self._gradients.graphs
+        claimed, written, lies_there = self._reducer.claimed, self._reducer.written, self._reducer.whole
+        used, graphs, arrived = self._gradients.used, self._gradients.graphs, self._gradients.arrived
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -85,48 +72,94 @@ class Backward:
             with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
-            added = grad is views[number]  # to what is shown; the user has not cleared it
             if not now.active:
-                _require_last(parameter, name)
-                if added:
-                    set_grad(parameter, grad)
                 now.begin()
             if grad is None or (now._muted and number in now._muted):  # a custom Function may return None
                 return
-            used[number] = now.added = 1
+            if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
+                raise _seen_alone(name)
             if not claimed[where]:
                 now._reducer.claim(where)
             if grad.is_sparse:
                 grad = grad.to_dense()
             if grad.requires_grad:  # made with create_graph: what is reduced has no graph
                 graphs[number] = 1
-            if added:
-                _require_current(name, bool(written[number]))
-            elif written[number]:
-                views[number].add_(grad.detach())
-            else:
+            if not written[number] or (lies_there and arrived[number]):
                 views[number].copy_(grad.detach())
                 written[number] = 1
+            else:
+                views[number].add_(grad.detach())
+            used[number] = arrived[number] = now.added = 1
+            if lies_there:
+                with torch._C.DisableTorchFunctionSubclass():
+                    set_grad(parameter, views[number])
 
         return collect
 
     def open(self) -> None:
-        """A loss is about to be differentiated, and :meth:`end` will follow."""
-        self._adopt()
-        self._gradients.give_back()
-        self.explicit = True
+        """Losses are about to be differentiated, and :meth:`close` will follow."""
+        self.opened, self._ended = True, False
+        if not self._reducer.whole:
+            WAITING.append(self.told)
+
+    def close(self) -> None:
+        """They are; collective on ranks that had none, too."""
+        if self.active or not self._ended:
+            self.end()
+
+    def leave(self) -> None:
+        """What :meth:`open` began is over, or has failed."""
+        self.opened = False
+        if not self._reducer.whole and self.told in WAITING:
+            WAITING.remove(self.told)
+
+    def before_run(self, run: Run) -> None:
+        """See :class:`~.runs.Runner`."""
+        if self.active:
+            return  # who has begun it ends it
+        self._join(run)
+        if self._reducer.whole:
+            self._adopt()  # autograd would add to what it finds
+
+    def _join(self, run: Run) -> None:
+        self._run, self._accumulates = run, run.accumulates
+        run.runners.append(self)
+
+    def after_run(self) -> None:
+        """See :class:`~.runs.Runner`."""
+        self._run = None
+        if self.active or (self.opened and self._accumulates):
+            self.end()
+        else:
+            self._show_again()
+
+    def fail_run(self) -> None:
+        """See :class:`~.runs.Runner`."""
+        joined, self._run = self._run is not None, None
+        if joined and self.active:
+            self._failed()
+        elif not self.active:
+            self._drop_leftovers()
+            self._show_again()
 
     def begin(self, silent: bool = False) -> None:
         """The first gradient is there; ``silent``: not on this rank."""
         if self.active:
             return
+        if self._run is None and not silent:
+            if Run.current is None:
+                raise ResidencyError(
+                    "A loss was differentiated past `torch.autograd`, by a scripted function, for instance. Call "
+                    "`loss.backward()` or `self.manual_backward(loss)` in Python."
+                )
+            self._join(Run.current)
+        self._accumulates |= self._run is None
+        if self._accumulates:
+            self._gradients.give_back()
         if not self._hides:
             self._adopt()
         self.active, self.added = True, 0
-        self.number += 1
-        if not silent:
-            Variable._execution_engine.queue_callback(_End(self))
-        self._muted = self._gradients.begin_windows()
+        self._muted = self._gradients.begin_windows(self._accumulates)
 
     def _adopt(self) -> None:
         self._adopt_values()
@@ -177,7 +210,7 @@ class Backward:
             self._drop_recomputed([unit])  # another's may still come, and by a way that nobody announces
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
         if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
-            self.added = 1
+            self.added |= self._accumulates
             self._reducer.reduce(unit)
 
     def _drop_recomputed(self, over: list[Unit]) -> None:
@@ -190,6 +223,7 @@ class Backward:
         self.begin(silent=True)
         self.complete()
         self._conclude()
+        self._ended = True
         self._access.held.follow_all()
 
     def complete(self) -> None:
@@ -264,36 +298,36 @@ class Backward:
     def abandon(self) -> None:
         """After an exception: the next pass starts clean."""
         if self.active:
-            self._reducer.abandon()
-            self._reducer.zero_untouched()  # nothing is left of a window that began with it
+            held = self._reducer.held
+            if self.added or not held:
+                self._reducer.abandon()
+                self._reducer.zero_untouched()  # nothing is left of a window that began with it
             if self.added:
-                self._gradients.give_up()
-        if self._hides:
-            self._drop_leftovers()
-            self._gradients.show_again()
+                self._gradients.give_up(held)
+        self._drop_leftovers()
+        self._show_again()
         self.schedule.clear()
         self._recomputed.clear()
-        self._current, self.active, self._hides, self._owed = None, False, False, b""
+        self._current, self.active, self._owed = None, False, b""
+
+    def _show_again(self) -> None:
+        """No pass has ended, which would have shown the gradients."""
+        if self._hides:
+            self._gradients.show_again()
+            self._hides = False
 
     def _drop_leftovers(self) -> None:
         """What autograd put on a parameter before a user's hook raised, which ran before the engine's took it away."""
+        if self._reducer.whole and not self._hides:
+            return  # they are the gradients
         with torch._C.DisableTorchFunctionSubclass():
             for entry in (entry for unit in self._units for entry in unit.trained):
                 set_grad(entry.parameter, None)
 
 
-def _require_current(name: str, current: bool) -> None:
-    if not current:
-        raise ResidencyError(
-            f"The gradient of parameter {name!r} was added to the one of before `zero_grad()`. Call backward through the "
-            "strategy (`self.manual_backward(loss)`)."
-        )
-
-
-def _require_last(parameter: Tensor, name: str) -> None:
-    """The engine's hook, which runs now and takes the gradient away, must have run after those of the user's."""
-    if not hasattr(next(reversed(parameter._post_accumulate_grad_hooks.values())), "takes_gradient"):
-        raise ResidencyError(
-            f"A post-accumulate hook of parameter {name!r} was set after the model was sharded, and would not find its "
-            "gradient. Call backward through the strategy (`self.manual_backward(loss)`)."
-        )
+def _seen_alone(name: str) -> ResidencyError:
+    return ResidencyError(
+        f"Parameter {name!r} has a post-accumulate hook, and got a gradient before the one of an earlier backward, or of "
+        "an earlier use of it, was cleared: the hook would find the last one alone. Use `parameter.register_hook`, which "
+        "is given each by itself, or change `parameter.grad` after the backward (`on_after_backward`)."
+    )

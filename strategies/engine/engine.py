@@ -31,6 +31,7 @@ from .layout import ArenaLayout
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
+from .runs import ignore_runs
 from .saved import WATCHING, SavedTensors
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
@@ -93,7 +94,7 @@ class Zero3Engine:
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype, debug)
-        self._forward = ForwardOrder()
+        self._forward = ForwardOrder(foresees=not debug)
         self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
@@ -123,7 +124,7 @@ class Zero3Engine:
                 unit.note_kept = note_kept
                 guard(unit.memory, unit.in_arrays)
         self._saved = SavedTensors(self.units, self.arena, self.collectives.diary.progress)
-        self.gradients = Gradients(self.units, self.groups, self.reducer)
+        self.gradients = Gradients(self.units, self.groups, self.reducer, self.collectives.diary)
         self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
         callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
         self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
@@ -138,6 +139,7 @@ class Zero3Engine:
             handle.remove()
         self._handles = []
         WATCHING.discard(self._saved)
+        ignore_runs(self.passes.told)
 
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close; collective."""
@@ -197,8 +199,8 @@ class Zero3Engine:
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
-        if self.passes.active or self._lost:
-            self.abandon()  # of a pass that failed, which the thread of a device may not have let go of yet
+        if self._lost:
+            self.abandon()
         for hooks, key in self._last:
             if key in hooks:
                 hooks[key] = hooks.pop(key)  # to the end
@@ -229,19 +231,16 @@ class Zero3Engine:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around ``loss.backward()``: at its end gradients are summed over ranks and shown to the optimizers.
-
-        Without it autograd's final callback does the same, except where re-entrant checkpoints nest backward passes.
-        """
+        """Around ``loss.backward()``, which sums gradients over ranks, also of a rank whose loss depends on no parameter."""
+        self.passes.open()
         try:
-            self.passes.open()
             yield
-            self.passes.end()
+            self.passes.close()
         except BaseException:
             self.abandon()
             raise
         finally:
-            self.passes.explicit = False
+            self.passes.leave()
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -282,7 +281,7 @@ class Zero3Engine:
                     "the gradients of its parameters were not kept. Add it between steps (in `on_train_epoch_start` or "
                     "`on_train_batch_start`), and step the optimizer after the next one."
                 )
-        if self.passes.active or self._lost:
+        if self._lost:
             self.abandon()
         self._adopt_values()
         self._stepping = optimizer
@@ -298,7 +297,7 @@ class Zero3Engine:
     def hand_over(self, optimizer: Optimizer) -> None:
         """What comes next is the step of ``optimizer`` itself, if one has begun: users may call its closure elsewhere."""
         if self._stepping is optimizer:
-            self.gradients.require_complete(self._groups_of(optimizer))
+            self.gradients.begin_step(optimizer, self._groups_of(optimizer))
             self.guard(optimizer, False)
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from inspect import unwrap
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..collectives import Diary
 from ..residency.home import ResidencyError
 from .reduce import Reducer
-from .shards import Entry, FlatGroup
+from .shards import Entry, FlatGroup, Part
 from .unit import Unit
 
 
@@ -19,25 +23,26 @@ class Gradients:
 
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
-    def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer) -> None:
-        self._units, self.reducer = units, reducer
+    def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer, diary: Diary) -> None:
+        self._units, self.reducer, self._diary = units, reducer, diary
         self._groups = [group for group in groups if group.trained]
         self.used = bytearray(sum(len(group.entries) for group in self._groups))
         self.graphs = bytearray(self.used)  # of each: this rank's was made with create_graph
+        self.arrived = bytearray(self.used)  # of each: in the backward that runs
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
-    def begin_windows(self) -> frozenset[int]:
+    def begin_windows(self, accumulates: bool) -> frozenset[int]:
         """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off.
 
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
         """
         muted: frozenset[int] = frozenset()
-        sound = False
+        self._forget_arrived()
         for group in self._groups:
             if group.begin_window():
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
@@ -46,10 +51,13 @@ class Gradients:
             group.muted = group.switched_off
             if group.muted:
                 muted = muted.union(entry.number for entry in group.entries)
-            elif not group.incomplete:
-                sound = True
-        if not sound:
-            self.require_complete(self._groups)
+        if accumulates:
+            wanted = [group for group in self._groups if not group.muted]
+            for group in wanted:
+                if group.incomplete:
+                    self._look_for_zeros(group)
+            if all(group.incomplete for group in wanted):
+                self.require_complete(wanted)
         return muted
 
     def give_back(self) -> None:
@@ -66,18 +74,32 @@ class Gradients:
                 group.clear()
                 group.give_back()
 
-    def give_up(self) -> None:
-        """An exception ended a backward that had added something: to gradients of before, or to none, which is dropped."""
+    def give_up(self, held: bool) -> None:
+        """An exception ended a backward that had added something: to gradients of before, or to none, which is dropped.
+
+        So is what was ``held`` of earlier micro-batches.
+        """
         for group in self._groups:
-            if group.shows_gradients and not group.muted:
-                group.incomplete.update(entry for entry in group.entries if self._shown[entry.number])
+            if group.shows_gradients and (held or not group.muted):
+                with group.written_by_engine():
+                    for entry in group.entries:
+                        if self._shown[entry.number]:
+                            group.incomplete.add(entry)
+                        else:
+                            self._drop(entry)
                 group.left = group.written_by_others
         self._passes += 1
         self.forget()
 
+    def _drop(self, entry: Entry) -> None:
+        self.used[entry.number] = self.graphs[entry.number] = 0
+        if entry.part is not None:
+            entry.part.of(entry.group.grad).zero_()
+
     def show_again(self) -> None:
         """A backward began, and an exception ended it: gradients that were out of its way are there again."""
         shown = bytearray(self._shown)
+        self._forget_arrived()
         for group in self._groups:
             if not group.shows_gradients:
                 shown[group.numbers] = bytes(len(group.entries))
@@ -89,16 +111,30 @@ class Gradients:
         Collective if there are some that were written to since.
         """
         for group in groups:
+            if group.incomplete:
+                self._look_for_zeros(group)
             if not (group.incomplete and group.shows_gradients):
-                continue
-            if group.left != group.written_by_others and not self.announced and self.reducer.is_zero(group):
-                group.incomplete.clear()  # by `zero_grad(set_to_none=False)`
                 continue
             name = min(group.incomplete, key=lambda entry: entry.number).name
             raise RuntimeError(
                 f"An exception ended a backward pass: gradients (of parameter {name!r} and others) accumulated before it are "
                 "incomplete. Call `zero_grad()` and begin the accumulation anew."
             )
+
+    def begin_step(self, optimizer: Optimizer, groups: list[FlatGroup]) -> None:
+        """``optimizer`` steps on ``groups``: the ranks compare later with which gradients. As :meth:`require_complete`."""
+        self.require_complete(groups)
+        if not self.reducer.whole:
+            name = type(optimizer).__name__
+            counts = [sum(self._shown[group.numbers]) if group.shows_gradients else 0 for group in groups]
+            self._diary.step([(name, g.key.group or 0, "gradients", count) for g, count in zip(groups, counts, strict=True)])
+
+    def _look_for_zeros(self, group: FlatGroup) -> None:
+        """Gradients that were incomplete are cleared by `zero_grad(set_to_none=False)`, too."""
+        if group.shows_gradients and group.left != group.written_by_others and not self.announced:
+            group.left = group.written_by_others
+            if self.reducer.is_zero(group):
+                group.incomplete.clear()
 
     def any_shown(self) -> bool:
         """Whether a backward has ended since some gradients were cleared."""
@@ -107,7 +143,7 @@ class Gradients:
     def full(self, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
         if self.over and entry.trained:
-            if not _is_clearing():
+            if not _clearing():
                 raise ResidencyError(
                     f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
                     "it before the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or "
@@ -115,13 +151,24 @@ class Gradients:
                     "of a backward inside of `training_step`, call the module's `zero_grad()` first."
                 )
             self.over = False  # they are gone as the user wants it
+        if entry.trained and self.arrived[entry.number]:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was read in a backward that has computed it (in a module's hook, or "
+                "another parameter's), when it is this rank's own, and on its way to the others. Read it after the backward "
+                "(`on_after_backward`), or in a hook of the parameter itself."
+            )
+        if not entry.trained and entry.dropped:
+            return self._of_dropped(entry)
         if not entry.trained or not self.has_gradient(entry):
             return None
         if entry in entry.group.incomplete:
-            if _is_clearing():
+            if not (clearing := _clearing()):
+                self.require_complete([entry.group])
+            elif clearing.f_locals["set_to_none"]:
                 self.assign(entry, None)
                 return None
-            self.require_complete([entry.group])
+            else:
+                self.assign(entry, torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device))
         self._adopt_replaced()
         unit = self._units[entry.unit]
         if unit.announce is not None:
@@ -129,6 +176,18 @@ class Gradients:
         if entry.name not in self._full:
             self._full = unit.gradients()
         return self._full[entry.name].clone()
+
+    def _of_dropped(self, entry: Entry) -> None:
+        if not _clearing():
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r}, which no optimizer has, was not kept: it would pile up, whole, on "
+                "every rank. Give the parameter to an optimizer in `configure_optimizers` (a learning rate of 0 will do), or "
+                "freeze it (`requires_grad_(False)`)."
+            )
+        entry.dropped = False
+
+    def _forget_arrived(self) -> None:
+        self.arrived[:] = bytes(len(self.arrived))
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
@@ -181,10 +240,13 @@ class Gradients:
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
         self._shown, self._full = bytearray(used), {}
+        self._forget_arrived()
         self._passes += 1
         self.reducer.show(used, self.graphs)
         for group in self._groups:
             flags = used[group.numbers]
+            if group.incomplete:
+                group.left = group.written_by_others  # the engine has, on ranks that own some of them
             if group.muted:
                 continue  # as it was
             if any(flags):
@@ -221,6 +283,8 @@ class Gradients:
             group.grad.zero_()
             self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
             group.segments[-1].show(group.grad)
+        if present and entry.part is not None:
+            group.show(*_range(entry.part))  # `zero_grad(set_to_none=False)` looks for it there
         self.used[entry.number] = self._shown[entry.number] = present
         group.incomplete.discard(entry)
         if any(self._shown[group.numbers]):
@@ -230,13 +294,20 @@ class Gradients:
 
     def _unused_ranges(self, group: FlatGroup, used: bytes | bytearray) -> list[tuple[int, int]]:
         """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
-        parts = [entry.part for entry in group.owned if not used[entry.number]]
-        return [(part.start, part.start + part.span.stop - part.span.start) for part in parts]
+        return [_range(entry.part) for entry in group.owned if not used[entry.number]]
 
 
-def _is_clearing() -> bool:
-    """Whether `Module.zero_grad` asks, which looks at each gradient before it clears it."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not nn.Module.zero_grad.__code__:
+def _range(part: Part) -> tuple[int, int]:
+    """[start, stop) in the flat tensor."""
+    return part.start, part.start + part.span.stop - part.span.start
+
+
+_ZERO_GRAD = {nn.Module.zero_grad.__code__, unwrap(Optimizer.zero_grad).__code__}
+
+
+def _clearing() -> FrameType | None:
+    """The frame of a `zero_grad`, which looks at each gradient before it clears it, if that is who asks."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in _ZERO_GRAD:
         frame = frame.f_back
-    return frame is not None
+    return frame

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -47,9 +48,10 @@ def install(
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
     handles += _watch_autocast(unit)
-    others = [e for e in unit.entries if not e.trained and (e.dtype.is_floating_point or e.dtype.is_complex)]
+    # On a single rank such gradients are where the parameters are.
+    others = [e for e in unit.entries if not (e.trained or unit.whole) and (e.dtype.is_floating_point or e.dtype.is_complex)]
     handles += [_on_grad(entry.parameter, collector(unit, index)) for index, entry in enumerate(unit.trained)]
-    return handles + [_on_grad(entry.parameter, _dropper(entry.name, dropped)) for entry in others]
+    return handles + [_on_grad(entry.parameter, _dropper(entry, dropped)) for entry in others]
 
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
@@ -114,17 +116,21 @@ def _nothing(*args: Any) -> None:
     """In place of a hook."""
 
 
-def _dropper(name: str, dropped: list[str]) -> Collector:
+def _dropper(entry: Entry, dropped: list[str]) -> Collector:
     """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on every rank."""
+
+    name, get_entry = entry.name, weakref.ref(entry)  # torch keeps hooks where the garbage collector cannot look
 
     def drop(parameter: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             set_grad(parameter, None)
+        if (now := get_entry()) is not None:
+            now.dropped = True
         if not dropped:
             dropped.append(name)
             warnings.warn(
-                f"Parameter {name!r} (and perhaps others) has a gradient and no optimizer: `parameter.grad` stays None, and "
-                "`clip_grad_norm_` leaves it out. Give it to an optimizer (a learning rate of 0 will do), or freeze it.",
+                f"Parameter {name!r} (and perhaps others) has a gradient and no optimizer: it is not kept, and reading "
+                "`parameter.grad` is an error. Give it to an optimizer (a learning rate of 0 will do), or freeze it.",
                 stacklevel=2,
             )
 

@@ -63,6 +63,7 @@ class Reducer:
     views: list[Tensor]  # by number of the parameter: where its gradient goes, of the parameter's shape
     written: bytearray  # by number of the parameter: there is a gradient already where the next one goes
     claimed: bytearray  # by index of the unit: the memory of its range is its own, until its gradients are sent
+    whole = False  # gradients stay where autograd's are put
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # nor did earlier ones; on all ranks alike

@@ -60,6 +60,7 @@ class Entry:
     changed: int = 0  # its unit's version since its shards were written last
     assigned: int = 0  # how often the user has replaced its gradient
     written: int = 0  # how often its value
+    dropped: bool = False  # no optimizer has it, and its gradient was not kept
     cls_at_rest: type[nn.Parameter] = RestingParameter
 
     def __post_init__(self) -> None:
@@ -204,6 +205,13 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 segment.parameter.grad = None
+
+    def show(self, start: int, stop: int) -> None:
+        """Show the gradients of elements [start, stop), with those of what is not cut from them, which are zero."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                if segment.start < stop and start < segment.stop and segment.parameter.grad is None:
+                    segment.show(self.grad)
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
         """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop) ranges."""

@@ -72,7 +72,7 @@ class WholeUnit(Unit):
 class WholeReducer(Reducer):
     """One rank: gradients go straight into the flat gradients."""
 
-    lasting = True
+    whole = lasting = True
 
     def __init__(self, units: list[Unit]) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)

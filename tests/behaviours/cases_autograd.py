@@ -389,6 +389,38 @@ class PostAccumulateHooksAfterSetUp(Case):
 
 
 @case
+class PostAccumulateHooksAccumulated(PostAccumulateHooks):
+    """Post-accumulate hooks that change `grad`, with two backwards before gradients are cleared"""
+
+    refused = refused_on_one = (
+        r"Parameter '[\w.]+' has a post-accumulate hook.*would find the last one alone.*`parameter.register_hook`"
+    )
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            for micro in range(2):
+                loss = run.step(lambda model, number=2 * step + micro: self.loss(model, self.batch(number, run.rank)))
+                with run.backward():
+                    loss.backward()
+            run.optimizer.step()
+
+
+@case
+class GradReadInAnothersHook(Case):
+    """`grad` read in a backward, in the hook of a module that is not the parameter's"""
+
+    refused = r"The gradient of parameter 'head.weight' was read in a backward that has computed it.*`on_after_backward`"
+
+    def train(self, run):
+        seen = []
+        block = run.model.blocks[0]
+        block.register_full_backward_hook(lambda *args: seen.append(run.model.head.weight.grad is not None))
+        super().train(run)
+        run.log(*map(float, seen))
+
+
+@case
 class ModuleHooks(Case):
     """Forward and backward hooks on modules"""
 

@@ -1240,6 +1240,165 @@ class RetriedInsideOfBackward(FailsInTheMiddle):
 
 
 @case
+class TwoLossesInsideOfBackward(FailsInTheMiddle):
+    """An overridden `LightningModule.backward` of several losses: one is cleared, one fails, and is cleared, one counts"""
+
+    def train(self, run):
+        def losses(model, step):
+            first = self.loss(model, self.batch(step + 5, run.rank))
+            return first, self.broken(model, run.rank), self.loss(model, self.batch(step, run.rank))
+
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            first, broken, last = run.step(lambda model, step=step: losses(model, step))
+            with run.backward():
+                first.backward()
+                run.optimizer.zero_grad()
+                try:
+                    broken.backward()
+                except ValueError:
+                    run.model.zero_grad()
+                last.backward()
+            run.optimizer.step()
+
+
+@case
+class FailsAfterGradInsideOfBackward(FailsInTheMiddle):
+    """An overridden `LightningModule.backward` of `torch.autograd.grad`, a loss that fails in the middle, and another"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss, broken = run.step(
+                lambda model, step=step: (self.loss(model, self.batch(step, run.rank)), self.broken(model, run.rank))
+            )
+            with run.backward():
+                torch.autograd.grad(loss, [run.model.blocks[0].up.weight, run.model.head.bias], retain_graph=True)
+                with suppress(ValueError):
+                    broken.backward()
+                run.model.zero_grad()
+                loss.backward()
+            run.optimizer.step()
+
+
+@case
+class GradFailsWhileAccumulating(FailsInTheMiddle):
+    """`torch.autograd.grad` that raises in the middle, between two backwards that accumulate"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss, broken = run.step(
+                lambda model, step=step: (self.loss(model, self.batch(step, run.rank)), self.broken(model, run.rank))
+            )
+            with run.backward():
+                loss.backward(retain_graph=True)
+            with suppress(ValueError):
+                torch.autograd.grad(broken, [run.model.blocks[0].up.weight, run.model.head.bias])
+            run.recover()
+            with run.backward():
+                loss.backward()
+            run.optimizer.step()
+
+
+@case
+class GradientsRestoredAfterFailedBackward(FailsInTheMiddle):
+    """Gradients of some layers are put back after a second backward, of more layers, failed in the middle; then a third"""
+
+    def first(self, model, rank):
+        return model.head(model.stem(self.batch(5, rank))).square().mean()
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            first, broken = run.step(lambda model: (self.first(model, run.rank), self.broken(model, run.rank)))
+            with run.backward():
+                first.backward()
+            saved = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
+            with suppress(ValueError), run.backward():
+                broken.backward()
+            run.recover()
+            for p, grad in zip(run.model.parameters(), saved, strict=True):
+                p.grad = grad
+            loss = run.step(
+                lambda model, step=step: self.loss(model, self.batch(step, run.rank)) if step else self.first(model, 9)
+            )
+            with run.backward():
+                loss.backward()
+            run.optimizer.step()
+
+
+class ZerosAfterFailedBackward(FailsInTheMiddle):
+    """Gradients become zeros, then a loss that leaves layers out: these decay."""
+
+    def optimizers(self, model):
+        unused = list(model.blocks[3].parameters())
+        rest = [p for name, p in model.named_parameters() if "blocks.3" not in name]
+        return [torch.optim.SGD([{"params": rest}, {"params": unused}], lr=0.1, momentum=0.9, weight_decay=0.1)]
+
+    def loss(self, model, batch):
+        return model.head(model.blocks[2](model.stem(batch))).square().mean()
+
+    def train(self, run):
+        run.optimizer.zero_grad()
+        for step in range(STEPS):
+            loss, broken = run.step(
+                lambda model, step=step: (
+                    Case.loss(self, nn.Sequential(*model.blocks[:3]), self.batch(step, run.rank)),
+                    self.broken(model, run.rank),
+                )
+            )
+            with run.backward():
+                loss.backward()
+            with suppress(ValueError), run.backward():
+                broken.backward()
+            run.recover()
+            self.zero(run)
+            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+
+    def clear(self, run):
+        """They are zeros."""
+
+
+@case
+class OptimizerZerosAfterFailedBackward(ZerosAfterFailedBackward):
+    """`optimizer.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with a group that is not used"""
+
+    def zero(self, run):
+        run.optimizer.zero_grad(set_to_none=False)
+
+
+@case
+class ModuleZerosAfterFailedBackward(ZerosAfterFailedBackward):
+    """`module.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with a group that is not used"""
+
+    def zero(self, run):
+        run.model.zero_grad(set_to_none=False)
+
+
+@case
+class AssignedThenZeros(Case):
+    """A gradient assigned to a parameter that had none, then `optimizer.zero_grad(set_to_none=False)`"""
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = run.step(
+                lambda model, step=step: model.head(model.blocks[1](model.stem(self.batch(step, run.rank)))).square().mean()
+            )
+            with run.backward():
+                loss.backward()
+            weight = run.model.blocks[0].up.weight
+            weight.grad = torch.full_like(weight, 0.01)
+            run.optimizer.zero_grad(set_to_none=False)
+            run.log(weight.grad)
+            loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
+            with run.backward():
+                loss.backward()
+            run.optimizer.step()
+
+
+@case
 class StepReturnsNone(Case):
     """A step without backward (manual optimization that skips it)"""
 

@@ -11,7 +11,7 @@ class Unreduced(Run):
 
     is_reference = False
 
-    def _average(self, p):
+    def _average(self, p, in_place):
         pass
 
 

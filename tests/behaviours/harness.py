@@ -211,19 +211,15 @@ class Run:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around `loss.backward()`."""
+        """Around `loss.backward()`, which adds to what is the same on all ranks: the mean of the sums is the sum of means."""
         before = {n: p.grad for n, p in self.model.named_parameters()}
-        for p in self.model.parameters():
-            p.grad = None
         try:
             yield
         finally:  # after an exception, too: all ranks raise it
             for name, p in self.model.named_parameters():
-                self._average(p)
-                if before.get(name) is not None:
-                    p.grad = before[name] if p.grad is None else accumulated(before[name], p.grad)
+                self._average(p, in_place=p.grad is before.get(name))
 
-    def _average(self, p: nn.Parameter) -> None:
+    def _average(self, p: nn.Parameter, in_place: bool) -> None:
         has = torch.tensor([p.grad is not None])
         everyone = [torch.empty_like(has) for _ in range(self.world_size)]
         dist.all_gather(everyone, has)
@@ -234,7 +230,11 @@ class Run:
         parts = [torch.empty_like(parts[0]) for _ in range(self.world_size)] if self.world_size > 1 else parts
         dist.all_gather(parts, torch.view_as_real(grad) if grad.is_complex() else grad)
         mean = sum(part.float() if part.dtype.itemsize < 4 else part for part in parts) / self.world_size
-        p.grad = (torch.view_as_complex(mean) if grad.is_complex() else mean).to(p.dtype)
+        mean = (torch.view_as_complex(mean) if grad.is_complex() else mean).to(p.dtype)
+        if in_place and p.grad is not None:
+            p.grad.detach().copy_(mean)  # users may hold it
+        else:
+            p.grad = mean
 
     def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:
         """Inside, parameters have their full values."""

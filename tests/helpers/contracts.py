@@ -106,8 +106,9 @@ class Allocations(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             new = sum(t.nbytes for t in _tensors(out) if t.untyped_storage().data_ptr() not in before)
         if new:
-            # What runs in `run_watched` is autograd: it only hands the call on.
-            ours = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename and f.name != "run_watched"]
+            # What runs in these is autograd: they only hand the call on.
+            handing = ("run_watched", "run_told")
+            ours = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename and f.name not in handing]
             caller = ours[-1]
             if "/strategies/" in caller.filename:
                 self.found.append((new, caller.name))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
+from lightning_zero3.strategies.checkpoints.gradients import sliced_gradients
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
@@ -138,9 +139,39 @@ def _gradients_without_an_optimizer(rank, world_size):
     assert [len(texts) for texts in said] == [1, 0, 0, 0] and "'1.down." in said[0][0], said
 
 
+def test_gradients_that_no_optimizer_has_are_dropped_with_a_word():
+    run_ranks(_gradients_without_an_optimizer, 2)
+
+
+def test_one_rank_keeps_gradients_that_no_optimizer_has():
+    """As torch does: there each parameter is whole anyway."""
+    model, _, engine = _engine()
+    plain = _engine()[0]
+    engine.close()
+    engine = Zero3Engine(model, [], device=torch.device("cpu"), collectives=make_collectives(None, torch.device("cpu")))
+    for _ in range(2):
+        _backward(engine, model, torch.ones(2, 6), explicit=True)
+        plain(torch.ones(2, 6)).square().mean().backward()
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad)
+
+
+def _save_incomplete_gradients(rank, world_size):
+    model, optimizer, engine = _engine()
+    _backward(engine, model, torch.ones(2, 6), explicit=True)
+    assert sliced_gradients(engine)
+    model[1].raises = True
+    with pytest.raises(ValueError, match="no gradient"):
+        _backward(engine, model, torch.ones(2, 6), explicit=True)
+    with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
+        sliced_gradients(engine)
+    optimizer.zero_grad()
+    assert not sliced_gradients(engine)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_no_optimizer_has_are_dropped_with_a_word(world_size):
-    run_ranks(_gradients_without_an_optimizer, world_size)
+def test_gradients_that_an_exception_left_incomplete_are_not_saved(world_size):
+    run_ranks(_save_incomplete_gradients, world_size)
 
 
 def _train_and_forget(rank, world_size):

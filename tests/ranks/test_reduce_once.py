@@ -159,33 +159,70 @@ def test_a_window_on_a_gpu(world_size):
             torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=1e-5, atol=1e-5)
 
 
-def failing(rank, world_size):
-    """An exception in the backward of the third micro-batch."""
+class Stop(Exception):
+    """Of a backward."""
+
+
+def stop(grad):
+    raise Stop
+
+
+def failing(rank, world_size, at_once):
+    """An exception in the backward of the third micro-batch: before it adds anything, or in the middle."""
     run = Sharded()
     for micro in range(2):
         run.micro_batch(rank, 0, micro)
-    with pytest.raises(ZeroDivisionError), run.engine.accumulate():
+    handle = run.model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+    with pytest.raises(Stop), run.engine.accumulate():
         with run.engine.step():
             loss = run.model(batch(rank, 0, 2)).square().mean()
+        if at_once:
+            loss.register_hook(stop)
         with run.engine.backward():
             loss.backward()
-            raise ZeroDivisionError
-    for use in (lambda: run.micro_batch(rank, 0, 3, hold=False), run.optimizers[0].step):
-        with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
-            use()
-    for optimizer in run.optimizers:
-        optimizer.zero_grad()
-    for micro in range(MICRO_BATCHES):
-        run.micro_batch(rank, 0, micro, hold=micro < MICRO_BATCHES - 1)
+    handle.remove()
+    if at_once:
+        run.micro_batch(rank, 0, 2)
+        run.micro_batch(rank, 0, 3, hold=False)
+    else:
+        for use in (lambda: run.micro_batch(rank, 0, 3, hold=False), run.optimizers[0].step):
+            with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
+                use()
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+        for micro in range(MICRO_BATCHES):
+            run.micro_batch(rank, 0, micro, hold=micro < MICRO_BATCHES - 1)
     for optimizer in run.optimizers:
         optimizer.step()
     return run.values()
 
 
-def test_an_exception_does_not_lose_gradients_in_silence():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_exception_does_not_lose_gradients_in_silence(at_once):
     expected = reference(2, "all used", None)[0]
-    for values in run_ranks(failing, 2, timeout=30):
+    for values in run_ranks(failing, 2, at_once, timeout=30):
         torch.testing.assert_close(values, expected, rtol=2e-6, atol=2e-6)
+
+
+def toggled(rank, world_size):
+    """The first optimizer is switched off when a backward of the other fails; its gradients were held with that one's."""
+    run = Sharded()
+    run.micro_batch(rank, 0, 0)
+    flat = [p for group in run.optimizers[0].param_groups for p in group["params"]]
+    for p in flat:
+        p.requires_grad_(False)
+    handle = run.model.blocks[2].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+    with pytest.raises(Stop):
+        run.micro_batch(rank, 0, 1)
+    handle.remove()
+    for p in flat:
+        p.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
+        run.optimizers[0].step()
+
+
+def test_gradients_that_were_held_for_another_optimizer_are_not_lost_in_silence():
+    run_ranks(toggled, 2, timeout=30)
 
 
 def memory(rank, world_size):

@@ -104,14 +104,6 @@ def used_before_gathered():
     engine_of()[2].units[1].use()
 
 
-def hooked_after_the_engine():
-    model, _, engine = engine_of()
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
-    with engine.step():
-        loss = model[0].weight.square().sum()
-    loss.backward()
-
-
 def gradient_of_another_shape():
     model, _, engine = engine_of(nn.Linear(6, 4), nn.Linear(4, 6))
     model[0].weight.grad = torch.zeros(4, 6).t()
@@ -154,13 +146,10 @@ SHARDED = [
     (median_of_a_vector, NotImplementedError, "LBFGS takes the `median` of a vector that is sharded over the ranks"),
     (used_before_gathered, RuntimeError, "Unit 1 is used while resting; this is a bug"),
 ]
-WHOLE = [
-    (hooked_after_the_engine, ResidencyError, r"hook of parameter '0\.weight' .*would not find its gradient.*manual_backward")
-]
 
 
 def raising(rank, world_size, index):
-    provoke, kind, text = (WHOLE if world_size == 1 else SHARDED)[index]
+    provoke, kind, text = SHARDED[index]
     with pytest.raises(kind, match=text):
         provoke()
 
@@ -168,11 +157,6 @@ def raising(rank, world_size, index):
 @pytest.mark.parametrize("index", range(len(SHARDED)), ids=lambda index: SHARDED[index][0].__name__)
 def test_every_rank_says(index):
     run_ranks(raising, 2, index, timeout=30)
-
-
-@pytest.mark.parametrize("index", range(len(WHOLE)), ids=lambda index: WHOLE[index][0].__name__)
-def test_one_rank_says(index):
-    run_ranks(raising, 1, index, timeout=30)
 
 
 def warned_where_it_is_called(rank, world_size):

@@ -1,0 +1,90 @@
+"""Autograd's runs: the one function that all ways to a backward call, and who is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from ..residency.resting import NO_GRAPH_TASK, graph_task
+from .hooks import transform
+
+
+class Runner(Protocol):
+    """Who is told of runs; see :class:`~.backward.Backward`."""
+
+    def before_run(self, run: Run) -> None:
+        """One begins; told to those in ``WAITING``."""
+
+    def after_run(self) -> None:
+        """It is over; told to those that have joined."""
+
+    def fail_run(self) -> None:
+        """An exception has ended it; told to all."""
+
+
+class Run:
+    """One that is not inside of another (of a re-entrant checkpoint), nor of torch.func.
+
+    Attributes:
+        accumulates: it adds to ``parameter.grad``; ``torch.autograd.grad`` does not.
+        runners: that have joined.
+    """
+
+    current: Run | None = None
+
+    def __init__(self, accumulates: bool) -> None:
+        self.accumulates, self.runners = accumulates, list[Runner]()
+
+
+_RUNNERS: list[ref[Runner]] = []
+WAITING: list[ref[Runner]] = []  # in the same order on all ranks
+
+
+def watch_runs(runner: Runner) -> ref[Runner]:
+    """Tell ``runner`` of runs for as long as it lives. Returns what may be put in ``WAITING``."""
+    for runners in (_RUNNERS, WAITING):
+        runners[:] = [there for there in runners if there() is not None]
+    _RUNNERS.append(ref(runner))
+    _wrap()
+    return _RUNNERS[-1]
+
+
+def ignore_runs(told: ref[Runner]) -> None:
+    """Tell it of no more."""
+    for runners in (_RUNNERS, WAITING):
+        runners[:] = [there for there in runners if there is not told]
+
+
+@cache
+def _wrap() -> None:
+    # Both: torch.compiler puts the second one in the place of the first.
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = _told(torch.autograd._engine_run_backward)
+
+
+def _told(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run_backward)
+    def run_told(*args: Any, **kwargs: Any) -> Any:
+        if graph_task() != NO_GRAPH_TASK or transform() is not None:
+            return run_backward(*args, **kwargs)
+        run = Run.current = Run(kwargs.get("accumulate_grad", True))
+        try:
+            for there in WAITING:
+                if (runner := there()) is not None:
+                    runner.before_run(run)
+            result = run_backward(*args, **kwargs)
+            for runner in run.runners:
+                runner.after_run()
+        except BaseException:
+            for there in _RUNNERS:
+                if (runner := there()) is not None:
+                    runner.fail_run()
+            raise
+        finally:
+            Run.current = None
+        return result
+
+    return run_told
