@@ -389,6 +389,11 @@ class PostAccumulateHooksAfterSetUp(Case):
 
 
 @case
+class PostAccumulateHooksPlainBackward(PostAccumulateHooksAfterSetUp, PlainBackward):
+    """Post-accumulate hooks on parameters, set after set-up, and `loss.backward()` called without the strategy"""
+
+
+@case
 class PostAccumulateHooksAccumulated(PostAccumulateHooks):
     """Post-accumulate hooks that change `grad`, with two backwards before gradients are cleared"""
 

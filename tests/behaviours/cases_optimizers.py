@@ -15,7 +15,9 @@ def _optimizer_case(cls, **options):
         def optimizers(self, model):
             return [cls(model.parameters(), **options)]
 
-    Optimizer.__name__ = f"Optimizer{cls.__name__}" + "".join(k.title() for k, v in options.items() if v is True)
+    Optimizer.__name__ = f"Optimizer{cls.__name__}" + "".join(
+        k.title().replace("_", "") for k, v in options.items() if v is True
+    )
     Optimizer.__doc__ = f"`torch.optim.{cls.__name__}`" + "".join(f", {k}" for k, v in options.items() if v is True)
     return case(Optimizer)
 
@@ -34,6 +36,14 @@ _optimizer_case(torch.optim.RAdam, lr=0.01).steps = 8  # it rectifies from the s
 _optimizer_case(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)
 _optimizer_case(torch.optim.Rprop, lr=0.01)
 _optimizer_case(torch.optim.Adafactor, lr=0.01)
+_optimizer_case(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True)
+_optimizer_case(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)
+_optimizer_case(torch.optim.Adam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
+_optimizer_case(torch.optim.AdamW, lr=0.01, amsgrad=True, maximize=True)
+_optimizer_case(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
+_optimizer_case(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1, foreach=True)
+_optimizer_case(torch.optim.Adamax, lr=0.01, weight_decay=0.1, maximize=True)
+_optimizer_case(torch.optim.ASGD, lr=0.01, lambd=0.1, t0=1, foreach=True)
 
 
 @case
