@@ -61,7 +61,7 @@ class StaticGradients:
     def begin_forward(self) -> None:
         """Before the forward is captured or replayed."""
 
-    end_forward = end_backward = begin_forward
+    open_backward = end_forward = end_backward = begin_forward
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +124,7 @@ class CapturedStep:
             run: the eager backward, of what Lightning made of the loss.
         """
         proxy, self._proxy = self._proxy, None
+        self._books.open_backward()
         run()
         if proxy is None or proxy.grad is None:
             return  # the user's `backward` made none

@@ -43,10 +43,13 @@ class ReplayedStep:
         """The graph was replayed."""
         self._note(0)
 
-    def begin_backward(self, parameters: list[Tensor]) -> None:
-        """Inside of ``engine.backward()``, which goes on to show the gradients to the optimizers."""
-        self._fill(self._filled[0])  # a hook of the user's may have run units since
+    def open_backward(self) -> None:
+        """Inside of ``engine.backward()``, which goes on to end the pass; autograd's run, of a copy of the loss, does not."""
         self._engine.passes.begin(silent=True)
+
+    def begin_backward(self, parameters: list[Tensor]) -> None:
+        """That run is over."""
+        self._fill(self._filled[0])  # a hook of the user's may have run units since
         self._engine.reducer.zero_untouched()  # the graph adds to gradients that are there, or zero
         for number in self._used:
             self._engine.gradients.used[number] = 1
