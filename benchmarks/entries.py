@@ -1,7 +1,8 @@
 """What the benchmark runs on every rank: one entry (a strategy, or a bare loop) on one case, measured from inside.
 
 An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switches an option on, `L:zero3+unit_policy=Block`
-gives it a list) or `B:<wrapper>` (a loop of six lines). All train the same GPT on the same batches with the same fused AdamW.
+gives it a list; `L:zero3_sockets` exchanges through gloo, not in shared memory) or `B:<wrapper>` (a loop of six lines). All
+train the same GPT on the same batches with the same fused AdamW.
 """
 
 import ctypes
@@ -181,12 +182,21 @@ def strategy_of(name):
         from lightning.pytorch.strategies import FSDPStrategy
 
         return FSDPStrategy(auto_wrap_policy={Block})  # else all of the model is one unit
+    if name == "deepspeed3":
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+
+        # Of the model's size, as its documentation advises: by default they hold 200 million elements each.
+        return DeepSpeedStrategy(stage=3, allgather_bucket_size=5_000_000, reduce_bucket_size=5_000_000)
+    if name == "zero3_sockets":
+        from lightning_zero3.strategies.collectives import SharedMemoryCollectives
+
+        SharedMemoryCollectives.open = staticmethod(lambda group: None)  # as if each rank were on a machine of its own
     if name.startswith("zero3"):
         from lightning_zero3 import Zero3Strategy
 
         options = (option.partition("=") for option in name.split("+")[1:])
         return Zero3Strategy(**{key: value.split(",") if value else True for key, _, value in options})
-    return {"single": "auto", "deepspeed3": "deepspeed_stage_3"}.get(name, name)
+    return "auto"
 
 
 def through_lightning(job, meter, rank):

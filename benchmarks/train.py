@@ -31,7 +31,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 ENTRIES = {
-    "cpu": ["L:ddp", "L:fsdp2", "L:zero3", "B:ddp", "B:fsdp2", "B:single", "L:fsdp", "L:deepspeed3"],
+    "cpu": ["L:ddp", "L:fsdp2", "L:zero3", "L:zero3_sockets", "B:ddp", "B:fsdp2", "B:single", "L:fsdp", "L:deepspeed3"],
     "gpu": ["L:single", "L:ddp", "L:fsdp", "L:fsdp2", "L:deepspeed3", "L:zero3", "B:single", "B:ddp", "B:fsdp2"],
 }
 REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}

@@ -24,6 +24,9 @@ and the reduce buffer has room for two neighbouring units, because a unit's redu
 of this has been run on a GPU yet. Two exceptions: with `gather_dtype` or `reduce_dtype` each exchange copies a run of 4096
 values (8 KiB), and in `bf16-true` and `16-true` a later micro-batch of a window allocates a unit's shard for a moment.
 
+With `reduce_once` four micro-batches send no more than ddp's exchanges and the gathers; by default each one is reduced, which
+sends more and holds no whole gradients.
+
 ## Size
 
 `strategies/engine/` has about {lines} lines, comments and docstrings included, and `strategies/residency/` (parameters that are
