@@ -197,6 +197,7 @@ def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     elements are combined in float64.
     """
     if grads and grads[0].device.type != "cpu":
+        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
         norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
         return sum_over_ranks(norms.square().sum()).sqrt()
     runs = [run for grad in grads for run in grad.split(1 << 16)]

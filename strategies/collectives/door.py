@@ -24,12 +24,13 @@ def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> L
     backend = dist.get_backend(group)
     if backend == "gloo" and device.type == "cpu":
         return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)
-    return GroupCollectives(group, group if backend in ("gloo", "fake") else _of_hosts(group))
+    return GroupCollectives(group, group if backend in ("gloo", "fake") else _of_hosts(group, device))
 
 
 @lru_cache(maxsize=1)  # a process may fit, validate and test many times
-def _of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+def _of_hosts(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    timeout = group._get_backend(device).options._timeout  # the user's; torch would take gloo's default
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
 
 
 @lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, collectives: LocalCollectives, device: torch.device) -> None:
-        self._collectives = collectives
+        self._collectives, self._device = collectives, device
         self.differing: list[str] = []  # names of those that were not rank 0's when they were placed
         moved: dict[Tensor, Tensor] = {}  # by the object, not by its id: one that dies here leaves that to a new buffer
         for prefix, module in model.named_modules():
@@ -191,7 +191,7 @@ class Buffers:
         """Of rank 0, to the other ranks."""
         if not tensors:
             return
-        parts = [_plain(b).view(-1).view(torch.uint8) for b in tensors]
+        parts = [_plain(b).view(-1).view(torch.uint8).to(self._device) for b in tensors]  # a forward may assign any
         packed = self._collectives.broadcast(torch.cat(parts))
         if not self._collectives.global_rank:
             return

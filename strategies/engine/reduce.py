@@ -66,7 +66,7 @@ class Reducer:
     whole = False  # gradients stay where autograd's are put
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
-    held = False  # nor did earlier ones; on all ranks alike
+    held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
     captured = False  # graphs write to the gradients where they are now
     lasting: bool  # cleared gradients keep their memory: somebody has its address, or a device's allocator might cut it up
     inspect: Callable[[Unit, Tensor], None] | None = None  # looks at a unit's gradients before they are sent
@@ -104,10 +104,6 @@ class Reducer:
             self.finish()  # hazard: overwriting gradients that are being sent
         self.claimed[index] = 1
         self._open.append(place)
-
-    def is_open(self, unit: Unit) -> bool:
-        """Whether gradients of ``unit`` wait to be reduced now."""
-        return unit.index in self._ranges and bool(self.claimed[unit.index]) and not self.holding
 
     def reduce(self, unit: Unit) -> None:
         """Send the unit's gradients, zeros for those that this rank does not have; collective."""
@@ -182,6 +178,8 @@ class Reducer:
 
     def begin_window(self, group: FlatGroup) -> None:
         """The gradients of ``group`` were cleared, and the next ones are on their way."""
+        if self._lane.on_device:
+            _ = group.grad  # allocated on the compute stream, which frees it, and not on the lane
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Gradients are complete, some of ``graphs``: made with create_graph. A resting parameter's are read in access.py."""
@@ -197,6 +195,7 @@ class Reducer:
         """After an exception: forget gradients that were not sent, and those that are on their way."""
         if self._flying is not None:
             self._flying.dropped = True  # not awaited here: the other ranks may never send
+            self._lane.join(self._mark)  # hazard: on a device its sum is on the way into gradients that are cleared next
         self.held = False
         for place in self._open:
             self.claimed[place.unit.index] = 0

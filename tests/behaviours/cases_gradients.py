@@ -111,6 +111,7 @@ class GradStorageAsked(Graded):
 class GradReceived(Graded):
     """`torch.distributed.irecv(p.grad)` between backward and step"""
 
+    on_host = True
     worlds = (2,)
     refused = "`irecv` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
 

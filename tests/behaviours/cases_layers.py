@@ -300,6 +300,8 @@ class BuffersWrittenByDataCompiled(BuffersWrittenByData):
 class BuffersWrittenAsArrays(Uncounted):
     """Buffers written as arrays of numpy"""
 
+    on_host = True
+
     class Kept(Uncounted.Kept):
         def note(self, x):
             mean = self.mean.numpy()

@@ -617,6 +617,7 @@ class ReducedByGroupInForward(ClampedInForward):
 class CollectivesInForward(ClampedInForward):
     """`all_gather_into_tensor`, `all_to_all_single`, `scatter`, `send` and `recv` of weights in their own forward"""
 
+    on_host = True
     worlds = (2,)
 
     class Clamped(Block):

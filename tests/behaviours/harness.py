@@ -89,7 +89,7 @@ class Case:
     refused_by_one = False  # the rank at fault raises, and the others wait for it until they are ended
     ddp_options: dict[str, Any] = {}  # what torch's documentation says to give DDP for such a model
     methods: tuple[str, ...] = ()  # of units, which run like a forward: FSDP2 is told of them
-    on_host = False  # it takes addresses or arrays of weights, which are the host's: not on CUDA
+    on_host = False  # it takes addresses or arrays, or sends between ranks as gloo does on the host alone: not on CUDA
     manual = False  # the optimizer steps inside the step: not inside of the model's forward then, with FSDP2
     pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
     worlds: tuple[int, ...] = (1, 2)

@@ -109,9 +109,8 @@ class Allocations(TorchDispatchMode):
             # What runs in these is autograd: they only hand the call on.
             handing = ("run_watched", "run_told")
             ours = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename and f.name not in handing]
-            caller = ours[-1]
-            if "/strategies/" in caller.filename:
-                self.found.append((new, caller.name))
+            if ours and "/strategies/" in ours[-1].filename:  # there are none in autograd's thread of a device
+                self.found.append((new, ours[-1].name))
         return out
 
 
