@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Backward:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
+        gradients.settle, joint.assist_backward = self.settle, self.assist
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # a pass has begun and not ended
         self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
@@ -96,26 +98,24 @@ class Backward:
 
         return collect
 
-    def open(self) -> None:
-        """Losses are about to be differentiated, and :meth:`close` will follow."""
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Around what differentiates losses; collective at exit, on ranks that had none, too."""
         self.opened, self._ended = True, False
         if not self._reducer.whole:
             WAITING.append(self.told)
-
-    def close(self) -> None:
-        """They are; collective on ranks that had none, too."""
-        if self.active or not self._ended:
-            self.end()
-
-    def leave(self) -> None:
-        """What :meth:`open` began is over, or has failed."""
-        self.opened = False
-        if not self._reducer.whole and self.told in WAITING:
-            WAITING.remove(self.told)
+        try:
+            yield
+            if self.active or not self._ended:
+                self.end()
+        finally:
+            self.opened = False
+            if not self._reducer.whole and self.told in WAITING:
+                WAITING.remove(self.told)
 
     def before_run(self, run: Run) -> None:
         """See :class:`~.runs.Runner`."""
-        if self.active:
+        if self.active or self._run is not None:
             return  # who has begun it ends it
         self._join(run)
         if self._reducer.whole:
@@ -133,8 +133,10 @@ class Backward:
         else:
             self._show_again()
 
-    def fail_run(self) -> None:
+    def fail_run(self, run: Run) -> None:
         """See :class:`~.runs.Runner`."""
+        if self._run not in (run, None):
+            return  # it was another thread's
         joined, self._run = self._run is not None, None
         if joined and self.active:
             self._failed()
@@ -241,7 +243,8 @@ class Backward:
 
     def _conclude(self) -> None:
         """Agree with the other ranks on what was used, reduce what is left, and show the gradients."""
-        late, joint = bytes(self._reducer.is_open(unit) for unit in self._units), self._joint.running
+        late = bytes(len(self._units)) if self._reducer.holding else bytes(self._reducer.claimed)
+        joint = self._joint.running
         with self._joint.end_of_backward():
             late, changed, used = self._agreement.reach(late, self._buffers.changed(), bytes(self._gradients.used))
             for unit in reversed(self._units):

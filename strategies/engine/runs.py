@@ -11,6 +11,7 @@ import torch
 
 from ..residency.resting import NO_GRAPH_TASK, graph_task
 from .hooks import transform
+from .saved import run_watched
 
 
 class Runner(Protocol):
@@ -22,7 +23,7 @@ class Runner(Protocol):
     def after_run(self) -> None:
         """It is over; told to those that have joined."""
 
-    def fail_run(self) -> None:
+    def fail_run(self, run: Run) -> None:
         """An exception has ended it; told to all."""
 
 
@@ -41,7 +42,7 @@ class Run:
 
 
 _RUNNERS: list[ref[Runner]] = []
-WAITING: list[ref[Runner]] = []  # in the same order on all ranks
+WAITING: list[ref[Runner]] = []  # to be told before a run begins; in the same order on all ranks
 
 
 def watch_runs(runner: Runner) -> ref[Runner]:
@@ -69,22 +70,23 @@ def _told(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run_backward)
     def run_told(*args: Any, **kwargs: Any) -> Any:
         if graph_task() != NO_GRAPH_TASK or transform() is not None:
-            return run_backward(*args, **kwargs)
-        run = Run.current = Run(kwargs.get("accumulate_grad", True))
+            return run_watched(run_backward, *args, **kwargs)
+        others, run = Run.current, Run(kwargs.get("accumulate_grad", True))  # others: of another thread
+        Run.current = run
         try:
             for there in WAITING:
                 if (runner := there()) is not None:
                     runner.before_run(run)
-            result = run_backward(*args, **kwargs)
+            result = run_watched(run_backward, *args, **kwargs)
             for runner in run.runners:
                 runner.after_run()
         except BaseException:
             for there in _RUNNERS:
                 if (runner := there()) is not None:
-                    runner.fail_run()
+                    runner.fail_run(run)
             raise
         finally:
-            Run.current = None
+            Run.current = others
         return result
 
     return run_told

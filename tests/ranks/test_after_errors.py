@@ -1,6 +1,8 @@
 """An error that a user catches leaves nothing behind: later forwards compute with the weights that are stored."""
 
+import copy
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,6 +105,34 @@ def written_by_address(rank, world_size):
         assert torch.equal(compute(model), expected)
 
 
-@pytest.mark.parametrize("case", [in_a_step, outside_of_steps, beside_the_users_own, written_by_address])
+def fail_elsewhere(grad):
+    """A backward of a model of another thread's, which fails."""
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: {}["a key"])
+    with torch.enable_grad():
+        loss = x.sum()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
+        pool.submit(loss.backward).result()
+
+
+def while_a_backward_runs(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    plain, batches = copy.deepcopy(model), torch.randn(world_size, 4, DIM)
+    plain(batches.flatten(0, 1)).square().mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    collectives = make_collectives(dist.group.WORLD, CPU)
+    engine = Zero3Engine(model, [optimizer], device=CPU, collectives=collectives, unit_policy=[nn.Linear])
+    with engine.step():
+        hidden = model[1](model[0](batches[rank]))
+        hidden.register_hook(fail_elsewhere)  # the last layer has its gradient by then, and the first has none
+        loss = model[2](hidden).square().mean()
+    with engine.backward():
+        loss.backward()
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.as_subclass(torch.Tensor), its.grad)
+
+
+@pytest.mark.parametrize("case", [in_a_step, outside_of_steps, beside_the_users_own, written_by_address, while_a_backward_runs])
 def test_what_follows_is_right(case):
     run_ranks(case, 2)
