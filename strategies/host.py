@@ -16,18 +16,17 @@ from .world import Devices
 _SYS = Path("/sys")
 
 
-def visible_devices(device_type: str | None = None, backend: str | None = None) -> Devices:
+def visible_devices(device_type: str | None = None) -> Devices:
     """What torch sees.
 
     Args:
         device_type: by default torch's accelerator, or the CPU where there is none.
-        backend: by default torch's for the device type ("nccl" for "cuda", "gloo" for "cpu").
     """
     if device_type is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         device_type = "cpu" if found is None else found.type
     count = 1 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
-    return Devices(device_type, count, backend or dist.Backend.default_device_backend_map.get(device_type, "gloo"))
+    return Devices(device_type, count, dist.Backend.default_device_backend_map.get(device_type, "gloo"))
 
 
 def parse_cpu_list(text: str) -> set[int]:

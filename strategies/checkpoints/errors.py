@@ -14,13 +14,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on all ranks."""
 
 
-def together(doing: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def together(doing: str, work: Callable[[], T]) -> list[T]:
     """Do this rank's part of some work; collective.
 
     Args:
         doing: for the error: "Saving /a/b.ckpt".
         work: local.
-        group: the ranks that work together; all by default.
 
     Returns:
         what each rank's work returned.
@@ -35,8 +34,8 @@ def together(doing: str, work: Callable[[], T], group: dist.ProcessGroup | None 
         error = raised
     everyone: list[Any] = [(result, describe(error))]
     if dist.is_initialized():
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (result, describe(error)), group)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (result, describe(error)))
     for rank, (_, found) in enumerate(everyone):
         if found is not None:
             where = f" on rank {rank}" if len(everyone) > 1 else ""

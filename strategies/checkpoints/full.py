@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from .archive import changed, seal
 from .errors import CheckpointError, together
-from .gather import gather, replace
+from .gather import gather, replace, tensors_in
 from .storage import begin, commit, remove
 
 
@@ -75,7 +74,7 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
             os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
     with set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(file, mmap=True, map_location="cpu", weights_only=False)  # of our own making
-    pairs = list(zip(_tensors(skeleton), _tensors(mapped), strict=True))
+    pairs = list(zip(tensors_in(skeleton, Tensor), tensors_in(mapped, Tensor), strict=True))
     with zipfile.ZipFile(file) as archive:
         stored = sum("/data/" in name for name in archive.namelist())
     if stored > len({tensor.untyped_storage()._cdata for tensor, _ in pairs}):
@@ -103,14 +102,6 @@ def _untouched(tensor: Tensor) -> Tensor:
     stride = torch.empty(tensor.shape, device="meta").stride()
     storage = torch.UntypedStorage(tensor.numel() * tensor.element_size())
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.size(), stride)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(item)
 
 
 def _nothing() -> None:

@@ -198,9 +198,7 @@ class _Taking(_Exchange):
         for rank in door.others:
             self._expect(rank)
         if self in door.unread:
-            self.take()
-            door.unread.remove(self)
-            door.board.finish(self._number)
+            self.read()
         door.board.wait_until_read(self._number)  # hazard: overwriting what other ranks still read
         return self._result
 

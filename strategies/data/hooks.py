@@ -109,7 +109,7 @@ class DataHooks:
             combined._load_state_dicts(pending)
             fit_loop._combined_loader_states_to_load = []
         if any(loader.resumed for loader in loaders):
-            self._resume(fit_loop, combined, loaders)
+            self._resume(fit_loop, loaders)
         elif loaders and fit_loop.restarting:
             self._report_lost_place(trainer)
         self._continue_cycles(combined, loaders)
@@ -118,7 +118,7 @@ class DataHooks:
             loader.accumulate = trainer.accumulate_grad_batches
         self._restore_rng(trainer)
 
-    def _resume(self, fit_loop: Any, combined: Any, loaders: list[ShardedLoader]) -> None:
+    def _resume(self, fit_loop: Any, loaders: list[ShardedLoader]) -> None:
         """Only now is it known whether an epoch goes on or a new one begins."""
         for loader in loaders:
             loader.reload()

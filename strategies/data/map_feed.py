@@ -79,7 +79,7 @@ class MapFeed:
             return None
         return self.sampler.batches_per_rank()[self.sampler.rank]
 
-    def done_before(self, position: int | None) -> int:
+    def done_before(self, position: int | None) -> int | None:
         """See `Feed`."""
         if not self.source.sized:
             return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .options import DataOptions, Stage
-from .order import RowPlan, batches_before, take
+from .order import RowPlan, take
 from .seeding import SampleKey
 from .source import MapSource
 from .unsized import UnsizedOrder
@@ -22,7 +22,6 @@ class ShardSampler:
     """
 
     source: MapSource
-    shape: tuple[int, int]  # samples per rank and row, ranks
     ranks: Sequence[int]  # whose cells are yielded, in row-major order
     seed: int
     epoch: int
@@ -136,10 +135,6 @@ class ShardSampler:
     def batches_per_rank(self) -> list[int]:
         """Batches of every rank in a whole epoch; of an order without a length, once its end was seen."""
         return self.plan(0).batches_per_rank()
-
-    def done_before(self) -> int:
-        """Batches of this rank that count as done at ``start``."""
-        return batches_before(self.plan(), self.rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted for code that calls it on samplers; the loader tells the epoch through `begin`."""

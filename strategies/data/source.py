@@ -149,7 +149,7 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
         return _describe(loader, loader.sampler, 1, False, size, label, collated=False)
     if _is_plain(batches):
         return _describe(loader, batches.sampler, batches.batch_size, batches.drop_last, size, label)
-    return _describe_batches(loader, batches, size, label)
+    return _describe_batches(batches, size, label)
 
 
 def unwrap_index_recorder(batch_sampler: Any) -> Any:
@@ -195,7 +195,7 @@ def _describe(
     )
 
 
-def _describe_batches(loader: DataLoader, batches: Any, size: int | None, label: str) -> MapSource:
+def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
     """A custom batch sampler: batches of one size are samples in disguise, others are kept whole."""
     batch = getattr(batches, "batch_size", None)
     sized = _is_sized(batches)

@@ -30,13 +30,12 @@ class Access:
         collectives: LocalCollectives,
         gradients: Gradients,
         weights_changed: Callable[[list[Entry]], None],
-        settle_gradients: Callable[[str], None],
         retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._gradients = units, collectives, gradients
-        self._weights_changed, self._settle_gradients, self.retire = weights_changed, settle_gradients, retire
+        self._weights_changed, self.retire = weights_changed, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
-        self.held = HeldGradients(gradients, collectives, settle_gradients)
+        self.held = HeldGradients(gradients, collectives)
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
@@ -83,7 +82,7 @@ class Access:
         entry = self._entries[id(parameter)]
         self.held.keep(entry)
         with apart():
-            self._settle_gradients(entry.name)
+            self._gradients.settle(entry.name)
             grad = self._gradients.full(entry)
         return None if grad is None else self.held.show(entry, grad)
 
@@ -94,7 +93,7 @@ class Access:
         entry.dropped = False
         if entry.trained:  # no optimizer would read another one's
             with apart():
-                self._settle_gradients(entry.name)
+                self._gradients.settle(entry.name)
                 self._gradients.assign(entry, grad)
             entry.assigned += 1
             if grad is not None:

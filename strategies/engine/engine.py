@@ -125,9 +125,8 @@ class Zero3Engine:
                 guard(unit.memory, unit.in_arrays)
         self._saved = SavedTensors(self.units, self.arena, self.collectives.diary.progress)
         self.gradients = Gradients(self.units, self.groups, self.reducer, self.collectives.diary)
-        self.joint = JointSteps(self.units, self.collectives, lambda unit: self.passes.assist(unit))
-        callbacks = self.weights_changed, lambda name: self.passes.settle(name), self.close
-        self.access = Access(self.units, self.collectives, self.gradients, *callbacks)
+        self.joint = JointSteps(self.units, self.collectives)
+        self.access = Access(self.units, self.collectives, self.gradients, self.weights_changed, self.close)
         if isinstance(self.reducer, WholeReducer):
             self.reducer.watch(self._adopt_all, self.access.held.follow_all)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
@@ -232,15 +231,12 @@ class Zero3Engine:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around ``loss.backward()``, which sums gradients over ranks, also of a rank whose loss depends on no parameter."""
-        self.passes.open()
         try:
-            yield
-            self.passes.close()
+            with self.passes.expected():
+                yield
         except BaseException:
             self.abandon()
             raise
-        finally:
-            self.passes.leave()
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
@@ -318,9 +314,8 @@ class Zero3Engine:
         """What the user wrote to parameters in use, to ``.data`` on one rank, or to flat tensors, becomes known."""
         for unit in tuple(self.arena.in_use):
             unit.keep_written()
-        for unit in self.units:
-            if unit.whole:
-                unit.adopt()
+        for unit in self.units if self.reducer.whole else ():
+            unit.adopt()
         self._adopt_flat_values()
 
     def _adopt_all(self) -> None:
@@ -365,7 +360,7 @@ class Zero3Engine:
             if group.version != group.public._version:  # an optimizer's step is known; this is what the user wrote
                 self._adopt_flat_values()
         if not unit.gather():
-            return  # a unit in use has the memory: the parameters rest, and each read gathers
+            return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
         unit.use()
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.enter_outside(unit)

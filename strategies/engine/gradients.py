@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import unwrap
 from types import FrameType
 
@@ -21,6 +21,7 @@ from .unit import Unit
 class Gradients:
     """Keeps the books of who has a gradient, from the start of a window (gradients were cleared) to the optimizer's step."""
 
+    settle: Callable[[str], None]  # see `Backward.settle`, which comes later
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
     def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer, diary: Diary) -> None:
@@ -61,7 +62,7 @@ class Gradients:
         return muted
 
     def give_back(self) -> None:
-        """A loss is about to be differentiated, which is when the most memory is in use."""
+        """Free the memory of cleared gradients until the next reduction: when a backward begins the most memory is in use."""
         if not self.reducer.lasting:
             for group in self._groups:
                 group.give_back()

@@ -6,7 +6,6 @@ of it, and a tensor that was assigned to it is that tensor. Here these are copie
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -44,14 +43,10 @@ class Held:
 
 
 class HeldGradients:
-    """All such memory, of parameters that are sharded.
+    """All such memory, of parameters that are sharded."""
 
-    Args:
-        settle: reduces gradients that ranks hold back, because that of a parameter (its name) is needed; collective then.
-    """
-
-    def __init__(self, gradients: Gradients, collectives: LocalCollectives, settle: Callable[[str], None]) -> None:
-        self._gradients, self._collectives, self._settle = gradients, collectives, settle
+    def __init__(self, gradients: Gradients, collectives: LocalCollectives) -> None:
+        self._gradients, self._collectives = gradients, collectives
         self._read: WeakValueDictionary[Entry, Held] = WeakValueDictionary()  # that `p.grad` is in
         self._shown: WeakValueDictionary[Entry, ShardedCopy] = WeakValueDictionary()  # what `p.grad` is
         self._watched: dict[Entry, list[Held]] = {}  # those that are `seen`
@@ -134,7 +129,7 @@ class HeldGradients:
         self.keep(entry)
         if held.since[:2] == self._gradients.since(entry)[:2]:
             with apart():
-                self._settle(entry.name)
+                self._gradients.settle(entry.name)
         since = self._gradients.since(entry)
         if not held.stale and (held.since == since or held.since[:2] != since[:2]):
             return
@@ -159,7 +154,7 @@ class HeldGradients:
         wanted = [entry for entry, flag in zip(behind, flags.tolist(), strict=True) if flag]
         with apart():
             if wanted:
-                self._settle(wanted[0].name)
+                self._gradients.settle(wanted[0].name)
             for entry in wanted:
                 self._take(entry, self._gradients.full(entry))
         self._known.update({entry: self._gradients.since(entry) for entry in behind})

@@ -12,14 +12,12 @@ from .unit import Exchange, Unit
 
 
 class JointSteps:
-    """Ranks that run announce what they gather and reduce; ranks that assist listen.
+    """Ranks that run announce what they gather and reduce; ranks that assist listen."""
 
-    Args:
-        backward: takes part in another rank's backward: in the reduction of a unit's gradients, or (None) in the end.
-    """
+    assist_backward: Callable[[Unit | None], None]  # see `Backward.assist`, which comes later
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives, backward: Callable[[Unit | None], None]) -> None:
-        self._units, self._collectives, self._backward = units, collectives, backward
+    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
+        self._units, self._collectives = units, collectives
         self._end_of_backward = 1 + len(units) * len(Exchange)  # what is told; smaller numbers are the units' labels
         self.running = False  # a step in which other ranks assist
 
@@ -60,7 +58,7 @@ class JointSteps:
                 index, exchange = divmod(code - 1, len(Exchange))
                 unit = None if code == self._end_of_backward else self._units[index]
                 if unit is None or exchange == Exchange.REDUCE:
-                    self._backward(unit)
+                    self.assist_backward(unit)
                 elif exchange == Exchange.SLOT:
                     unit.release()
                     unit.gather()

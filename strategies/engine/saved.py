@@ -275,7 +275,6 @@ def _watch_others() -> None:
     for name in ("apply", "apply_boxed"):  # the second since torch 2.13
         if hasattr(BackwardCFunction, name):
             setattr(BackwardCFunction, name, _with_own_gradients(getattr(BackwardCFunction, name)))
-    torch.autograd._engine_run_backward = _watched(torch.autograd._engine_run_backward)  # what all ways to a backward call
 
 
 def unit_of(tensor: Tensor) -> Unit | None:
@@ -312,18 +311,15 @@ def _lasting(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_backward``, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread."""
-
-    @wraps(run_backward)
-    def run_watched(outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        watched = not (create_graph and WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        # torch.func refuses such hooks, and keeps what it saves to itself.
-        grads = replaced(grads, Absent, torch.clone)  # the C++ engine asks no classes
-        with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, unpack):
-            return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
-
-    return run_watched
+def run_watched(
+    run_backward: Callable[..., Any], outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Autograd's run, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread."""
+    watched = not (create_graph and WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    # torch.func refuses such hooks, and keeps what it saves to itself.
+    grads = replaced(grads, Absent, torch.clone)  # the C++ engine asks no classes
+    with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, unpack):
+        return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
 
 
 def _shelter(pack: Callable[[Tensor], Any], unpack_other: Callable[[Any], Tensor]) -> tuple[Callable, Callable]:

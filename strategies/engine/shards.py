@@ -103,7 +103,7 @@ class FlatGroup:
     window: int  # counts the times that gradients were started afresh by a backward
     begun: int  # ... or by a user, who assigned one
     incomplete: set[Entry]  # whose gradients may have a part of a pass in them that an exception ended
-    left: int  # `written_by_others` when that was
+    left: int  # `written_by_others` when these were last looked at: another number may mean that they were zeroed
     muted: bool  # no gradient was wanted in the last backward
     numbers: slice  # of its parameters, among all that are trained; empty if it is not
 

@@ -134,7 +134,7 @@ class Unit:
         return count_viewers(self.storage) + getrefcount(self._storage) - getrefcount(self.mark) - len(self.noted)
 
     def gather(self, ahead: bool = False) -> bool:
-        """Start filling the slot unless it is filled; False if a unit in use has the memory, or nobody will look there.
+        """Start filling the slot unless it is filled; False if another unit in use has the memory, or the values are lent.
 
         ``ahead``: of its use, while another unit runs.
         """

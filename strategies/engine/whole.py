@@ -45,7 +45,7 @@ class WholeUnit(Unit):
         return True
 
     def use(self, filled: bool = True) -> None:
-        """Always usable, whatever a captured graph has ``filled``."""
+        """Nothing to do, for this and what is named below; ``filled`` is that of :meth:`replayed`."""
 
     unuse = rest = release = arrive = replayed = use
 

@@ -1,7 +1,8 @@
 """Ways past Python: functions of torch that take a tensor's memory without a look at its class.
 
-They are wrapped once for a process, when a model is sharded over several ranks: what they are given is then treated as by any
-other function of torch. A read of a resting parameter gathers it or raises, a write raises, and one in use is stored.
+They are wrapped once for a process, when a model is sharded over several ranks (those of storages on one rank, too): what they
+are given is then treated as by any other function of torch. A read of a resting parameter gathers it or raises, a write raises,
+and one in use is stored.
 """
 
 from __future__ import annotations
