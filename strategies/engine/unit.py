@@ -94,6 +94,7 @@ class Unit:
         self.lifted: dict[str, tuple[Tensor, Tensor]] = {}  # parameters that hold full-precision values, and their place here
         self._master: dict[str, Tensor] = {}  # what they are taken from
         self._pending: list[Pending] = []
+        self._filled: torch.cuda.Event | None = None  # where the lane has filled the slot
 
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
         """Take the slot at the start of ``region`` and point the parameters into it for good.
@@ -166,7 +167,7 @@ class Unit:
             if self._lane.on_device:
                 with self._lane.fork():
                     self._send()
-                    self._mark = self._lane.mark()
+                    self._filled = self._lane.mark()
             else:
                 self._send()
 
@@ -195,7 +196,7 @@ class Unit:
                 for pending in self._pending:
                     pending.wait()
             if self._lane.on_device:
-                self._lane.join(self._mark)  # hazard: computing with weights that are still arriving
+                self._lane.join(self._filled)  # hazard: computing with weights that are still arriving
             self._pending = []
             self.phase = Phase.READY
 
