@@ -73,7 +73,7 @@ class EvaluationStrategy(WatchedStrategy):
         collectives = self.engine.collectives
         everyone, written = zip(*collectives.all_gather_object((counts, collectives.diary.checksums())), strict=True)
         require_same_values(written)
-        collectives.diary.stored, collectives.diary.written = {}, {}
+        collectives.diary.stored, collectives.diary.written, collectives.diary.assigned = {}, {}, {}
         for loader, batches in zip(loaders, zip(*everyone, strict=True), strict=False):
             if isinstance(loader, ShardedLoader) and loader.may_lack_batches:
                 self._turns.append(None)
@@ -101,8 +101,11 @@ class EvaluationStrategy(WatchedStrategy):
                     if not turn.joint:
                         self.engine.collectives.diary.resume()  # all ranks run this step, from here to the next one
                     output = step(*args, **kwargs)
-                if self._signals is not None and not turn.joint:  # all ranks run this step
-                    self._signals.between_batches()
+                if not turn.joint:  # all ranks run this step
+                    # Forwards of one rank alone would take part in the others' next batch, and no backward tells.
+                    self.engine.collectives.meet(Meeting.BATCH)
+                    if self._signals is not None:
+                        self._signals.between_batches()
             self.engine.joint.assist(turn.assist)
         except DivergenceError as error:
             if not turn.joint and not turn.assist:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from .errors import alone
 from .full import finish, reserve
 from .gather import tensors_in
 from .optimizer_state import numbered
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@alone()
 def export(folder: Path, out: Path, max_file_bytes: int) -> None:
     """Write the weights in ``folder`` as safetensors files to the folder ``out``, which appears when it is whole.
 
@@ -55,6 +57,7 @@ def export(folder: Path, out: Path, max_file_bytes: int) -> None:
     commit(stage, out)
 
 
+@alone()
 def consolidate(folder: Path, out: Path) -> None:
     """Write the checkpoint in ``folder`` to the file ``out``, which appears when it is whole.
 

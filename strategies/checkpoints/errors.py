@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,6 +14,24 @@ T = TypeVar("T")
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on all ranks."""
+
+
+_alone = ContextVar("_alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What is inside is done by this process, whatever others of a run do meanwhile."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank, and how many work together."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not _alone.get() else (0, 1)
 
 
 def together(doing: str, work: Callable[[], T]) -> list[T]:
@@ -33,7 +53,7 @@ def together(doing: str, work: Callable[[], T]) -> list[T]:
     except Exception as raised:
         error = raised
     everyone: list[Any] = [(result, describe(error))]
-    if dist.is_initialized():
+    if rank_and_world_size()[1] > 1:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (result, describe(error)))
     for rank, (_, found) in enumerate(everyone):

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import set_default_mmap_options, skip_data
 
 from .archive import changed, seal
-from .errors import CheckpointError, together
+from .errors import CheckpointError, rank_and_world_size, together
 from .gather import gather, replace, tensors_in
 from .storage import begin, commit, remove
 
@@ -120,7 +119,7 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _open(path: Path, weights_only: bool) -> dict[str, Any]:
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_world_size()
     found = changed(path, rank, world_size)
     if found is not None:
         raise CheckpointError(found)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, alone
 from .manifest import Manifest
 from .sharded import ShardedCheckpoint
 from .storage import changed, damage, last_complete
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a sharded checkpoint, a full one, or a folder of them")
 
 
+@alone()
 def run(arguments: argparse.Namespace) -> int:
     """Print; returns 1 if the checkpoint is broken."""
     path: Path = arguments.path

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .errors import CheckpointError, together
+from .errors import CheckpointError, rank_and_world_size, together
 from .manifest import changed, damage
 from .slices import SavedTensor
 from .writer import INDEX, OTHERS, TRAINER_STATE, put_back, torch_errors
@@ -42,7 +42,7 @@ class ShardedCheckpoint:
     def _open(self) -> None:
         if not (self.folder / INDEX).is_file():
             raise CheckpointError(f"it has no {INDEX} and is no checkpoint in torch's distributed format")
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = rank_and_world_size()
         found = damage(self.folder) or changed(self.folder, rank, world_size)
         if found:
             raise CheckpointError(found)
@@ -108,7 +108,7 @@ class ShardedCheckpoint:
                 rounds.append(free := {})
             free[saved.label] = target
         everyone: list[int] = [len(rounds)]
-        if dist.is_initialized():
+        if rank_and_world_size()[1] > 1:
             everyone = [0] * dist.get_world_size()
             dist.all_gather_object(everyone, len(rounds))
         for number in range(max(everyone)):
@@ -120,7 +120,7 @@ class ShardedCheckpoint:
                 targets,
                 storage_reader=_Reader(self.folder, self._metadata),
                 planner=_LoadPlanner(self._weights_only),
-                no_dist=alone,
+                no_dist=alone or rank_and_world_size()[1] == 1,
             )
 
 

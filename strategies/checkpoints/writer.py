@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .errors import CheckpointError, describe, together
+from .errors import CheckpointError, describe, rank_and_world_size, together
 from .gather import tensors_in
 from .manifest import MANIFEST, File, Manifest, measure
 from .slices import SlicedTensor
@@ -74,7 +74,7 @@ def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
     Raises:
         CheckpointError: on all ranks, if something in it cannot be pickled.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_world_size()
     state = {"state_dict": checkpoint["state_dict"]}
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .buffers import Buffers
 from .gradients import Gradients
 from .joint import JointSteps
 from .order import BackwardSchedule
-from .runs import WAITING, Run, watch_runs
+from .runs import WAITING, Run, current_run, watch_runs
 from .saved import SavedTensors
 from .unit import Unit
 
@@ -44,6 +45,7 @@ class Backward:
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # a pass has begun and not ended
         self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
+        self.thread = get_ident()  # that runs the step
         self.told = watch_runs(self)
         if self._reducer.whole:
             WAITING.append(self.told)
@@ -101,7 +103,10 @@ class Backward:
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Around what differentiates losses; collective at exit, on ranks that had none, too."""
-        self.opened, self._ended = True, False
+        if self.opened:
+            yield
+            return
+        self.opened, self._ended, self.thread = True, False, get_ident()
         if not self._reducer.whole:
             WAITING.append(self.told)
         try:
@@ -114,9 +119,9 @@ class Backward:
                 WAITING.remove(self.told)
 
     def before_run(self, run: Run) -> None:
-        """See :class:`~.runs.Runner`."""
-        if self.active or self._run is not None:
-            return  # who has begun it ends it
+        """See :class:`~.runs.Runner`. Those of other threads join with their first gradient, if that is one of ours."""
+        if self.active or self._run is not None or get_ident() != self.thread:
+            return  # who has begun a pass ends it
         self._join(run)
         if self._reducer.whole:
             self._adopt()  # autograd would add to what it finds
@@ -127,17 +132,18 @@ class Backward:
 
     def after_run(self) -> None:
         """See :class:`~.runs.Runner`."""
-        self._run = None
         if self.active or (self.opened and self._accumulates):
             self.end()
         else:
             self._show_again()
+        self._run = None
 
     def fail_run(self, run: Run) -> None:
         """See :class:`~.runs.Runner`."""
-        if self._run not in (run, None):
-            return  # it was another thread's
-        joined, self._run = self._run is not None, None
+        joined = self._run is run
+        if not joined and (self._run is not None or get_ident() != self.thread):
+            return  # another thread's, of other parameters
+        self._run = None
         if joined and self.active:
             self._failed()
         elif not self.active:
@@ -149,12 +155,19 @@ class Backward:
         if self.active:
             return
         if self._run is None and not silent:
-            if Run.current is None:
+            run = current_run()
+            if run is None:
                 raise ResidencyError(
-                    "A loss was differentiated past `torch.autograd`, by a scripted function, for instance. Call "
-                    "`loss.backward()` or `self.manual_backward(loss)` in Python."
+                    "A loss was differentiated past `torch.autograd`, by a scripted function, for instance, or in one of two "
+                    "threads that differentiate on a device. Call `loss.backward()` or `self.manual_backward(loss)` in Python, "
+                    "in the thread of the step."
                 )
-            self._join(Run.current)
+            if self._reducer.whole and self._gradients.any_shown():  # autograd has added to what was not out of its way
+                raise ResidencyError(
+                    "Gradients were accumulated in another thread than that of the step. Call `loss.backward()` there, or "
+                    "clear them before."
+                )
+            self._join(run)
         self._accumulates |= self._run is None
         if self._accumulates:
             self._gradients.give_back()

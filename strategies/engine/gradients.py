@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import Diary
+from ..collectives import Diary, checksum
 from ..residency.home import ResidencyError
 from .reduce import Reducer
 from .shards import Entry, FlatGroup, Part
@@ -33,6 +33,7 @@ class Gradients:
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
+        self._written: list[int] = []  # `written_by_others` of its groups then
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -174,8 +175,9 @@ class Gradients:
         unit = self._units[entry.unit]
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
-        if entry.name not in self._full:
-            self._full = unit.gradients()
+        written = [group.written_by_others for group in unit.groups]
+        if entry.name not in self._full or written != self._written:
+            self._full, self._written = unit.gradients(), written
         return self._full[entry.name].clone()
 
     def _of_dropped(self, entry: Entry) -> None:
@@ -207,6 +209,8 @@ class Gradients:
                     entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
+            if not (self.reducer.whole or self.announced):  # else there are none, or they may have nothing to run
+                self._diary.assigned[entry.name] = checksum(grad.to(entry.group.data.device))
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():
@@ -227,7 +231,6 @@ class Gradients:
         # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know their parts.
         now = [group for group in dict.fromkeys(self._assigned) if not group.switched_off]
         self._assigned = [group for group in self._assigned if group not in now]
-        self._full = {}  # whoever asked for this may go on to change the flat gradients
         for group in now:
             if group.shows_gradients:
                 group.bind(self._unused_ranges(group, self._shown))

@@ -7,9 +7,11 @@ import re
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ def install(
     ``leave_forward`` returns what replaces the outputs, if not None. ``collector`` makes the hook of a trained parameter;
     ``dropped`` gets the name of the first parameter that has a gradient and no optimizer.
     """
+    _script_copies()
     # The graph of a compiled module ends in both.
     enter, leave = torch.compiler.disable(enter_forward), torch.compiler.disable(leave_forward)
     handles = []
@@ -109,11 +112,42 @@ class _ModuleHook(partial):
     """A function that stays behind when its module is copied or pickled: the copy is nobody's unit."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_nothing,)
+        return _ModuleHook, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
     """In place of a hook."""
+
+
+@cache
+def _script_copies() -> None:
+    """`torch.jit.script` compiles a module's hooks, and what it makes shares the parameters: it gets a copy without ours."""
+    create = torch.jit._recursive.create_script_module
+
+    @wraps(create)
+    def create_of_copy(module: nn.Module, stubs: Any, share_types: bool = True, is_tracing: bool = False) -> Any:
+        return create(module if is_tracing else _without_hooks(module), stubs, share_types, is_tracing)
+
+    torch.jit._recursive.create_script_module = create_of_copy
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """A copy of ``module``, if any in it has hooks of an engine."""
+    tables = [(vars(m), name) for m in module.modules() for name in ("_forward_hooks", "_forward_pre_hooks")]
+    found = [(table, name, table[name]) for table, name in tables if any(map(_is_ours, table.get(name, {}).values()))]
+    if not found:
+        return module
+    try:
+        for table, name, hooks in found:
+            table[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
+        return deepcopy(module)
+    finally:
+        for table, name, hooks in found:
+            table[name] = hooks
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, _ModuleHook)
 
 
 def _dropper(entry: Entry, dropped: list[str]) -> Collector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
+from threading import get_ident
 from typing import Any, Protocol
 from weakref import ref
 
@@ -28,19 +29,18 @@ class Runner(Protocol):
 
 
 class Run:
-    """One that is not inside of another (of a re-entrant checkpoint), nor of torch.func.
+    """One that is not inside of another (of a re-entrant checkpoint), nor of torch.func, nor of what torch.compile traces.
 
     Attributes:
         accumulates: it adds to ``parameter.grad``; ``torch.autograd.grad`` does not.
         runners: that have joined.
     """
 
-    current: Run | None = None
-
     def __init__(self, accumulates: bool) -> None:
         self.accumulates, self.runners = accumulates, list[Runner]()
 
 
+_RUNNING: dict[int, Run] = {}  # by the thread that has begun it
 _RUNNERS: list[ref[Runner]] = []
 WAITING: list[ref[Runner]] = []  # to be told before a run begins; in the same order on all ranks
 
@@ -60,6 +60,12 @@ def ignore_runs(told: ref[Runner]) -> None:
         runners[:] = [there for there in runners if there is not told]
 
 
+def current_run() -> Run | None:
+    """In which a hook is called: this thread's; in one of a device's threads the only one there is."""
+    run = _RUNNING.get(get_ident())
+    return run if run is not None or len(_RUNNING) != 1 else next(iter(_RUNNING.values()))
+
+
 @cache
 def _wrap() -> None:
     # Both: torch.compiler puts the second one in the place of the first.
@@ -69,10 +75,10 @@ def _wrap() -> None:
 def _told(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run_backward)
     def run_told(*args: Any, **kwargs: Any) -> Any:
-        if graph_task() != NO_GRAPH_TASK or transform() is not None:
+        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # by torch.compile
+        if graph_task() != NO_GRAPH_TASK or transform() is not None or traced:
             return run_watched(run_backward, *args, **kwargs)
-        others, run = Run.current, Run(kwargs.get("accumulate_grad", True))  # others: of another thread
-        Run.current = run
+        run = _RUNNING[get_ident()] = Run(kwargs.get("accumulate_grad", True))
         try:
             for there in WAITING:
                 if (runner := there()) is not None:
@@ -86,7 +92,7 @@ def _told(run_backward: Callable[..., Any]) -> Callable[..., Any]:
                     runner.fail_run(run)
             raise
         finally:
-            Run.current = others
+            del _RUNNING[get_ident()]
         return result
 
     return run_told

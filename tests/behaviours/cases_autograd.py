@@ -783,6 +783,29 @@ class CompiledBlocks(Compiled):
 
 
 @case
+class CompiledAgainInAWindow(Case):
+    """`p.grad = g` after the first of two micro-batches, whose shapes differ: compiled blocks compile again (aot_eager)"""
+
+    timeout = 60.0
+
+    def prepare(self, model):
+        for block in model.blocks:
+            block.compile(backend="aot_eager", dynamic=False)
+
+    def train(self, run):
+        for step in range(self.steps):
+            self.clear(run)
+            for micro in range(2):
+                batch = self.batch(step, run.rank)[: 4 - micro * (step + 1)]
+                loss = run.step(lambda model, batch=batch: self.loss(model, batch))
+                self.backward(run, loss)
+                run.log(loss)
+                for p in run.model.parameters() if not micro else ():
+                    p.grad = 0.5 * p.grad
+            run.optimizer.step()
+
+
+@case
 class CompiledBlocksAfterSetUp(Compiled):
     """`torch.compile` of every block after set-up (aot_eager)"""
 

@@ -394,6 +394,21 @@ class GradAssignedAndScaledInGroups(Graded):
 
 
 @case
+class GradScaledInGroupsOfOneUnit(Graded):
+    """`p.grad` read, scaled in `optimizer.param_groups`, read again and assigned, of a model that is one unit"""
+
+    small_numel = 1 << 20
+
+    def between(self, run):
+        norm = sum(p.grad.norm() for p in run.model.parameters())
+        for p in [p for group in run.optimizer.param_groups for p in group["params"]]:
+            p.grad.div_(norm)
+        run.log(*[p.grad for p in run.model.parameters()])
+        for p in run.model.parameters():
+            p.grad = p.grad + 0.1 * p.grad.sign()
+
+
+@case
 class GradAssignedAndZeroed(Graded):
     """`p.grad = g`, then `zero_grad(set_to_none=False)`, and another backward"""
 

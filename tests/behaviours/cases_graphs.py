@@ -58,6 +58,26 @@ class BackwardInAThreadInTheStep(Case):
 
 
 @case
+class AnotherModelInAThread(Case):
+    """Another model that a thread trains meanwhile"""
+
+    def train(self, run):
+        other, over = torch.nn.Linear(DIM, DIM), threading.Event()
+
+        def learn():
+            while not over.wait(0.001):
+                other(torch.ones(DIM)).sum().backward()
+
+        thread = threading.Thread(target=learn)
+        thread.start()
+        try:
+            super().train(run)
+        finally:
+            over.set()
+            thread.join()
+
+
+@case
 class StateCarriedWithItsGraph(Case):
     """A recurrent state carried over micro-batches with its graph (`retain_graph`, no detach)"""
 

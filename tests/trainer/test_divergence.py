@@ -103,11 +103,25 @@ def _step_without_a_gradient(module, rank, optimizer, closure):
     optimizer.step()
 
 
+def _step_with_an_own_gradient(module, rank, optimizer, closure):
+    closure()
+    module.net[1].bias.grad = module.net[1].bias.grad + rank
+    optimizer.step()
+
+
+def _step_with_a_changed_gradient(module, rank, optimizer, closure):
+    closure()
+    module.net[1].bias.grad.mul_(1 + rank)
+    optimizer.step()
+
+
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
     _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
     _step_twice: "'gradients (in step 2 since the last backward)' of param group 0 of SGD is 10 on rank 0 and None on",
     _step_without_a_gradient: "'gradients (in step 1 since the last backward)' of param group 0 of SGD is 9 on rank 0 and 10",
+    _step_with_an_own_gradient: "The gradient of parameter 'net.1.bias' was assigned or changed, and not to the same values on",
+    _step_with_a_changed_gradient: "The gradient of parameter 'net.1.bias' was assigned or changed, and not to the same",
 }
 
 
@@ -168,6 +182,17 @@ class WritesWhenEvaluated(Asymmetric):
         self.message = "trained"
 
 
+class GeneratesAlone(Asymmetric):
+    """Forwards of rank 0, whose gathers are those of the other's next batch."""
+
+    def __init__(self):
+        super().__init__("gradient", "wait for the others at a barrier")
+
+    def validation_step(self, batch):
+        for _ in range(1 if self.global_rank else 4):
+            self.net(batch)
+
+
 def _fit_all(rank, world_size, folder):
     evaluated = WritesWhenEvaluated()
     trainer(zero3(unit_policy=["Linear", "Table"]), world_size, num_sanity_val_steps=2, limit_val_batches=2).fit(evaluated)
@@ -177,6 +202,9 @@ def _fit_all(rank, world_size, folder):
         tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
         tester.validate(stored, stored.train_dataloader())
     assert not stored.message
+    alone = GeneratesAlone()
+    with pytest.raises(DivergenceError, match="end a batch of an evaluation"):
+        trainer(zero3(unit_policy=["Linear"]), world_size, limit_val_batches=4).validate(alone, alone.train_dataloader())
     for act, text in STEPS.items():
         with pytest.raises(DivergenceError, match=re.escape(text)):
             trainer(zero3(unit_policy=["Linear"]), world_size).fit(Stepper(act))

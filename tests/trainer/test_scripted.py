@@ -1,0 +1,59 @@
+"""Export to TorchScript after training: what is made inside of `gathered` has values of its own, and no hook of the engine."""
+
+import copy
+import io
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from helpers.parity import trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.residency import ResidencyError
+
+
+class Exported(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+
+
+def script_after_fit(rank, world_size):
+    module = Exported()
+    fitted = trainer(zero3(unit_policy=["Linear"]), world_size)
+    fitted.fit(module)
+    module.eval()
+    if world_size > 1:
+        with pytest.raises(ResidencyError, match="'net.0.weight'.*inside `with strategy.gathered"):
+            torch.jit.script(module.net)
+    with fitted.strategy.gathered(module):
+        plain = Exported()
+        plain.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+        copied, file = copy.deepcopy(module), io.BytesIO()
+        made = [torch.jit.script(module.net), module.to_torchscript(), torch.jit.script(copied.net)]
+        torch.jit.save(made[1], file)
+    made.append(torch.jit.load(io.BytesIO(file.getvalue())))
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    for scripted in made:
+        assert torch.equal(scripted(x), plain(x))
+    with torch.no_grad():
+        plain.net[0].weight.zero_()  # nobody else's
+    trainer(zero3(unit_policy=["Linear"]), world_size).fit(module)  # it has its hooks
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scripted_after_training(world_size):
+    run_ranks(script_after_fit, world_size)
