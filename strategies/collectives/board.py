@@ -99,5 +99,6 @@ class Board:
         if state in ("gone", "Z", "X"):
             raise RuntimeError(
                 f"The connection to rank {rank} is lost: its process {self._processes[rank]} has ended while rank {self._rank} "
-                "waited for it. If it said why, that is in its output."
+                "waited for it. If it said why, that is in its output; it may have come to its end: forwards, saves and "
+                "`gathered` are for all ranks, also after `fit`."
             )

@@ -18,7 +18,7 @@ LOOK_FOR = (
     "length, for a branch or a loop that depends on a rank's own data (`generate(..., synced_gpus=True)` where texts end) or "
     "random numbers (LayerDrop: `DataOptions(distinct_rank_rng=False)` gives all ranks the same; experts that some ranks alone "
     "run belong into one unit, by `unit_policy`), and for a term of the loss "
-    "that one rank alone has (multiply it by 0 on the others)."
+    "that one rank alone has (multiply it by 0 on the others; of several losses of one forward differentiate the sum)."
 )
 
 

@@ -110,7 +110,7 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
     if wraps or p.layout != torch.strided:
         raise ValueError(
             f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense parameters can be sharded. Make it "
-            "a dense `nn.Parameter`, or a buffer if it is not trained."
+            "a dense `nn.Parameter`, or a buffer if it is not trained; take `fully_shard` and other wrappers out of the model."
         )
 
 

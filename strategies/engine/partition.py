@@ -40,7 +40,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             function gets the model and returns the units, each a module or a list of modules.
 
     Raises:
-        ValueError: a parameter would have no unit, or no shape; the policy names what is not in the model.
+        ValueError: a parameter would have no unit, or no shape; the policy names what is not in the model, or is no list.
     """
     if next(model.parameters(), None) is None:
         raise ValueError(
@@ -52,6 +52,9 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
             )
+    if isinstance(policy, str | type):
+        one = repr(policy) if isinstance(policy, str) else policy.__name__
+        raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
     names = {module: name for name, module in model.named_modules()}
     if policy is not None and callable(policy):
         units = [_unit(found, names) for found in policy(model)]
