@@ -73,7 +73,7 @@ class EvaluationStrategy(WatchedStrategy):
         collectives = self.engine.collectives
         everyone, written = zip(*collectives.all_gather_object((counts, collectives.diary.checksums())), strict=True)
         require_same_values(written)
-        collectives.diary.stored, collectives.diary.written, collectives.diary.assigned = {}, {}, {}
+        collectives.diary.stored, collectives.diary.written = {}, {}
         for loader, batches in zip(loaders, zip(*everyone, strict=True), strict=False):
             if isinstance(loader, ShardedLoader) and loader.may_lack_batches:
                 self._turns.append(None)

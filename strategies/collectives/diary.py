@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-Written = tuple[str, int, str]  # a parameter's name, the checksum of what was written there, and how: a list of the diary's
+Written = tuple[str, int, bool]  # a parameter's name, the checksum of what was written there, whether in a step
 Setting = tuple[str, int, str, float]  # an optimizer's class, the number of a param group, an option and its value
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
@@ -77,16 +77,10 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
         DivergenceError: naming the first parameter that one rank gave other values than another.
     """
     sets = [set(written) for written in everyone]
-    name, _, how = min(set.union(*sets) - set.intersection(*sets), default=("", 0, ""))
+    name, _, inside = min(set.union(*sets) - set.intersection(*sets), default=("", 0, False))
     if not name:
         return
-    if how == "assigned":
-        raise DivergenceError(
-            f"The gradient of parameter {name!r} was assigned or changed, and not to the same values on all ranks: it has one "
-            "value, of which every rank stored its own part, and the optimizer may have stepped with it. Compute it from what "
-            "all ranks have (`torch.distributed.all_reduce` first; `DataOptions(distinct_rank_rng=False)` for noise)."
-        )
-    if how == "written":
+    if inside:
         raise DivergenceError(
             f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
             "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
@@ -114,8 +108,9 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
                 optimizer, group, option = setting
                 raise DivergenceError(
                     f"{option!r} of param group {group} of {optimizer} is {mine} on rank 0 and {other} on rank {rank}: each "
-                    "would step its part of the model with its own. Set it from what all ranks have; a scheduler that looks at "
-                    "a logged value needs `self.log(..., sync_dist=True)`."
+                    "would step its part of the model with its own. Set it from what all ranks have: a scheduler that looks at "
+                    "a logged value needs `self.log(..., sync_dist=True)`, and a gradient that is assigned or changed "
+                    "`torch.distributed.all_reduce` first (`DataOptions(distinct_rank_rng=False)` for noise)."
                 )
 
 
@@ -140,7 +135,6 @@ class Diary:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
         written: names of the parameters that forwards have changed since the last agreement -> checksum of each.
         stored: the same of changes between steps. Nothing but an agreement makes them forgotten.
-        assigned: the same of gradients that users assigned or changed.
         describe: what a label stands for, for errors.
         settings: finds what must be alike on all ranks beside.
         stepped: what optimizers have stepped with since the last agreement, and how often.
@@ -152,7 +146,6 @@ class Diary:
         self.trace = [0]
         self.written: dict[str, Tensor] = {}
         self.stored: dict[str, Tensor] = {}
-        self.assigned: dict[str, Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
         self.stepped: list[Setting] = []
@@ -173,11 +166,11 @@ class Diary:
 
     def checksums(self) -> list[Written]:
         """What this rank has written to parameters, in an order that all ranks have; waits for the device."""
-        noted = [(name, how) for how in ("assigned", "stored", "written") for name in sorted(getattr(self, how))]
+        noted = [(name, inside) for inside in (False, True) for name in sorted(self.written if inside else self.stored)]
         if not noted:
             return []
-        totals = torch.stack([getattr(self, how)[name] for name, how in noted]).tolist()
-        return [(name, total, how) for (name, how), total in zip(noted, totals, strict=True)]
+        totals = torch.stack([(self.written if inside else self.stored)[name] for name, inside in noted]).tolist()
+        return [(name, total, inside) for (name, inside), total in zip(noted, totals, strict=True)]
 
     def digest(self, written: Sequence[Written]) -> int:
         """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
@@ -187,7 +180,7 @@ class Diary:
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
-        self.written, self.stored, self.assigned, self.stepped, self.steps = {}, {}, {}, [], 0
+        self.written, self.stored, self.stepped, self.steps = {}, {}, [], 0
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

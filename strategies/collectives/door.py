@@ -29,7 +29,10 @@ def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> L
 
 @lru_cache(maxsize=1)  # a process may fit, validate and test many times
 def _of_hosts(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    timeout = group._get_backend(device).options._timeout  # the user's; torch would take gloo's default
+    try:
+        timeout = group._get_backend(device).options._timeout  # the user's; torch would take gloo's default
+    except (AttributeError, RuntimeError):  # a back end that has no options
+        timeout = None
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,7 +107,8 @@ class Backward:
         if self.opened:
             yield
             return
-        self.opened, self._ended, self.thread = True, False, get_ident()
+        self.opened, self._ended = True, False
+        stepping, self.thread = self.thread, get_ident()
         if not self._reducer.whole:
             WAITING.append(self.told)
         try:
@@ -114,12 +116,14 @@ class Backward:
             if self.active or not self._ended:
                 self.end()
         finally:
-            self.opened = False
+            self.opened, self.thread = False, stepping
             if not self._reducer.whole and self.told in WAITING:
                 WAITING.remove(self.told)
 
     def before_run(self, run: Run) -> None:
         """See :class:`~.runs.Runner`. Those of other threads join with their first gradient, if that is one of ours."""
+        if get_ident() != self.thread and self.thread not in sys._current_frames():
+            self.thread = get_ident()  # that one has ended
         if self.active or self._run is not None or get_ident() != self.thread:
             return  # who has begun a pass ends it
         self._join(run)
@@ -155,7 +159,7 @@ class Backward:
         if self.active:
             return
         if self._run is None and not silent:
-            run = current_run()
+            run = current_run(self.thread)
             if run is None:
                 raise ResidencyError(
                     "A loss was differentiated past `torch.autograd`, by a scripted function, for instance, or in one of two "
@@ -164,8 +168,8 @@ class Backward:
                 )
             if self._reducer.whole and self._gradients.any_shown():  # autograd has added to what was not out of its way
                 raise ResidencyError(
-                    "Gradients were accumulated in another thread than that of the step. Call `loss.backward()` there, or "
-                    "clear them before."
+                    "Gradients were accumulated in another thread than the one that runs `training_step`. Call "
+                    "`loss.backward()` in that one, or clear gradients before."
                 )
             self._join(run)
         self._accumulates |= self._run is None

@@ -95,6 +95,7 @@ class Zero3Engine:
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype, debug)
         self._forward = ForwardOrder(foresees=not debug)
+        self._thread = get_ident()  # that runs the step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
@@ -172,7 +173,7 @@ class Zero3Engine:
             self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.diary.resume()
-        self.passes.thread = get_ident()
+        self._thread = self.passes.thread = get_ident()
         try:
             self.access.in_step = True
             self.access.held.keep()
@@ -361,7 +362,7 @@ class Zero3Engine:
         if not unit.gather():
             return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
         unit.use()
-        if not self.access.in_step or get_ident() != self.passes.thread:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
@@ -383,7 +384,7 @@ class Zero3Engine:
             # Outputs that need no gradient here (the input, returned; detached ones) may need one on another rank.
             if watch_outputs(unit, outputs, self.passes.enter) or unit.trained:
                 self.passes.schedule.record(unit.index)
-        if not self.access.in_step or get_ident() != self.passes.thread:
+        if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:
             if views:

@@ -34,6 +34,7 @@ class Gradients:
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
+        self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -129,7 +130,12 @@ class Gradients:
         if not self.reducer.whole:
             name = type(optimizer).__name__
             counts = [sum(self._shown[group.numbers]) if group.shows_gradients else 0 for group in groups]
-            self._diary.step([(name, g.key.group or 0, "gradients", count) for g, count in zip(groups, counts, strict=True)])
+            used = [(name, g.key.group or 0, "gradients", count) for g, count in zip(groups, counts, strict=True)]
+            for entry, (begun, total) in self._sums.items():
+                if entry.group in groups and begun == entry.group.begun:
+                    what = f"checksum of what was assigned to the gradient of {entry.name}"
+                    used.append((name, entry.group.key.group or 0, what, int(total)))
+            self._diary.step(used)
 
     def _look_for_zeros(self, group: FlatGroup) -> None:
         """Gradients that were incomplete are cleared by `zero_grad(set_to_none=False)`, too."""
@@ -204,13 +210,14 @@ class Gradients:
         self.mark_gradient(entry, grad is not None)
         if grad is None:
             self._full = {}
+            self._sums.pop(entry, None)
             if entry.part is not None and entry.group.shows_gradients:
                 with entry.group.written_by_engine():
                     entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
-            if not (self.reducer.whole or self.announced):  # else there are none, or they may have nothing to run
-                self._diary.assigned[entry.name] = checksum(grad.to(entry.group.data.device))
+            if not (self.reducer.whole or self.announced):  # else there are no others, or they may have nothing to run
+                self._sums[entry] = entry.group.begun, checksum(grad)
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():

@@ -163,6 +163,7 @@ class Reducer:
                     torch.mul(part, scale, out=target)
                 else:
                     target.add_(part, alpha=scale)
+                piece.group.uncounted += 1  # a write, of as many as this rank has pieces
 
     def zero_untouched(self) -> None:
         """Gradients of units that no backward reached since they were cleared are zero, not what they were."""
@@ -171,6 +172,7 @@ class Reducer:
                 for piece in chunk.owned:
                     if piece.is_first_in_window():
                         piece.group.grad[piece.place].zero_()
+                        piece.group.uncounted += 1
 
     def is_zero(self, group: FlatGroup) -> bool:
         """Whether the gradients of ``group`` are zero on all ranks; collective."""

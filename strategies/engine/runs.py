@@ -60,10 +60,12 @@ def ignore_runs(told: ref[Runner]) -> None:
         runners[:] = [there for there in runners if there is not told]
 
 
-def current_run() -> Run | None:
-    """In which a hook is called: this thread's; in one of a device's threads the only one there is."""
-    run = _RUNNING.get(get_ident())
-    return run if run is not None or len(_RUNNING) != 1 else next(iter(_RUNNING.values()))
+def current_run(stepping: int) -> Run | None:
+    """In which a hook is called: this thread's; in one of a device's threads that of ``stepping``, or the only one there is."""
+    here = get_ident()
+    if here in _RUNNING or here == stepping:
+        return _RUNNING.get(here)
+    return _RUNNING.get(stepping) or (next(iter(_RUNNING.values())) if len(_RUNNING) == 1 else None)
 
 
 @cache
@@ -78,21 +80,24 @@ def _told(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # by torch.compile
         if graph_task() != NO_GRAPH_TASK or transform() is not None or traced:
             return run_watched(run_backward, *args, **kwargs)
-        run = _RUNNING[get_ident()] = Run(kwargs.get("accumulate_grad", True))
+        here, run = get_ident(), Run(kwargs.get("accumulate_grad", True))
+        outer, _RUNNING[here] = _RUNNING.get(here), run  # outer: this one is a finalizer's, or a signal handler's
         try:
-            for there in WAITING:
+            for there in tuple(WAITING):
                 if (runner := there()) is not None:
                     runner.before_run(run)
             result = run_watched(run_backward, *args, **kwargs)
             for runner in run.runners:
                 runner.after_run()
         except BaseException:
-            for there in _RUNNERS:
+            for there in tuple(_RUNNERS):
                 if (runner := there()) is not None:
                     runner.fail_run(run)
             raise
         finally:
-            del _RUNNING[get_ident()]
+            del _RUNNING[here]
+            if outer is not None:
+                _RUNNING[here] = outer
         return result
 
     return run_told

@@ -113,7 +113,7 @@ class FlatGroup:
         self.numel, self.window, self.begun, self.segments, self.entries = 0, 0, 0, [], []
         self.incomplete, self.left, self.muted = set(), 0, False
         self._grad: Tensor | None = None
-        self._uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
+        self.uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
 
     def allocate(self, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class FlatGroup:
         if self._grad is None and self.trained:
             self._grad = torch.empty_like(self.data)
             self._zero_idle(self._grad)
-            self._uncounted += self._grad._version
+            self.uncounted += self._grad._version
         return self._grad  # type: ignore[return-value]
 
     @property
@@ -150,14 +150,14 @@ class FlatGroup:
     @property
     def written_by_others(self) -> int:
         """How often others than the engine have written to the gradients, to clip them or so."""
-        return (0 if self._grad is None else self._grad._version) - self._uncounted
+        return (0 if self._grad is None else self._grad._version) - self.uncounted
 
     @contextmanager
     def written_by_engine(self) -> Iterator[None]:
         """Around what gives one of the gradients a value, and tells those who hold it."""
         before = self.grad._version
         yield
-        self._uncounted += self.grad._version - before
+        self.uncounted += self.grad._version - before
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -193,7 +193,7 @@ class FlatGroup:
     def give_back(self) -> None:
         """Free the memory of gradients that were cleared, until the next reduction."""
         if not self.shows_gradients and self._grad is not None:
-            self._uncounted -= self._grad._version
+            self.uncounted -= self._grad._version
             self._grad = None
 
     def _zero_idle(self, gradients: Tensor) -> None:

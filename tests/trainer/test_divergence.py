@@ -120,8 +120,8 @@ STEPS = {
     _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
     _step_twice: "'gradients (in step 2 since the last backward)' of param group 0 of SGD is 10 on rank 0 and None on",
     _step_without_a_gradient: "'gradients (in step 1 since the last backward)' of param group 0 of SGD is 9 on rank 0 and 10",
-    _step_with_an_own_gradient: "The gradient of parameter 'net.1.bias' was assigned or changed, and not to the same values on",
-    _step_with_a_changed_gradient: "The gradient of parameter 'net.1.bias' was assigned or changed, and not to the same",
+    _step_with_an_own_gradient: "'checksum of what was assigned to the gradient of net.1.bias (in step 1 since the last",
+    _step_with_a_changed_gradient: "'checksum of what was assigned to the gradient of net.1.bias (in step 1 since the",
 }
 
 

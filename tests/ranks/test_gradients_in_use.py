@@ -1,0 +1,147 @@
+"""Gradients that are read, kept or assigned around backwards, beside threads: against plain torch on the joined batch."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.collectives import DivergenceError, make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine
+
+DIM, CPU = 8, torch.device("cpu")
+
+
+def build(groups=1):
+    """A model with its optimizer and engine, a plain copy with its own, and batches [step, rank, rows, DIM]."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    plain = copy.deepcopy(model)
+
+    def optimizer_of(module):
+        by_dim = [[p for p in module.parameters() if p.dim() > 1], [p for p in module.parameters() if p.dim() < 2]]
+        return torch.optim.SGD([{"params": params} for params in by_dim] if groups == 2 else module.parameters(), lr=0.1)
+
+    optimizer, collectives = optimizer_of(model), make_collectives(dist.group.WORLD, CPU)
+    policy = [nn.Linear, nn.LayerNorm]
+    engine = Zero3Engine(model, [optimizer], device=CPU, collectives=collectives, unit_policy=policy)
+    return model, optimizer, engine, plain, optimizer_of(plain), torch.randn(3, collectives.world_size, 4, DIM)
+
+
+def require_alike(model, plain):
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.as_subclass(torch.Tensor), its.grad)
+
+
+def forwards_and_backwards_in_a_thread(rank, world_size):
+    model, _, engine, plain, _, batches = build()
+
+    def train():
+        for batch in batches:
+            loss = model(batch[rank]).square().mean()
+            with engine.backward():
+                loss.backward()
+
+    with engine.step(), ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+    for batch in batches:
+        plain(batch.flatten(0, 1)).square().mean().backward()
+    require_alike(model, plain)
+
+
+def read_in_hooks_of_activations(rank, world_size):
+    """Ranks have reduced another number of pieces by then, and must gather alike."""
+    model, _, engine, plain, _, batches = build(groups=2)
+    seen = {id(model): [], id(plain): []}
+
+    def run(module, batch):
+        first = module[1](module[0](batch))
+        second = module[2](first)
+        for hidden in (first, second) if module[1].bias.grad is not None else ():
+            hidden.register_hook(lambda grad: seen[id(module)].append(module[1].bias.grad.norm().item()))
+        return module[3](second).square().mean()
+
+    for batch in batches:
+        with engine.step():
+            loss = run(model, batch[rank])
+        with engine.backward():
+            loss.backward()
+        run(plain, batch.flatten(0, 1)).backward()
+    assert seen[id(model)] == pytest.approx(seen[id(plain)], rel=1e-5) and len(seen[id(plain)]) == 4
+
+
+def step(engine, model, optimizer, plain, its, batch, rank):
+    """One, up to what is done to gradients."""
+    with engine.step():
+        loss = model(batch[rank]).square().mean()
+    for each in (optimizer, its):
+        each.zero_grad()
+    with engine.backward():
+        loss.backward()
+    plain(batch.flatten(0, 1)).square().mean().backward()
+
+
+def buffer_reused_after_the_step(rank, world_size):
+    model, optimizer, engine, plain, its, batches = build()
+    buffer = torch.zeros(DIM)
+    for batch in batches:
+        step(engine, model, optimizer, plain, its, batch, rank)
+        model[0].bias.grad = buffer.copy_(model[0].bias.grad)
+        optimizer.step()
+        its.step()
+        buffer.fill_(rank)  # each rank's own, and no gradient any more when the next backward begins
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    require_alike(model, plain)
+
+
+def gradient_of_before_changed(rank, world_size):
+    model, optimizer, engine, plain, its, batches = build()
+    for batch in batches:
+        step(engine, model, optimizer, plain, its, batch, rank)
+        kept = model[0].bias.grad
+        optimizer.step()
+        its.step()
+        kept.sub_(rank)
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    require_alike(model, plain)
+
+
+def stepped_with_another_gradient(rank, world_size):
+    """And zeroed after it, with the same zeros on all."""
+    model, optimizer, engine, plain, its, batches = build()
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    model[0].bias.grad.mul_(1 + rank)
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(DivergenceError, match=r"assigned to the gradient of 0\.bias \(in step 1"):
+        step(engine, model, optimizer, plain, its, batches[1], rank)
+
+
+def set_up_in_a_thread(rank, world_size):
+    with ThreadPoolExecutor(1) as pool:
+        model, _, engine, plain, _, batches = pool.submit(build).result()
+    for batch in batches:
+        model(batch[rank]).square().mean().backward()
+        plain(batch.flatten(0, 1)).square().mean().backward()
+    require_alike(model, plain)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        forwards_and_backwards_in_a_thread,
+        read_in_hooks_of_activations,
+        buffer_reused_after_the_step,
+        gradient_of_before_changed,
+        stepped_with_another_gradient,
+    ],
+)
+def test_between_ranks(case):
+    run_ranks(case, 2)
+
+
+def test_one_rank_that_was_set_up_in_a_thread():
+    run_ranks(set_up_in_a_thread, 1)
