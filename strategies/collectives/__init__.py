@@ -9,6 +9,7 @@ board                 memory of one machine in which each rank posts the exchang
 """
 
 from .diary import (
+    LOOK_FOR,
     Diary,
     DivergenceError,
     Meeting,
@@ -26,6 +27,7 @@ from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
 from .wire import widen
 
 __all__ = [
+    "LOOK_FOR",
     "CallTimer",
     "CollectiveTimer",
     "Diary",

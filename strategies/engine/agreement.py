@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..collectives import (
+    LOOK_FOR,
     DivergenceError,
     LocalCollectives,
     Meeting,
@@ -57,7 +58,7 @@ class Agreement:
             if not (difference := first_difference(traces, self.describe)):
                 require_same_values(values)
                 require_same_settings(settings)
-            raise DivergenceError(difference)
+            raise DivergenceError(difference or f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
         diary.agreed()
         flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
         return flags[:units], flags[units:modules], flags[modules:]

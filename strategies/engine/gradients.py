@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import Diary, checksum
+from ..collectives import Diary, Setting, checksum
 from ..residency.home import ResidencyError
 from .reduce import Reducer
 from .shards import Entry, FlatGroup, Part
@@ -131,11 +131,18 @@ class Gradients:
             name = type(optimizer).__name__
             counts = [sum(self._shown[group.numbers]) if group.shows_gradients else 0 for group in groups]
             used = [(name, g.key.group or 0, "gradients", count) for g, count in zip(groups, counts, strict=True)]
-            for entry, (begun, total) in self._sums.items():
-                if entry.group in groups and begun == entry.group.begun:
-                    what = f"checksum of what was assigned to the gradient of {entry.name}"
-                    used.append((name, entry.group.key.group or 0, what, int(total)))
-            self._diary.step(used)
+            self._diary.step([*used, *self._assigned_sums(name, groups)])
+
+    def _assigned_sums(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
+        """Of gradients in ``groups`` that users assigned or changed and that are still there."""
+        by_number = sorted(self._sums, key=lambda entry: entry.number)  # alike on all ranks, whoever was assigned first
+        for entry in by_number:
+            if self._sums[entry][0] != entry.group.begun or not self.has_gradient(entry):
+                del self._sums[entry]  # cleared since
+        found = [entry for entry in by_number if entry in self._sums and entry.group in groups]
+        totals = torch.stack([self._sums[entry][1] for entry in found]).tolist() if found else []
+        what = "checksum of what was assigned to the gradient of "
+        return [(optimizer, e.group.key.group or 0, what + e.name, total) for e, total in zip(found, totals, strict=True)]
 
     def _look_for_zeros(self, group: FlatGroup) -> None:
         """Gradients that were incomplete are cleared by `zero_grad(set_to_none=False)`, too."""
@@ -159,12 +166,7 @@ class Gradients:
                     "of a backward inside of `training_step`, call the module's `zero_grad()` first."
                 )
             self.over = False  # they are gone as the user wants it
-        if entry.trained and self.arrived[entry.number]:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was read in a backward that has computed it (in a module's hook, or "
-                "another parameter's), when it is this rank's own, and on its way to the others. Read it after the backward "
-                "(`on_after_backward`), or in a hook of the parameter itself."
-            )
+        self.require_not_arrived(entry)
         if not entry.trained and entry.dropped:
             return self._of_dropped(entry)
         if not entry.trained or not self.has_gradient(entry):
@@ -185,6 +187,15 @@ class Gradients:
         if entry.name not in self._full or written != self._written:
             self._full, self._written = unit.gradients(), written
         return self._full[entry.name].clone()
+
+    def require_not_arrived(self, entry: Entry) -> None:
+        """Raise if the backward that runs has added to the gradient of ``entry``, or is about to."""
+        if entry.trained and self.arrived[entry.number]:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was read in a backward that has computed it (in a module's hook, or "
+                "another parameter's), when it is this rank's own, and on its way to the others. Read it after the backward "
+                "(`on_after_backward`), or in a hook of the parameter itself."
+            )
 
     def _of_dropped(self, entry: Entry) -> None:
         if not _clearing():
@@ -217,7 +228,7 @@ class Gradients:
         else:
             grad = grad.detach().as_subclass(Tensor)
             if not (self.reducer.whole or self.announced):  # else there are no others, or they may have nothing to run
-                self._sums[entry] = entry.group.begun, checksum(grad)
+                self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():
@@ -256,8 +267,6 @@ class Gradients:
         self.reducer.show(used, self.graphs)
         for group in self._groups:
             flags = used[group.numbers]
-            if group.incomplete:
-                group.left = group.written_by_others  # the engine has, on ranks that own some of them
             if group.muted:
                 continue  # as it was
             if any(flags):

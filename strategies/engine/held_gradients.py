@@ -130,6 +130,7 @@ class HeldGradients:
         if held.since[:2] == self._gradients.since(entry)[:2]:
             with apart():
                 self._gradients.settle(entry.name)
+            self._gradients.require_not_arrived(entry)
         since = self._gradients.since(entry)
         if not held.stale and (held.since == since or held.since[:2] != since[:2]):
             return
@@ -185,6 +186,7 @@ class HeldGradients:
 
     def _store(self, held: Held) -> None:
         entry = held.entry
+        self._gradients.require_not_arrived(entry)
         if self._gradients.since(entry) != held.since:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was read or assigned, then a backward or clipping changed it, and "

@@ -11,6 +11,7 @@ from torch import nn
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import DivergenceError, make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.residency import ResidencyError
 
 DIM, CPU = 8, torch.device("cpu")
 
@@ -129,9 +130,85 @@ def set_up_in_a_thread(rank, world_size):
     require_alike(model, plain)
 
 
+def kept_over_a_backward(rank, world_size):
+    """Refused where it is this rank's own, on its way; it follows after that."""
+    model, _, engine, plain, _, batches = build()
+    refused = []
+
+    def look(grad):
+        for touch in (kept.norm, lambda: kept.mul_(2)):
+            with pytest.raises(ResidencyError, match=r"'3\.bias' was read in a backward that has computed it"):
+                touch()
+            refused.append(touch)
+
+    for number, batch in enumerate(batches):
+        with engine.step():
+            hidden = model[0](batch[rank])
+            if number:
+                hidden.register_hook(look)
+            loss = model[1:](hidden).square().mean()
+        with engine.backward():
+            loss.backward()
+        plain(batch.flatten(0, 1)).square().mean().backward()
+        kept = model[3].bias.grad
+    assert len(refused) == 4
+    torch.testing.assert_close(kept.as_subclass(torch.Tensor), plain[3].bias.grad)
+    require_alike(model, plain)
+
+
+def assigned_in_another_order(rank, world_size):
+    model, optimizer, engine, plain, its, batches = build()
+    for batch in batches:
+        step(engine, model, optimizer, plain, its, batch, rank)
+        for module in (model, plain):
+            for p in list(module.parameters())[:: 1 - 2 * rank]:
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+        its.step()
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    require_alike(model, plain)
+
+
+def stepped_without_a_gradient(rank, world_size):
+    model, optimizer, engine, plain, its, batches = build()
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    kept = model[0].bias.grad
+    optimizer.step()
+    its.step()
+    kept.sub_(rank)
+    optimizer.zero_grad()
+    optimizer.step()
+    step(engine, model, optimizer, plain, its, batches[1], rank)
+    require_alike(model, plain)
+
+
+def zeroed_after_an_exception(rank, world_size):
+    """`torch.autograd.grad` between the zeros and the next backward."""
+    model, optimizer, engine, plain, its, batches = build()
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    with pytest.raises(KeyError), engine.step():
+        hidden = model[0](batches[1][rank])
+        hidden.register_hook(lambda grad: {}["a key"])
+        model[1:](hidden).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    x = batches[1][rank].clone().requires_grad_()
+    with engine.step():
+        torch.autograd.grad(model(x).square().mean(), x)
+        loss = model(batches[2][rank]).square().mean()
+    with engine.backward():
+        loss.backward()
+    plain.zero_grad()
+    plain(batches[2].flatten(0, 1)).square().mean().backward()
+    require_alike(model, plain)
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        kept_over_a_backward,
+        assigned_in_another_order,
+        stepped_without_a_gradient,
+        zeroed_after_an_exception,
         forwards_and_backwards_in_a_thread,
         read_in_hooks_of_activations,
         buffer_reused_after_the_step,
