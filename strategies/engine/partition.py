@@ -52,7 +52,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
             )
-    if isinstance(policy, str | type):
+    if isinstance(policy, str) or (isinstance(policy, type) and issubclass(policy, nn.Module)):
         one = repr(policy) if isinstance(policy, str) else policy.__name__
         raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
     names = {module: name for name, module in model.named_modules()}
