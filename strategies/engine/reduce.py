@@ -163,7 +163,7 @@ class Reducer:
                     torch.mul(part, scale, out=target)
                 else:
                     target.add_(part, alpha=scale)
-                piece.group.uncounted += 1  # a write, of as many as this rank has pieces
+                piece.group.uncounted += 1  # the engine's write: ranks have another number of them
 
     def zero_untouched(self) -> None:
         """Gradients of units that no backward reached since they were cleared are zero, not what they were."""
