@@ -55,7 +55,8 @@ class TinyLm(nn.Module):
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
-        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+        scores = self(tokens).flatten(0, 1)
+        return F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), targets.flatten())
 
 
 class NormNet(nn.Module):

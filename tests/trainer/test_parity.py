@@ -1,12 +1,16 @@
-"""Training with zero3 on 1 to 4 ranks against plain Lightning on one device with the joined batch.
+"""Training with zero3 on 1 to 4 ranks against plain Lightning: on one device with the joined batch, and with ddp.
 
 Every rank has different data, and different initial weights except rank 0, whose weights count.
+
+One device is the reference in 64 bits, where what is left of a difference is rounding and every mistake stands out. In 32 bits
+kernels sum a joined batch in an order that depends on the processor; ddp computes on each rank what zero3 does.
 """
 
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.models import Recipe
 from helpers.parity import Run, assert_same_run, assert_same_tensors, fit_all_on, fit_here, fit_on, relative
@@ -46,39 +50,46 @@ FEATURES: dict[str, tuple[Recipe, dict[str, Any]]] = {
         },
     ),
 }
-# Measured 1.7e-6 and 3.4e-6: what clipping by value leaves is small beside the terms that gradients are sums of.
-CLIPPED = {"clip_value": 2e-6, "all_exact": 4e-6}
+DOUBLE = {"precision": "64-true"}
+IN_DOUBLE = 1e-13  # measured: at most 1.3e-14
+# Measured 1.4e-6: what clipping by value leaves is small beside the terms that gradients are sums of.
+CLIPPED = {"all_exact": 2e-6}
 
 
 @cache
-def one_process(feature: str) -> Run:
+def one_process(feature: str, precision: str = "32-true") -> Run:
     recipe, options = FEATURES[feature]
-    return fit_here(recipe, "auto", 1, options)
+    return fit_here(recipe, "auto", 1, {**options, "precision": precision})
 
 
 @cache
-def sharded(world_size: int) -> dict[str, Run]:
-    return fit_all_on(world_size, {name: (recipe, "zero3", options) for name, (recipe, options) in FEATURES.items()})
-
-
-@cache
-def in_bfloat16(world_size: int, kind: str) -> dict[str, Run]:
-    chosen = {name: FEATURES[name] for name in IN_BFLOAT16}
-    return fit_all_on(world_size, {n: (r, kind, {**o, "precision": "bf16-mixed"}) for n, (r, o) in chosen.items()})
+def on_ranks(world_size: int, kind: str, precision: str) -> dict[str, Run]:
+    names = IN_BFLOAT16 if precision == "bf16-mixed" else FEATURES
+    cases = {name: FEATURES[name] for name in names}
+    return fit_all_on(world_size, {n: (r, kind, {**o, "precision": precision}) for n, (r, o) in cases.items()})
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature, world_size):
-    assert_same_run(sharded(world_size)[feature], one_process(feature), gradients=CLIPPED.get(feature, 1e-6))
+    mine, alone = on_ranks(world_size, "zero3", "64-true")[feature], one_process(feature, "64-true")
+    assert {value.dtype for value in mine.state.values()} == {torch.float64}
+    assert_same_run(mine, alone, rtol=IN_DOUBLE, gradients=IN_DOUBLE)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature_in_fp32_against_ddp(feature, world_size):
+    mine, ddp = on_ranks(world_size, "zero3", "32-true")[feature], on_ranks(world_size, "ddp", "32-true")[feature]
+    assert_same_run(mine, ddp, gradients=CLIPPED.get(feature, 1e-6))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_reduce_once_for_each_window(world_size):
-    names = ["accumulate", "all"]
-    runs = fit_all_on(world_size, {name: (FEATURES[name][0], {"reduce_once": True}, FEATURES[name][1]) for name in names})
-    for name in names:
-        assert_same_run(runs[name], one_process(name))
+    cases = {name: FEATURES[name] for name in ("accumulate", "all")}
+    runs = fit_all_on(world_size, {n: (r, {"reduce_once": True}, {**o, **DOUBLE}) for n, (r, o) in cases.items()})
+    for name in cases:
+        assert_same_run(runs[name], one_process(name, "64-true"), rtol=IN_DOUBLE, gradients=IN_DOUBLE)
 
 
 def test_bf16_on_the_wire():
@@ -107,7 +118,7 @@ def test_features_change_the_reference(feature, other):
 @pytest.mark.parametrize("feature", IN_BFLOAT16)
 def test_bf16_mixed_against_ddp(feature, world_size):
     """Each rank rounds its own activations, so the reference is ddp, which does the same."""
-    mine, ddp = in_bfloat16(world_size, "zero3")[feature], in_bfloat16(world_size, "ddp")[feature]
+    mine, ddp = on_ranks(world_size, "zero3", "bf16-mixed")[feature], on_ranks(world_size, "ddp", "bf16-mixed")[feature]
     assert_same_run(mine, ddp)
     full = one_process(feature)
     assert relative(mine.losses, full.losses) > 1e-5, "nothing was computed in bfloat16"
