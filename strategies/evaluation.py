@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from typing_extensions import override
 
-from .collectives import DivergenceError, Meeting, require_same_values
+from .collectives import DivergenceError, Meeting
 from .data import NoBatch, ShardedLoader
-from .engine import Zero3Engine
+from .engine import Zero3Engine, compare_notes
 from .logged import adopt, describe
 from .turns import Turn, plan_turns
 from .watched import WatchedStrategy
@@ -71,9 +71,8 @@ class EvaluationStrategy(WatchedStrategy):
             counts = [{"min_size": min, "max_size": max, "max_size_cycle": max}[mode](counts)]
         self._turns = []
         collectives = self.engine.collectives
-        everyone, written = zip(*collectives.all_gather_object((counts, collectives.diary.checksums())), strict=True)
-        require_same_values(written)
-        collectives.diary.stored, collectives.diary.written = {}, {}
+        compare_notes(collectives)
+        everyone = collectives.all_gather_object(counts)
         for loader, batches in zip(loaders, zip(*everyone, strict=True), strict=False):
             if isinstance(loader, ShardedLoader) and loader.may_lack_batches:
                 self._turns.append(None)

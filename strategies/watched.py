@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from .collectives import DivergenceError, Meeting, make_clock
 from .device_waits import DeviceWaits, lanes_of
-from .engine import Zero3Engine
+from .engine import Zero3Engine, compare_notes
 from .position import Activity
 from .processes import ProcessStrategy
 from .watch import Watch, WatchOptions
@@ -124,6 +124,8 @@ class WatchedStrategy(ProcessStrategy):
         if not self._has_ended:
             self._has_ended = True
             self._wait_for_all(Meeting.END)
+            if self.engine is not None:
+                compare_notes(self.engine.collectives)
 
     def stop_watch(self) -> None:
         """The run is over on this rank."""

@@ -50,6 +50,7 @@ LAYERS = [
             "strategies/rollcall",
             "strategies/sessions",
             "strategies/engine/streams",
+            "strategies/engine/pages",
             "strategies/engine/partition",
             "strategies/residency/resting",
         ],

@@ -9,6 +9,7 @@ board                 memory of one machine in which each rank posts the exchang
 """
 
 from .diary import (
+    ASSIGNED,
     LOOK_FOR,
     Diary,
     DivergenceError,
@@ -16,6 +17,7 @@ from .diary import (
     Setting,
     checksum,
     first_difference,
+    fold,
     require_same_settings,
     require_same_values,
 )
@@ -27,6 +29,7 @@ from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
 from .wire import widen
 
 __all__ = [
+    "ASSIGNED",
     "LOOK_FOR",
     "CallTimer",
     "CollectiveTimer",
@@ -42,6 +45,7 @@ __all__ = [
     "SharedMemoryCollectives",
     "checksum",
     "first_difference",
+    "fold",
     "make_clock",
     "make_collectives",
     "make_hybrid_collectives",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, MutableSequence, Sequence
 from zlib import crc32
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 Written = tuple[str, int, bool]  # a parameter's name, the checksum of what was written there, whether in a step
 Setting = tuple[str, int, str, float]  # an optimizer's class, the number of a param group, an option and its value
+ASSIGNED = "gradient that was assigned to parameter "  # how an option begins that is one
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "All ranks must run the same modules in the same order, load and save together, and take the same number of steps; look "
@@ -40,8 +42,8 @@ class Meeting(enum.IntEnum):
     END = -8, "end its training (it has no more batches, or was stopped)"
     GRAPHS = -9, "agree on what is captured and replayed as a CUDA graph"
     GATHERED = -10, "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)"
-    BATCH = -12, "end a batch of an evaluation"
     GRADIENTS = -11, "let tensors that were assigned to `parameter.grad` follow a change of it"
+    BATCH = -12, "end a batch of an evaluation"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""
@@ -100,18 +102,35 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
     Raises:
         DivergenceError: naming the first option that differs, and both values.
     """
-    first, *others = ({setting[:3]: setting[3] for setting in settings} for settings in everyone)
+    first, *others = map(_numbered, everyone)
     for rank, theirs in enumerate(others, 1):
         for setting in {**first, **theirs}:
             mine, other = first.get(setting), theirs.get(setting)
-            if mine != other:
-                optimizer, group, option = setting
+            if mine == other:
+                continue
+            optimizer, group, option, _ = setting
+            if option.startswith(ASSIGNED):
                 raise DivergenceError(
-                    f"{option!r} of param group {group} of {optimizer} is {mine} on rank 0 and {other} on rank {rank}: each "
-                    "would step its part of the model with its own. Set it from what all ranks have: a scheduler that looks at "
-                    "a logged value needs `self.log(..., sync_dist=True)`, and a gradient that is assigned or changed "
-                    "`torch.distributed.all_reduce` first (`DataOptions(distinct_rank_rng=False)` for noise)."
+                    f"The {option} is not the same on ranks 0 and {rank}, or one has none: each steps its part of the model "
+                    "with its own. `torch.distributed.all_reduce(g)` first, and assign what it gives (`p.grad = g`), or "
+                    "compute it on one rank and broadcast it (`DataOptions(distinct_rank_rng=False)` for noise)."
                 )
+            raise DivergenceError(
+                f"{option!r} of param group {group} of {optimizer} is {mine} on rank 0 and {other} on rank {rank}: each "
+                "would step its part of the model with its own. Set it from what all ranks have: a scheduler that looks at "
+                "a logged value needs `self.log(..., sync_dist=True)`."
+            )
+
+
+def _numbered(settings: Sequence[Setting]) -> dict[tuple[str, int, str, int], float]:
+    """By class of the optimizer, group and option, and which optimizer of this class it is."""
+    found: dict[tuple[str, int, str, int], float] = {}
+    times: Counter[tuple[str, int, str]] = Counter()
+    for *key, value in settings:
+        optimizer, group, option = key
+        found[optimizer, group, option, times[optimizer, group, option]] = value
+        times[optimizer, group, option] += 1
+    return found
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -124,8 +143,13 @@ def checksum(values: Tensor) -> Tensor:
     weights = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9 | 1
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for piece in padded.split(_PIECE):
-        total = total * 0x14CB5EB1 + (piece * weights[: len(piece)]).sum()
+        total = fold((piece * weights[: len(piece)]).sum(), total)
     return total
+
+
+def fold(total: Tensor, before: Tensor | None) -> Tensor:
+    """One checksum of both, in this order."""
+    return total if before is None else total + before * 0x14CB5EB1  # odd: no bit is lost
 
 
 class Diary:
@@ -151,6 +175,11 @@ class Diary:
         self.stepped: list[Setting] = []
         self.steps = 0
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
+
+    def wrote(self, name: str, values: Tensor) -> None:
+        """A forward has changed the parameter ``name`` to ``values``."""
+        # What each rank wrote for itself before is not forgotten: these values may come from a gather of all ranks' parts.
+        self.written[name] = fold(checksum(values), self.written.get(name))
 
     def step(self, used: list[Setting]) -> None:
         """An optimizer steps, with what it has ``used``, and with the settings of now."""

@@ -23,6 +23,7 @@ some ranks do not run), whole (a single rank), checked (debug), and the small on
 
 from ..residency import ResidencyError, is_sharded
 from .access import gathered
+from .agreement import compare_notes
 from .engine import Zero3Engine
 from .partition import UnitPolicy, find_units
 from .unit import Unit
@@ -32,6 +33,7 @@ __all__ = [
     "UnitPolicy",
     "Unit",
     "Zero3Engine",
+    "compare_notes",
     "find_units",
     "gathered",
     "is_sharded",

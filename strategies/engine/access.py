@@ -67,8 +67,11 @@ class Access:
         unit = self._units[entry.unit]
         value = value.detach().broadcast_to(entry.size)
         if unit.announce is None and not unit.whole:  # else other ranks may have nothing to run, or there are none
-            noted = self._collectives.diary.written if self.in_step else self._collectives.diary.stored
-            noted[entry.name] = checksum(value.to(entry.group.data.device, entry.dtype))
+            diary, stored = self._collectives.diary, value.to(entry.group.data.device, entry.dtype)
+            if self.in_step:
+                diary.wrote(entry.name, stored)
+            else:
+                diary.stored[entry.name] = checksum(stored)
         entry.store(value, entry.group.data)
         self._weights_changed([entry])
 

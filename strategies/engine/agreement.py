@@ -24,6 +24,19 @@ _VERBS = {
 }
 
 
+def compare_notes(collectives: LocalCollectives) -> None:
+    """What ranks have written and stepped with since the last agreement, where no backward will compare it; collective.
+
+    Raises:
+        DivergenceError: naming a parameter or an option.
+    """
+    diary = collectives.diary
+    written, stepped = zip(*collectives.all_gather_object((diary.checksums(), diary.stepped)), strict=True)
+    require_same_values(written)
+    require_same_settings(stepped)
+    diary.stored, diary.written, diary.stepped = {}, {}, []
+
+
 class Agreement:
     """One small message of every rank: did all run the same, what has gradients, what is late, whose buffers changed."""
 

@@ -46,7 +46,7 @@ class Backward:
         self.schedule = BackwardSchedule()  # the visits that the forward has led to
         self.active = False  # a pass has begun and not ended
         self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
-        self.thread = get_ident()  # that runs the step
+        self.thread = get_ident()  # whose backwards may begin a pass, or fail it
         self.told = watch_runs(self)
         if self._reducer.whole:
             WAITING.append(self.told)

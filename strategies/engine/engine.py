@@ -95,7 +95,7 @@ class Zero3Engine:
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype, debug)
         self._forward = ForwardOrder(foresees=not debug)
-        self._thread = get_ident()  # that runs the step
+        self._thread = get_ident()  # of the last step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import Diary, Setting, checksum
+from ..collectives import ASSIGNED, Diary, Setting, checksum, fold
 from ..residency.home import ResidencyError
 from .reduce import Reducer
 from .shards import Entry, FlatGroup, Part
@@ -35,6 +35,8 @@ class Gradients:
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
+        self._gathered: set[Entry] = set()  # of these: `_full` has what all ranks have parts of
+        self._mixed: set[Entry] = set()  # of these: that was read
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -141,8 +143,9 @@ class Gradients:
                 del self._sums[entry]  # cleared since
         found = [entry for entry in by_number if entry in self._sums and entry.group in groups]
         totals = torch.stack([self._sums[entry][1] for entry in found]).tolist() if found else []
-        what = "checksum of what was assigned to the gradient of "
-        return [(optimizer, e.group.key.group or 0, what + e.name, total) for e, total in zip(found, totals, strict=True)]
+        names = [f"{ASSIGNED}{entry.name!r}" for entry in found]
+        groups_of = [entry.group.key.group or 0 for entry in found]
+        return [(optimizer, g, name, total) for g, name, total in zip(groups_of, names, totals, strict=True)]
 
     def _look_for_zeros(self, group: FlatGroup) -> None:
         """Gradients that were incomplete are cleared by `zero_grad(set_to_none=False)`, too."""
@@ -157,7 +160,7 @@ class Gradients:
 
     def full(self, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
-        if self.over and entry.trained:
+        if self.over and entry.trained and not self.has_gradient(entry):
             if not _clearing():
                 raise ResidencyError(
                     f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
@@ -186,10 +189,13 @@ class Gradients:
         written = [group.written_by_others for group in unit.groups]
         if entry.name not in self._full or written != self._written:
             self._full, self._written = unit.gradients(), written
+            self._gathered = {each for each in unit.trained if each in self._sums}
+        if entry in self._gathered:
+            self._mixed.add(entry)
         return self._full[entry.name].clone()
 
     def require_not_arrived(self, entry: Entry) -> None:
-        """Raise if the backward that runs has added to the gradient of ``entry``, or is about to."""
+        """Raise if the backward that runs has added to the gradient of ``entry``: nobody reads it then, or changes it."""
         if entry.trained and self.arrived[entry.number]:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was read in a backward that has computed it (in a module's hook, or "
@@ -228,11 +234,20 @@ class Gradients:
         else:
             grad = grad.detach().as_subclass(Tensor)
             if not (self.reducer.whole or self.announced):  # else there are no others, or they may have nothing to run
-                self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
+                self._note_assigned(entry, checksum(grad.to(entry.group.data.device)))
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():
                 entry.store(grad, entry.group.grad)
+
+    def _note_assigned(self, entry: Entry, total: Tensor) -> None:
+        begun, before = self._sums.get(entry, (-1, None))
+        if begun != entry.group.begun:
+            self._mixed.discard(entry)
+        elif entry in self._mixed:  # what is computed from a gather of each rank's own may be alike, and is wrong
+            total = fold(total, before)
+        self._sums[entry] = entry.group.begun, total
+        self._gathered.discard(entry)
 
     def adopt(self) -> list[tuple[Entry, Tensor | None]]:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good.

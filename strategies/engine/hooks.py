@@ -131,8 +131,11 @@ def _script_copies() -> None:
     torch.jit._recursive.create_script_module = create_of_copy
 
 
+_COPIED = frozenset({"_parameters", "_buffers", "_modules"})
+
+
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """A copy of ``module``, if any in it has hooks of an engine."""
+    """A copy of ``module``, its parameters and buffers, if any in it has hooks of an engine."""
     tables = [(vars(m), name) for m in module.modules() for name in ("_forward_hooks", "_forward_pre_hooks")]
     found = [(table, name, table[name]) for table, name in tables if any(map(_is_ours, table.get(name, {}).values()))]
     if not found:
@@ -140,7 +143,9 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     try:
         for table, name, hooks in found:
             table[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
-        return deepcopy(module)
+        # Not even a try for what may be a lock or an activation. The memo keeps what a copy is not to be made of.
+        memo = {id(value): value for m in module.modules() for key, value in vars(m).items() if key not in _COPIED}
+        return deepcopy(module, memo)
     finally:
         for table, name, hooks in found:
             table[name] = hooks

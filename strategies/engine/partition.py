@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,12 +54,10 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
             )
-    if isinstance(policy, str) or (isinstance(policy, type) and issubclass(policy, nn.Module)):
-        one = repr(policy) if isinstance(policy, str) else policy.__name__
-        raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
     names = {module: name for name, module in model.named_modules()}
+    _require_policy(policy)
     if policy is not None and callable(policy):
-        units = [_unit(found, names) for found in policy(model)]
+        units = [_unit(found, names) for found in _returned(policy, model)]
     else:
         blocks = _blocks_of_classes(model, policy) if policy else set(_repeated_blocks(model))
         units = [_unit(module, names) for module in _candidates(model, blocks)]
@@ -68,12 +68,50 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
     return [unit for unit in units if unit.parameters]
 
 
+def _require_policy(policy: Any) -> None:
+    """Raise a ValueError if ``policy`` is none, or a list of what is none."""
+    if isinstance(policy, str) or _is_module_class(policy):
+        one = repr(policy) if isinstance(policy, str) else policy.__name__
+        raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
+    if isinstance(policy, nn.Module) or not (policy is None or callable(policy) or isinstance(policy, Iterable)):
+        raise ValueError(f"unit_policy is a list of module classes or a function, and got {_shown(policy)}.")
+    for wanted in () if policy is None or callable(policy) else policy:
+        if not (isinstance(wanted, str) or _is_module_class(wanted)):
+            raise ValueError(f"unit_policy names {_shown(wanted)}, which is neither a module class nor the name of one.")
+
+
+def _returned(policy: Callable[..., Any], model: nn.Module) -> Sequence[Any]:
+    advice = (
+        "A policy gets the model and returns its units, each a module or a list of modules. Policies of FSDP that are asked "
+        "for each module are not: give the classes that they wrap, `unit_policy=[MyBlock]`."
+    )
+    try:
+        inspect.signature(policy).bind(model)
+    except TypeError as error:
+        raise ValueError(f"unit_policy cannot be called with the model alone ({error}). {advice}") from error
+    except ValueError:
+        pass  # of the standard library: no signature is known
+    found = policy(model)
+    if not isinstance(found, Iterable) or isinstance(found, str):
+        raise ValueError(f"The unit policy returned {_shown(found)}. {advice}")
+    return list(found)
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
+
+
 def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
     # A ModuleList or Sequential is one module here, although it can be iterated.
-    members = [found] if isinstance(found, nn.Module) else list(found)
+    one = isinstance(found, nn.Module | str) or not isinstance(found, Iterable)
+    members: list[Any] = [found] if one else list(found)
     for module in members:
         if module not in names:
-            raise ValueError(f"The unit policy returned a {type(module).__name__} that is not part of the model.")
+            raise ValueError(f"The unit policy returned {_shown(module)} that is not part of the model.")
     return UnitModules(members, [names[m] for m in members])
 
 

@@ -95,4 +95,6 @@ class GuardedStorage:
         raise AttributeError(name) if name.startswith("__") else self._refusal()
 
 
-OF_MEMORY = frozenset("_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref resizable".split())
+OF_MEMORY = frozenset(
+    "_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref _fix_weakref resizable".split()
+)

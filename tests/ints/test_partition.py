@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from helpers.models import Block, NormNet, TinyLm
 from lightning_zero3.strategies.engine import find_units
@@ -127,6 +128,13 @@ def test_nested_blocks():
         (TinyLm(), lambda m: list(m.blocks), "The unit policy leaves parameter 'position' without a unit"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m: [m[0]], "leaves parameter '1.weight' without a unit"),
         (nn.Linear(2, 2), lambda m: [nn.Linear(2, 2)], "returned a Linear that is not part of the model"),
+        (nn.Linear(2, 2), lambda m: ["Linear"], "returned 'Linear' that is not part of the model"),
+        (nn.Linear(2, 2), lambda m: None, "The unit policy returned None. A policy gets the model and returns its units"),
+        (nn.Linear(2, 2), ModuleWrapPolicy({nn.Linear}), "Policies of FSDP that are asked for each module are not: give the"),
+        (nn.Linear(2, 2), size_based_auto_wrap_policy, "unit_policy cannot be called with the model alone (missing a required"),
+        (nn.Linear(2, 2), nn.Linear(2, 2), "unit_policy is a list of module classes or a function, and got a Linear"),
+        (nn.Linear(2, 2), [None], "unit_policy names None, which is neither a module class nor the name of one"),
+        (nn.Linear(2, 2), [nn.Linear(2, 2)], "unit_policy names a Linear, which is neither"),
     ],
 )
 def test_bad_input(model, policy, message):

@@ -117,8 +117,40 @@ def stepped_with_another_gradient(rank, world_size):
     model[0].bias.grad.mul_(1 + rank)
     optimizer.step()
     model.zero_grad(set_to_none=False)
-    with pytest.raises(DivergenceError, match=r"assigned to the gradient of 0\.bias \(in step 1"):
+    with pytest.raises(DivergenceError, match=r"assigned to parameter '0\.bias' \(in step 1"):
         step(engine, model, optimizer, plain, its, batches[1], rank)
+
+
+def assigned_then_reduced(rank, world_size):
+    """By whoever has the tensor: that is the gradient then, and nothing was mixed."""
+    model, optimizer, engine, plain, its, batches = build()
+    for batch in batches:
+        with engine.step():
+            loss = model(batch[rank]).square().mean()
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(loss, parameters)
+            for p, grad in zip(parameters, gradients, strict=True):
+                p.grad = grad
+            for grad in gradients:
+                dist.all_reduce(grad)
+                grad /= world_size
+        plain(batch.flatten(0, 1)).square().mean().backward()
+        require_alike(model, plain)
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    require_alike(model, plain)
+
+
+def assigned_where_gradients_are_over(rank, world_size):
+    model, optimizer, engine, plain, its, batches = build()
+    step(engine, model, optimizer, plain, its, batches[0], rank)
+    with engine.step(gradients_over=True):
+        model[0].weight.grad = torch.ones(DIM, DIM)
+        assert model[0].weight.grad.sum() == DIM * DIM
+        with pytest.raises(ResidencyError, match="'3.bias' was freed when `training_step` began"):
+            model[3].bias.grad  # noqa: B018
 
 
 def set_up_in_a_thread(rank, world_size):
@@ -206,6 +238,8 @@ def zeroed_after_an_exception(rank, world_size):
     "case",
     [
         kept_over_a_backward,
+        assigned_then_reduced,
+        assigned_where_gradients_are_over,
         assigned_in_another_order,
         stepped_without_a_gradient,
         zeroed_after_an_exception,

@@ -73,12 +73,19 @@ def _copy(module, name, value):
         getattr(module.table, name).copy_(torch.tensor(float(value)))
 
 
+def _scale(module, name):
+    """Of what is gathered of all ranks' parts."""
+    with torch.no_grad():
+        getattr(module.table, name).mul_(2)
+
+
 # What rank 0 does in `training_step`, and rank 1. The values of both have the same bits, in other places.
 WRITES = {
     "another row": lambda module, rank: module.table("a", rank),
     "rows with the same sum": lambda module, rank: module.table("a", [[0, 3], [1, 2]][rank]),
     "another parameter": lambda module, rank: module.table("ab"[rank], 0),
     "resting": lambda module, rank: _copy(module, "a", rank),
+    "own values, then alike": lambda module, rank: [_copy(module, "a", rank), _scale(module, "a")],
 }
 
 
@@ -115,13 +122,36 @@ def _step_with_a_changed_gradient(module, rank, optimizer, closure):
     optimizer.step()
 
 
+def _assign_own(module, rank, closure):
+    closure()
+    parameters = list(module.net.parameters())
+    for p in parameters:
+        p.grad = torch.full(p.shape, 1.0 + rank)
+    return parameters
+
+
+def _step_with_own_gradients_that_are_reduced(module, rank, optimizer, closure):
+    """What is gathered of each rank's own is a mixture, and so is its mean, which is alike on all ranks."""
+    for p in _assign_own(module, rank, closure):
+        torch.distributed.all_reduce(p.grad)
+        p.grad /= module.trainer.world_size
+    optimizer.step()
+
+
+def _step_with_own_gradients_that_are_clipped(module, rank, optimizer, closure):
+    nn.utils.clip_grad_norm_(_assign_own(module, rank, closure), 0.1)
+    optimizer.step()
+
+
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
     _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
     _step_twice: "'gradients (in step 2 since the last backward)' of param group 0 of SGD is 10 on rank 0 and None on",
     _step_without_a_gradient: "'gradients (in step 1 since the last backward)' of param group 0 of SGD is 9 on rank 0 and 10",
-    _step_with_an_own_gradient: "'checksum of what was assigned to the gradient of net.1.bias (in step 1 since the last",
-    _step_with_a_changed_gradient: "'checksum of what was assigned to the gradient of net.1.bias (in step 1 since the",
+    _step_with_an_own_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward) is",
+    _step_with_a_changed_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward)",
+    _step_with_own_gradients_that_are_reduced: "gradient that was assigned to parameter 'net.0.weight' (in step 1 since",
+    _step_with_own_gradients_that_are_clipped: "gradient that was assigned to parameter 'net.0.weight' (in step 1 since",
 }
 
 
@@ -208,6 +238,8 @@ def _fit_all(rank, world_size, folder):
     for act, text in STEPS.items():
         with pytest.raises(DivergenceError, match=re.escape(text)):
             trainer(zero3(unit_policy=["Linear"]), world_size).fit(Stepper(act))
+        with pytest.raises(DivergenceError, match=re.escape(text)):  # where no other backward comes
+            trainer(zero3(unit_policy=["Linear"]), world_size, max_steps=1).fit(Stepper(act))
     told, written = [], {}  # from here on messages that nobody takes stay in the group
     for read, other in zip(READS, ELSEWHERE, strict=True):
         module = Asymmetric(read, other)

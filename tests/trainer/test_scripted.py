@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import lightning.pytorch as pl
 import pytest
@@ -41,12 +42,18 @@ def script_after_fit(rank, world_size):
             torch.jit.script(module.net)
     with fitted.strategy.gathered(module):
         plain = Exported()
+        assert module.net[0].weight.grad is not None
         plain.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+        exported = torch.export.export(module.net, (torch.zeros(3, 4),)).module()  # while its gradients are there
         copied, file = copy.deepcopy(module), io.BytesIO()
+        module.net.lock, module.net.kept = threading.Lock(), module.net(torch.ones(1, 4))  # deepcopy takes neither
         made = [torch.jit.script(module.net), module.to_torchscript(), torch.jit.script(copied.net)]
         torch.jit.save(made[1], file)
     made.append(torch.jit.load(io.BytesIO(file.getvalue())))
+    del module.net.lock, module.net.kept
     x = torch.linspace(-1, 1, 12).view(3, 4)
+    with fitted.strategy.gathered(module):
+        assert torch.equal(exported(x), plain(x))
     for scripted in made:
         assert torch.equal(scripted(x), plain(x))
     with torch.no_grad():
