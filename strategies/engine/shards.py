@@ -26,7 +26,7 @@ from ..residency.flat_gradient import FlatGradient, FlatParameter, FlatState
 from ..residency.in_use import class_while_used
 from ..residency.resting import RestingParameter, as_subclass
 from .layout import Span
-from .pages import advise_huge_pages
+from .pages import MANY, advise_huge_pages
 
 _data_ptr = Tensor.data_ptr  # torch's own
 
@@ -134,7 +134,8 @@ class FlatGroup:
         """The gradients [numel], of the same dtype; None where the group is not ``trained``."""
         if self._grad is None and self.trained:
             self._grad = torch.empty_like(self.data)
-            advise_huge_pages(self._grad)
+            if self.numel >= MANY:
+                advise_huge_pages(self._grad)
             self._zero_idle(self._grad)
             self.uncounted += self._grad._version
         return self._grad  # type: ignore[return-value]
