@@ -17,7 +17,6 @@ from .diary import (
     Setting,
     checksum,
     first_difference,
-    fold,
     require_same_settings,
     require_same_values,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "SharedMemoryCollectives",
     "checksum",
     "first_difference",
-    "fold",
     "make_clock",
     "make_collectives",
     "make_hybrid_collectives",

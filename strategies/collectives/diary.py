@@ -10,9 +10,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-Written = tuple[str, int, bool]  # a parameter's name, the checksum of what was written there, whether in a step
+Written = tuple[str, int, str]  # a parameter's name, a checksum, and of what: an attribute of the `Diary`
 Setting = tuple[str, int, str, float]  # an optimizer's class, the number of a param group, an option and its value
 ASSIGNED = "gradient that was assigned to parameter "  # how an option begins that is one
+_STEPS = 1000  # of which all is kept that optimizers stepped with
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "All ranks must run the same modules in the same order, load and save together, and take the same number of steps; look "
@@ -70,30 +71,35 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
 
 
 def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
-    """Parameters must have got the same values on all ranks.
+    """Parameters, and gradients that were read, must have got the same values on all ranks.
 
     Args:
         everyone: what each rank has noted, see :meth:`Diary.checksums`.
 
     Raises:
-        DivergenceError: naming the first parameter that one rank gave other values than another.
+        DivergenceError: naming the first parameter that one rank gave other values, or another gradient, than another.
     """
     sets = [set(written) for written in everyone]
-    name, _, inside = min(set.union(*sets) - set.intersection(*sets), default=("", 0, False))
-    if not name:
-        return
-    if inside:
+    name, _, what = min(set.union(*sets) - set.intersection(*sets), default=("", 0, ""))
+    if what == "written":
         raise DivergenceError(
             f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
             "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
             "ranks have (`torch.distributed.all_reduce`), or make it between steps, in `with strategy.gathered(module, "
             "modify=True):`, where rank 0's counts (leave `max_norm` out, and renormalise there)."
         )
-    raise DivergenceError(
-        f"Parameter {name!r} was stored between steps (`load_state_dict`, `copy_`) on some ranks only, or with other values on "
-        "each: it has one value, of which every rank stored its own part. Do it on all ranks with the same values, or in `with "
-        "strategy.gathered(module, modify=True):`, where rank 0's count."
-    )
+    if what == "stored":
+        raise DivergenceError(
+            f"Parameter {name!r} was stored between steps (`load_state_dict`, `copy_`) on some ranks only, or with other "
+            "values on each: it has one value, of which every rank stored its own part. Do it on all ranks with the same "
+            "values, or in `with strategy.gathered(module, modify=True):`, where rank 0's count."
+        )
+    if what == "gradients":
+        raise DivergenceError(
+            f"Each rank assigned a gradient of its own to parameter {name!r}, and read `parameter.grad` after that: what it "
+            "gave is put together of all ranks' parts. Assign what is the same on all ranks: "
+            "`torch.distributed.all_reduce(g)`, then `p.grad = g`."
+        )
 
 
 def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
@@ -159,6 +165,7 @@ class Diary:
         trace: since when (a number that all ranks have then, or -1), then the labels of the exchanges since.
         written: names of the parameters that forwards have changed since the last agreement -> checksum of each.
         stored: the same of changes between steps. Nothing but an agreement makes them forgotten.
+        gradients: the same of gradients that users assigned, and that were read from all ranks' parts since.
         describe: what a label stands for, for errors.
         settings: finds what must be alike on all ranks beside.
         stepped: what optimizers have stepped with since the last agreement, and how often.
@@ -170,6 +177,8 @@ class Diary:
         self.trace = [0]
         self.written: dict[str, Tensor] = {}
         self.stored: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self._exchanges: dict[str, int] = {}  # begun when a parameter was written last
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
         self.stepped: list[Setting] = []
@@ -178,8 +187,13 @@ class Diary:
 
     def wrote(self, name: str, values: Tensor) -> None:
         """A forward has changed the parameter ``name`` to ``values``."""
-        # What each rank wrote for itself before is not forgotten: these values may come from a gather of all ranks' parts.
-        self.written[name] = fold(checksum(values), self.written.get(name))
+        # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts.
+        before = None if self._exchanges.get(name) == self.progress[1] else self.written.get(name)
+        self.written[name], self._exchanges[name] = fold(checksum(values), before), self.progress[1]
+
+    def read_gradient(self, name: str, assigned: Tensor) -> None:
+        """The gradient of the parameter ``name`` was read from all ranks' parts; the checksum of what this one ``assigned``."""
+        self.gradients[name] = fold(assigned, self.gradients.get(name))
 
     def step(self, used: list[Setting]) -> None:
         """An optimizer steps, with what it has ``used``, and with the settings of now."""
@@ -188,18 +202,19 @@ class Diary:
         self.stepped += [
             (name, group, f"{option} (in step {number} since the last backward)", v) for name, group, option, v in now
         ]
+        if number % _STEPS == 0:  # no backward comes, as with gradients that are assigned
+            self.stepped = [("an optimizer", 0, f"a digest of {number} steps", hash(tuple(v for *_, v in self.stepped)))]
 
     def all_settings(self) -> list[Setting]:
         """Those of now, and those of steps."""
         return [*self.settings(), *self.stepped]
 
     def checksums(self) -> list[Written]:
-        """What this rank has written to parameters, in an order that all ranks have; waits for the device."""
-        noted = [(name, inside) for inside in (False, True) for name in sorted(self.written if inside else self.stored)]
-        if not noted:
-            return []
-        totals = torch.stack([(self.written if inside else self.stored)[name] for name, inside in noted]).tolist()
-        return [(name, total, inside) for (name, inside), total in zip(noted, totals, strict=True)]
+        """Of what this rank has written and read, in an order that all ranks have; waits for the device."""
+        noted = {"stored": self.stored, "written": self.written, "gradients": self.gradients}
+        names = [(name, what) for what, sums in noted.items() for name in sorted(sums)]
+        totals = torch.stack([noted[what][name] for name, what in names]).tolist() if names else []
+        return [(name, total, what) for (name, what), total in zip(names, totals, strict=True)]
 
     def digest(self, written: Sequence[Written]) -> int:
         """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
@@ -209,9 +224,14 @@ class Diary:
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
-        self.written, self.stored, self.stepped, self.steps = {}, {}, [], 0
+        self.compared()
+        self.steps = 0
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
+
+    def compared(self) -> None:
+        """All ranks have compared what they wrote, read and stepped with so far."""
+        self.written, self.stored, self.gradients, self.stepped = {}, {}, {}, []
 
     def forget(self) -> None:
         """From here on it cannot be told which exchange of this rank belongs to which of another."""

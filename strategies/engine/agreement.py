@@ -34,7 +34,7 @@ def compare_notes(collectives: LocalCollectives) -> None:
     written, stepped = zip(*collectives.all_gather_object((diary.checksums(), diary.stepped)), strict=True)
     require_same_values(written)
     require_same_settings(stepped)
-    diary.stored, diary.written, diary.stepped = {}, {}, []
+    diary.compared()
 
 
 class Agreement:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import ASSIGNED, Diary, Setting, checksum, fold
+from ..collectives import ASSIGNED, Diary, Setting, checksum
 from ..residency.home import ResidencyError
 from .reduce import Reducer
 from .shards import Entry, FlatGroup, Part
@@ -35,8 +35,7 @@ class Gradients:
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
-        self._gathered: set[Entry] = set()  # of these: `_full` has what all ranks have parts of
-        self._mixed: set[Entry] = set()  # of these: that was read
+        self._mixed: set[Entry] = set()  # of these: `_full` is of all ranks' parts, and each may have assigned its own
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -189,9 +188,9 @@ class Gradients:
         written = [group.written_by_others for group in unit.groups]
         if entry.name not in self._full or written != self._written:
             self._full, self._written = unit.gradients(), written
-            self._gathered = {each for each in unit.trained if each in self._sums}
-        if entry in self._gathered:
-            self._mixed.add(entry)
+            self._mixed = {each for each in unit.trained if each in self._sums and self._sums[each][0] == each.group.begun}
+        if entry in self._mixed and not _clearing():
+            self._diary.read_gradient(entry.name, self._sums[entry][1])
         return self._full[entry.name].clone()
 
     def require_not_arrived(self, entry: Entry) -> None:
@@ -234,20 +233,12 @@ class Gradients:
         else:
             grad = grad.detach().as_subclass(Tensor)
             if not (self.reducer.whole or self.announced):  # else there are no others, or they may have nothing to run
-                self._note_assigned(entry, checksum(grad.to(entry.group.data.device)))
+                self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
+                self._mixed.discard(entry)
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():
                 entry.store(grad, entry.group.grad)
-
-    def _note_assigned(self, entry: Entry, total: Tensor) -> None:
-        begun, before = self._sums.get(entry, (-1, None))
-        if begun != entry.group.begun:
-            self._mixed.discard(entry)
-        elif entry in self._mixed:  # what is computed from a gather of each rank's own may be alike, and is wrong
-            total = fold(total, before)
-        self._sums[entry] = entry.group.begun, total
-        self._gathered.discard(entry)
 
     def adopt(self) -> list[tuple[Entry, Tensor | None]]:
         """Gradients that were assigned one by one become visible together: each cut of a group is for good.

@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial, wraps
@@ -143,12 +143,17 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     try:
         for table, name, hooks in found:
             table[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
-        # Not even a try for what may be a lock or an activation. The memo keeps what a copy is not to be made of.
-        memo = {id(value): value for m in module.modules() for key, value in vars(m).items() if key not in _COPIED}
-        return deepcopy(module, memo)
+        return deepcopy(module, {id(value): value for value in _not_copied(module)})
     finally:
         for table, name, hooks in found:
             table[name] = hooks
+
+
+def _not_copied(module: nn.Module) -> Iterator[Any]:
+    """Attributes of modules without tensors and modules in them, and activations: `deepcopy` would refuse these, and a lock."""
+    for value in (value for m in module.modules() for key, value in vars(m).items() if key not in _COPIED):
+        if not instances(value, nn.Module) and all(tensor.grad_fn is not None for tensor in instances(value, Tensor)):
+            yield value
 
 
 def _is_ours(hook: Any) -> bool:

@@ -143,6 +143,23 @@ def assigned_then_reduced(rank, world_size):
     require_alike(model, plain)
 
 
+def own_values_that_nobody_reads(rank, world_size):
+    """Gradients that each rank assigns for itself and clears, and weights that it writes and writes again."""
+    model, optimizer, engine, plain, its, batches = build()
+    for batch in batches:
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, 1.0 + rank)
+        optimizer.zero_grad(set_to_none=False)
+        with engine.step(), torch.no_grad():
+            for module in (model, plain):
+                module[3].bias.copy_(torch.full((DIM,), float(rank)))
+                module[3].bias.copy_(torch.ones(DIM))
+        step(engine, model, optimizer, plain, its, batch, rank)
+        require_alike(model, plain)
+        optimizer.step()
+        its.step()
+
+
 def assigned_where_gradients_are_over(rank, world_size):
     model, optimizer, engine, plain, its, batches = build()
     step(engine, model, optimizer, plain, its, batches[0], rank)
@@ -240,6 +257,7 @@ def zeroed_after_an_exception(rank, world_size):
         kept_over_a_backward,
         assigned_then_reduced,
         assigned_where_gradients_are_over,
+        own_values_that_nobody_reads,
         assigned_in_another_order,
         stepped_without_a_gradient,
         zeroed_after_an_exception,

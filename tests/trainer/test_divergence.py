@@ -143,6 +143,16 @@ def _step_with_own_gradients_that_are_clipped(module, rank, optimizer, closure):
     optimizer.step()
 
 
+def _step_with_what_was_mixed_before_it_was_cleared(module, rank, optimizer, closure):
+    parameters = _assign_own(module, rank, closure)
+    sums = [p.grad.clone() for p in parameters]
+    optimizer.zero_grad()
+    for p, total in zip(parameters, sums, strict=True):
+        torch.distributed.all_reduce(total)
+        p.grad = total / module.trainer.world_size
+    optimizer.step()
+
+
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
     _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
@@ -150,8 +160,9 @@ STEPS = {
     _step_without_a_gradient: "'gradients (in step 1 since the last backward)' of param group 0 of SGD is 9 on rank 0 and 10",
     _step_with_an_own_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward) is",
     _step_with_a_changed_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward)",
-    _step_with_own_gradients_that_are_reduced: "gradient that was assigned to parameter 'net.0.weight' (in step 1 since",
-    _step_with_own_gradients_that_are_clipped: "gradient that was assigned to parameter 'net.0.weight' (in step 1 since",
+    _step_with_own_gradients_that_are_reduced: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and read",
+    _step_with_own_gradients_that_are_clipped: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and read",
+    _step_with_what_was_mixed_before_it_was_cleared: "Each rank assigned a gradient of its own to parameter 'net.0.bias'",
 }
 
 
