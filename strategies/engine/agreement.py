@@ -25,7 +25,7 @@ _VERBS = {
 
 
 def compare_notes(collectives: LocalCollectives) -> None:
-    """What ranks have written and stepped with since the last agreement, where no backward will compare it; collective.
+    """What ranks have written, read and stepped with since the last agreement, where no backward will compare it; collective.
 
     Raises:
         DivergenceError: naming a parameter or an option.

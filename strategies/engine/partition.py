@@ -69,15 +69,12 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
 
 
 def _require_policy(policy: Any) -> None:
-    """Raise a ValueError if ``policy`` is none, or a list of what is none."""
+    """Raise a ValueError if ``policy`` is none."""
     if isinstance(policy, str) or _is_module_class(policy):
         one = repr(policy) if isinstance(policy, str) else policy.__name__
         raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
     if isinstance(policy, nn.Module) or not (policy is None or callable(policy) or isinstance(policy, Iterable)):
         raise ValueError(f"unit_policy is a list of module classes or a function, and got {_shown(policy)}.")
-    for wanted in () if policy is None or callable(policy) else policy:
-        if not (isinstance(wanted, str) or _is_module_class(wanted)):
-            raise ValueError(f"unit_policy names {_shown(wanted)}, which is neither a module class nor the name of one.")
 
 
 def _returned(policy: Callable[..., Any], model: nn.Module) -> Sequence[Any]:
@@ -136,6 +133,8 @@ def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]
     present = {type(module) for module in model.modules()}
     blocks: set[nn.Module] = set()
     for wanted in policy:
+        if not (isinstance(wanted, str) or _is_module_class(wanted)):
+            raise ValueError(f"unit_policy names {_shown(wanted)}, which is neither a module class nor the name of one.")
         if isinstance(wanted, str):
             matches = {c for c in present if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
         else:

@@ -133,6 +133,7 @@ def test_nested_blocks():
         (nn.Linear(2, 2), ModuleWrapPolicy({nn.Linear}), "Policies of FSDP that are asked for each module are not: give the"),
         (nn.Linear(2, 2), size_based_auto_wrap_policy, "unit_policy cannot be called with the model alone (missing a required"),
         (nn.Linear(2, 2), nn.Linear(2, 2), "unit_policy is a list of module classes or a function, and got a Linear"),
+        (nn.Linear(2, 2), (name for name in ["Conv2d"]), "unit_policy names 'Conv2d'"),
         (nn.Linear(2, 2), [None], "unit_policy names None, which is neither a module class nor the name of one"),
         (nn.Linear(2, 2), [nn.Linear(2, 2)], "unit_policy names a Linear, which is neither"),
     ],

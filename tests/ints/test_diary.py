@@ -1,0 +1,40 @@
+"""What optimizers stepped with, as ranks compare it."""
+
+import re
+
+import pytest
+
+from lightning_zero3.strategies.collectives import Diary, DivergenceError, require_same_settings
+
+
+def stepped(rates, times=1):
+    """The diary of a rank with one optimizer of the same class for each of ``rates``."""
+    diary = Diary()
+    diary.settings = lambda: [("Adam", 0, "lr", rate) for rate in rates]
+    for _ in range(times):
+        diary.step([("Adam", 0, "gradients", 4)])
+    return diary
+
+
+@pytest.mark.parametrize("other", [(0.1, 0.3), (0.3, 0.2)])
+def test_optimizers_of_one_class_are_told_apart(other):
+    ranks = [stepped((0.1, 0.2)).all_settings(), stepped(other).all_settings()]
+    mine, theirs = next((a, b) for a, b in zip((0.1, 0.2), other, strict=True) if a != b)
+    with pytest.raises(
+        DivergenceError, match=re.escape(f"of param group 0 of Adam is {mine} on rank 0 and {theirs} on rank 1")
+    ):
+        require_same_settings(ranks)
+    require_same_settings([ranks[0], stepped((0.1, 0.2)).all_settings()])
+
+
+def test_steps_without_a_backward_are_bounded_and_compared():
+    mine, theirs = stepped((0.1,), 5000), stepped((0.1,), 2)
+    assert len(mine.stepped) < 2500
+    theirs.settings = lambda: [("Adam", 0, "lr", 0.2)]
+    theirs.step([("Adam", 0, "gradients", 4)])
+    theirs.settings = lambda: [("Adam", 0, "lr", 0.1)]
+    for _ in range(4997):
+        theirs.step([("Adam", 0, "gradients", 4)])
+    assert mine.steps == theirs.steps and mine.digest([]) != theirs.digest([])
+    with pytest.raises(DivergenceError, match="a digest of 5000 steps"):
+        require_same_settings([mine.all_settings(), theirs.all_settings()])
