@@ -219,7 +219,7 @@ class Diary:
     def digest(self, written: Sequence[Written]) -> int:
         """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
         numbers = [number for name, total, _ in written for number in (crc32(name.encode()), total)]
-        numbers += [value for *_, value in self.all_settings()]
+        numbers += [number for *_, value in self.all_settings() for number in (value, value == -2)]  # -1 hashes as -2 does
         return hash((*self.trace[1:], *numbers)) >> 2  # of numbers: the same in every process
 
     def agreed(self) -> None:

@@ -27,6 +27,13 @@ def test_optimizers_of_one_class_are_told_apart(other):
     require_same_settings([ranks[0], stepped((0.1, 0.2)).all_settings()])
 
 
+def test_every_value_counts():
+    """-1 and -2 have one hash in Python."""
+    rates = (-2.0, -1.0, 0.0, 0.1)
+    assert len({stepped((rate,)).digest([]) for rate in rates}) == len(rates)
+    assert stepped((0.1,)).digest([]) == stepped((0.1,)).digest([])
+
+
 def test_steps_without_a_backward_are_bounded_and_compared():
     mine, theirs = stepped((0.1,), 5000), stepped((0.1,), 2)
     assert len(mine.stepped) < 2500
