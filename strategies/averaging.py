@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .engine import Zero3Engine
 from .engine.shards import FlatGroup
-from .param_groups import relay
+from .engine.unit import Unit
 
 
 class ShardedModel(Protocol):
@@ -74,7 +74,10 @@ class Shards(nn.Module):
         flats = list(self.parameters())
         sources = {group: flat.to(old.device) for group, flat in zip(old.groups, flats, strict=True)}
         targets = {group: torch.zeros_like(group.data) for group in new.groups}
-        relay(old, new, sources, targets)
+        for before, unit in zip(old.units, new.units, strict=True):
+            full = Unit.full(before, sources.get)  # not WholeUnit's, which would look at its former parameters
+            for entry in unit.entries:
+                entry.store(full[entry.name], targets[entry.group])
         for k in range(len(flats)):
             del self._parameters[f"flat_{k}"]
         for k, group in enumerate(new.groups):

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .checkpoints.optimizer_state import clear_state, scalar_state, take_over_state
+from .checkpoints.gather import tensors_in
+from .checkpoints.optimizer_state import flat_state, take_over_state
+from .checkpoints.slices import Flats, SlicedTensor
 from .engine import Zero3Engine
 from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
@@ -25,7 +27,6 @@ from .owned import OwnedTensors
 from .substitution import Substitution
 
 _State = dict[Tensor, dict[str, Any]]  # an optimizer's
-_Kinds = tuple[tuple[str, torch.dtype], ...]  # of elementwise state
 
 
 class ParamGroups:
@@ -203,98 +204,19 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
 
 
 def _move_state(old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optimizer, before: _State) -> None:
-    known, made = _agree_on_state(old, index, before), _made_when_added(new, before)
-    known |= {name: _told_apart(state) for name, state in made.items()}
-    kinds = sorted({kind for _, present in known.values() for kind in present}, key=str)
-    moved = {kind: _move_tensors(old, new, index, before, *kind) for kind in kinds}
-    for entry in (entry for unit in new.units for entry in unit.entries if entry.name in made):
-        for kind in known[entry.name][1]:
-            entry.store(made[entry.name][kind[0]], moved[kind][entry.group])
-    clear_state(optimizer)
-    for flat in _flats(new, index):
-        places = sorted((entry.part.start, entry.name) for entry in flat.owned)
-        # Parameters with the same scalars (step counts) share a segment; the others need one of their own.
-        marks = [_mark(known.get(name)) for _, name in places]
-        flat.cut([places[k][0] for k in range(1, len(places)) if marks[k] != marks[k - 1]])
-        for segment in flat.segments:
-            name = next((name for start, name in places if segment.start <= start < segment.stop), None)
-            if name in known:
-                scalars, present = known[name]
-                state = scalar_state(flat, optimizer, scalars)
-                state |= {kind[0]: segment.view(moved[kind][flat]).clone() for kind in present}
-                optimizer.state[segment.parameter] = state
+    state = {**flat_state(old, index, before), **_made_when_added(new, before)}
+    targets = {id(source): target for source, target in take_over_state(new, index, optimizer, state)}
+    kinds: dict[tuple[Unit, Flats, torch.dtype], list[SlicedTensor]] = {}  # in the same order on all ranks
+    for piece in tensors_in(state, SlicedTensor):
+        kinds.setdefault((piece.place.unit, piece.flats, piece.dtype), []).append(piece)
+    for (unit, flats, dtype), pieces in kinds.items():
+        full = Unit.full(unit, flats, dtype)  # not WholeUnit's, which would look at its former parameters
+        for piece in pieces:
+            if id(piece) in targets:  # this rank owns a part of it
+                targets[id(piece)].fill(full[piece.place.entry.name])
 
 
 def _made_when_added(engine: Zero3Engine, before: _State) -> dict[str, dict[str, Any]]:
     """By name, whole: the state that an optimizer's own `add_param_group` made for parameters that it did not have."""
     names = {id(entry.parameter): entry.name for unit in engine.units for entry in unit.entries}
     return {names[id(p)]: state for p, state in before.items() if id(p) in names}
-
-
-def _told_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Kinds]:
-    kinds = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
-    # On the host: unpickled elsewhere, a tensor would lie on this rank's device.
-    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items() if k not in kinds}, tuple(kinds.items())
-
-
-def _agree_on_state(engine: Zero3Engine, index: int, before: _State) -> dict[str, tuple[dict[str, Any], _Kinds]]:
-    """By parameter name: its state that is not elementwise, and the kinds of its elementwise state; collective.
-
-    A rank may own nothing of a group, and all must move alike.
-    """
-    mine: dict[str, tuple[dict[str, Any], _Kinds]] = {}
-    for flat in _flats(engine, index):
-        owned = flat.owned
-        for segment in flat.segments:
-            state = before.get(segment.parameter, {})
-            if state:
-                names = [entry.name for entry in owned if segment.start <= entry.part.start < segment.stop]
-                mine |= dict.fromkeys(names, _told_apart(state))
-    merged: dict[str, tuple[dict[str, Any], _Kinds]] = {}
-    for theirs in engine.collectives.all_gather_object(mine):
-        merged = {**theirs, **merged}
-    return merged
-
-
-def _mark(state: tuple[dict[str, Any], _Kinds] | None) -> Any:
-    return state and ({k: v.item() if isinstance(v, Tensor) else v for k, v in state[0].items()}, state[1])
-
-
-def _move_tensors(
-    old: Zero3Engine, new: Zero3Engine, index: int, before: _State, key: str, dtype: torch.dtype
-) -> dict[FlatGroup, Tensor]:
-    """One kind of elementwise state, gathered unit by unit and cut for the new groups; collective."""
-    sources = {flat: torch.zeros(flat.numel, dtype=dtype, device=flat.data.device) for flat in _flats(old, index)}
-    for flat, source in sources.items():
-        for segment in flat.segments:
-            value = before.get(segment.parameter, {}).get(key)
-            if isinstance(value, Tensor) and value.dtype == dtype:
-                segment.view(source).copy_(value)
-    targets = {flat: torch.zeros(flat.numel, dtype=dtype, device=flat.data.device) for flat in _flats(new, index)}
-    relay(old, new, sources, targets, dtype)
-    return targets
-
-
-def relay(
-    old: Zero3Engine,
-    new: Zero3Engine,
-    sources: Mapping[FlatGroup, Tensor],
-    targets: Mapping[FlatGroup, Tensor],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Lay flat tensors of one engine out as those of another for the same model, gathered unit by unit; collective.
-
-    Args:
-        old: whose groups ``sources`` belong to.
-        new: whose groups ``targets`` belong to.
-        sources: by group; zeros where one is missing.
-        targets: by group; to be written.
-        dtype: of all the tensors; the parameters' own if None.
-    """
-    for before, unit in zip(old.units, new.units, strict=True):
-        full = Unit.full(before, sources.get, dtype)  # not WholeUnit's, which would look at its former parameters
-        for chunk in unit.chunks:
-            buffer = torch.zeros(chunk.layout.numel, dtype=dtype or chunk.master_dtype, device=new.device)
-            for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
-                view.copy_(full[entry.name])
-            chunk.store_shard(chunk.shard_of(buffer, new.collectives.rank), targets.get)

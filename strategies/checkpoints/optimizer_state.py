@@ -19,9 +19,10 @@ from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup, Segment
 from ..residency.flat_gradient import unguarded
 from .optimizer_hooks import ask_hooks
-from .slices import OwnedTensor, Place, SavedTensor, SlicedTensor, places
+from .slices import Described, OwnedTensor, Place, SavedTensor, SlicedTensor, places
 
 State = Mapping[str, dict[str, Any]]  # of an optimizer, by parameter name
+_FlatState = Mapping[Any, dict[str, Any]]  # ... by flat tensor
 
 
 def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer, owned: State | None = None) -> dict[str, Any]:
@@ -41,22 +42,25 @@ def sliced_optimizer_state(engine: Zero3Engine, index: int, optimizer: Optimizer
     ask_hooks(optimizer, "state_dict_pre")
     groups, shared = _packed_groups(engine, index, optimizer), _of_no_parameter(optimizer)
     if owned is None:
-        state = _flat_state(engine, index, optimizer)
+        state = flat_state(engine, index, optimizer.state)
     else:
         state = _owned_state(engine, owned, type(optimizer).__name__)
     return ask_hooks(optimizer, "state_dict_post", {"state": {**state, **shared}, "param_groups": groups})
 
 
-def _flat_state(engine: Zero3Engine, index: int, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    flats = [f for f in engine.groups if f.key.optimizer == index]
-    found, kinds = places(engine), _agree_on_state(engine, flats, optimizer)
-    sources = {kind: _StateFlats(optimizer, *kind) for kinds_of in kinds.values() for kind in _elementwise_in(kinds_of)}
-    return {
-        name: {key: _slice(engine, found[name], key, kind, sources) for key, kind in kinds[name].items()}
-        for members in engine.optimizer_names[index]
-        for name in members
-        if name in kinds
-    }
+def flat_state(engine: Zero3Engine, index: int, state: _FlatState) -> dict[str, dict[str, Any]]:
+    """Name -> key -> slice or scalar, of the ``state`` that optimizer ``index`` has of flat tensors; collective."""
+    found, kinds = places(engine), _agree_on_state(engine, index, state)
+    sources: dict[tuple[str, torch.dtype], _StateFlats] = {}
+
+    def sliced(name: str, key: str, kind: Any) -> Any:
+        if not isinstance(kind, _Elementwise):
+            return kind
+        flats = sources.setdefault((key, kind.dtype), _StateFlats(state, key, kind.dtype))
+        return found[name].slice_of(flats, kind.dtype, engine.device)
+
+    names = [name for members in engine.optimizer_names[index] for name in members if name in kinds]
+    return {name: {key: sliced(name, key, kind) for key, kind in kinds[name].items()} for name in names}
 
 
 def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
@@ -127,12 +131,12 @@ class _Elementwise:
     dtype: torch.dtype
 
 
-def _agree_on_state(engine: Zero3Engine, flats: list[FlatGroup], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+def _agree_on_state(engine: Zero3Engine, index: int, states: _FlatState) -> dict[str, dict[str, Any]]:
     """Name -> key -> scalar, or what kind of tensor; of every parameter that has state on any rank; collective."""
     mine: dict[str, dict[str, Any]] = {}
-    for flat in flats:
+    for flat in (flat for flat in engine.groups if flat.key.optimizer == index):
         owned = flat.owned
-        for segment, state in _segments_with_state(flat, optimizer):
+        for segment, state in _segments_with_state(flat, states):
             kinds = {k: _Elementwise(v.dtype) if _elementwise(v) else v for k, v in state.items()}
             for entry in owned:
                 if segment.start <= entry.part.start < segment.stop:
@@ -144,19 +148,15 @@ def _agree_on_state(engine: Zero3Engine, flats: list[FlatGroup], optimizer: Opti
     return merged
 
 
-def _elementwise_in(kinds: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
-    return [(key, kind.dtype) for key, kind in kinds.items() if isinstance(kind, _Elementwise)]
-
-
 class _StateFlats:
     """One kind of an optimizer's state, laid out like the groups' values."""
 
-    def __init__(self, optimizer: Optimizer, key: str, dtype: torch.dtype) -> None:
-        self._optimizer, self._key, self._dtype = optimizer, key, dtype
+    def __init__(self, state: _FlatState, key: str, dtype: torch.dtype) -> None:
+        self._state, self._key, self._dtype = state, key, dtype
         self._joined: tuple[FlatGroup, Tensor] | None = None  # the last one that was asked for, if it is cut into segments
 
     def __call__(self, group: FlatGroup) -> Tensor:
-        states = {segment.start: state.get(self._key) for segment, state in _segments_with_state(group, self._optimizer)}
+        states = {segment.start: state.get(self._key) for segment, state in _segments_with_state(group, self._state)}
         if len(group.segments) == 1 and isinstance(states.get(0), Tensor):
             return states[0]
         if self._joined is None or self._joined[0] is not group:
@@ -166,12 +166,6 @@ class _StateFlats:
                     segment.view(flat).copy_(states[segment.start])
             self._joined = group, flat
         return self._joined[1]
-
-
-def _slice(engine: Zero3Engine, place: Place, key: str, kind: Any, sources: dict[tuple[str, torch.dtype], _StateFlats]) -> Any:
-    if not isinstance(kind, _Elementwise):
-        return kind
-    return place.slice_of(sources[key, kind.dtype], kind.dtype, engine.device)
 
 
 def numbered(state: dict[str, Any]) -> dict[str, Any]:
@@ -225,12 +219,15 @@ def load_optimizer_state(
     return reads, remarks
 
 
-def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state: State) -> None:
-    """Shard state that the optimizer created with its parameters (Adagrad does), by parameter name; local."""
+def take_over_state(engine: Zero3Engine, index: int, optimizer: Optimizer, state: State) -> list[tuple[Any, SlicedTensor]]:
+    """Shard state by parameter name, of whole tensors (Adagrad makes some with its parameters), or slices; local.
+
+    Returns:
+        which slice's value is to be filled in where.
+    """
     clear_state(optimizer)
-    for flat in engine.groups:
-        if flat.key.optimizer == index:
-            _load_group(engine, flat, optimizer, state, _elementwise_keys(state), own_dtypes=True)
+    flats, keys = [flat for flat in engine.groups if flat.key.optimizer == index], _elementwise_keys(state)
+    return [read for flat in flats for read in _load_group(engine, flat, optimizer, state, keys, own_dtypes=True)]
 
 
 def of_rank_zero(engine: Zero3Engine, states: Sequence[State]) -> list[State]:
@@ -320,8 +317,9 @@ def _load_group(
         inside = [place for place in mine if segment.start <= place.entry.part.start < segment.stop]
         if inside and by_name.get(inside[0].entry.name):
             states = [by_name[place.entry.name] for place in inside]
-            vectors = {key: [state[key] for state in states] for key in states[0] if key in elementwise}
-            scalars = {key: value for key, value in states[0].items() if key not in elementwise}
+            like = {key: value for key, value in states[0].items() if key in elementwise and isinstance(value, Tensor)}
+            vectors = {key: [state[key] for state in states] for key in like}
+            scalars = {key: value for key, value in states[0].items() if key not in like}
             optimizer.state[segment.parameter] = {
                 **scalar_state(flat, optimizer, scalars),
                 **_vector_state(flat, segment, inside, vectors, reads, own_dtypes),
@@ -329,14 +327,14 @@ def _load_group(
     return reads
 
 
-def _signature(state: dict[str, Any] | None, elementwise: set[str]) -> Any:
+def _signature(state: dict[str, Any] | None, vectors: set[str]) -> Any:
     if not state:
         return None
-    return tuple((k, float(v) if isinstance(v, Tensor) else v) for k, v in sorted(state.items()) if k not in elementwise)
+    return {k: getattr(v, "dtype", v) if k in vectors else float(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _elementwise(value: Any) -> bool:
-    return isinstance(value, Tensor) and len(value.shape) > 0
+    return isinstance(value, SlicedTensor) or (isinstance(value, Tensor) and len(value.shape) > 0)
 
 
 def _elementwise_keys(by_name: State) -> set[str]:
@@ -363,7 +361,7 @@ def _vector_state(
         for place, source in zip(inside, sources, strict=True):
             _check_shape(place, key, source)
             target = place.slice_within(result[key], segment.start)
-            if isinstance(source, SavedTensor):
+            if isinstance(source, Described):
                 reads.append((source, target))
             else:
                 target.fill(source)
@@ -389,7 +387,7 @@ def _check_shape(place: Place, key: str, source: Tensor) -> None:
         )
 
 
-def _segments_with_state(group: FlatGroup, optimizer: Optimizer) -> Iterator[tuple[Segment, dict[str, Any]]]:
+def _segments_with_state(group: FlatGroup, state: _FlatState) -> Iterator[tuple[Segment, dict[str, Any]]]:
     for segment in group.segments:
-        if segment.parameter in optimizer.state:
-            yield segment, unguarded(optimizer.state[segment.parameter])
+        if segment.parameter in state:
+            yield segment, unguarded(state[segment.parameter])

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart, connected
-from ..residency.home import Home, ResidencyError, is_aliased, is_sharded, note_alias, owner_of, settle
+from ..residency.home import Home, ResidencyError, about, is_sharded, owner_of, settle
 from ..residency.numbers import take_back
-from ..residency.resting import NO_GRAPH_TASK, ShardedCopy, graph_task, set_data, set_grad
+from ..residency.resting import NO_GRAPH_TASK, graph_task, set_data, set_grad
 from .gradients import Gradients
-from .held_gradients import HeldGradients
+from .held_gradients import Held, HeldGradients
 from .shards import Entry
 from .unit import Unit
 
@@ -102,24 +102,9 @@ class Access:
             if grad is not None:
                 self.held.assigned(entry, grad)
 
-    def keep_gradient(self, gradient: ShardedCopy) -> None:
-        """See :meth:`~.residency.home.Home.keep_gradient`."""
-        if self._has(gradient):
-            self.held.stored(gradient)
-
-    def follow_gradient(self, gradient: ShardedCopy) -> None:
-        """See :meth:`~.residency.home.Home.follow_gradient`."""
-        if self._has(gradient):
-            self.held.follow(gradient.held)
-
-    def watch_gradient(self, gradient: ShardedCopy, addressed: bool) -> None:
-        """See :meth:`~.residency.home.Home.watch_gradient`."""
-        if self._has(gradient):
-            self.held.watch(gradient.held, addressed)
-
-    def _has(self, gradient: ShardedCopy) -> bool:
-        """Whether it is of this engine, not of one before `add_param_group`."""
-        return self._entries[id(gradient.held.parameter)] is gradient.held.entry
+    def keeper_of(self, held: Held) -> HeldGradients | None:
+        """See :meth:`~.residency.home.Home.keeper_of`. An earlier engine's: it is of before `add_param_group`."""
+        return self.held if self._entries[id(held.entry.parameter)] is held.entry else None
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
@@ -136,7 +121,7 @@ class Access:
                 values.update({e.name: full[e.name].clone() for e in wanted if e.unit == unit.index})
         for unit in units:
             _require_unused(unit, wanted)
-        aliased = [is_aliased(entry.parameter) for entry in wanted]
+        aliased = [about(entry.parameter).aliased for entry in wanted]
         slots = [_lend(entry, values[entry.name]) for entry in wanted]
         for unit in units:
             unit.lent = True
@@ -148,7 +133,7 @@ class Access:
             for entry, slot, was in zip(wanted, slots, aliased, strict=True):
                 values[entry.name] = entry.parameter.detach()
                 set_data(entry.parameter, slot)
-                note_alias(entry.parameter, was)  # what was read meanwhile is no slot
+                about(entry.parameter).aliased = was  # what was read meanwhile is no slot
             for unit in units:
                 unit.lent = False
                 unit.rest()

@@ -15,13 +15,8 @@ from ..collectives import (
 )
 from .unit import Exchange, Unit
 
-_VERBS = {
-    Exchange.SLOT: "gather",
-    Exchange.COPY: "gather a copy of",
-    Exchange.VALUES: "gather the stored values of",
-    Exchange.GRADIENTS: "gather the gradients of",
-    Exchange.REDUCE: "reduce the gradients of",
-}
+# By `Exchange`.
+_VERBS = "gather", "gather a copy of", "gather the stored values of", "gather the gradients of", "reduce the gradients of"
 
 
 def compare_notes(collectives: LocalCollectives) -> None:
@@ -81,4 +76,4 @@ class Agreement:
         if label < 0:
             return Meeting(label).description
         index, exchange = divmod(label, len(Exchange))
-        return f"{_VERBS[Exchange(exchange)]} unit {self._units[index].name}"
+        return f"{_VERBS[exchange]} unit {self._units[index].name}"

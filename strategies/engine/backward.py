@@ -276,7 +276,7 @@ class Backward:
         if not self._reducer.held:
             self._reducer.zero_untouched()
         self._gradients.show(used)
-        self._saved.forget()
+        self._saved.arena.spilled = None
         self.active = self._hides = False
 
     def end_step(self) -> None:

@@ -67,7 +67,7 @@ class Buffers:
     def _add(self, prefix: str, table: dict[str, Tensor | None]) -> None:
         self._numbers[prefix] = len(self._numbers)
         self._tables.append(table)
-        self._uncounted.append(_is_scripted(table))
+        self._uncounted.append(not isinstance(table, dict))  # a scripted module's
         self._seen.append([])
         self._alike.append([])
 
@@ -184,7 +184,7 @@ class Buffers:
             self._require_own_memory(self._numbers[prefix], _look(table))
         k = self._numbers[prefix]
         if self._tables[k] is not table:
-            self._tables[k], self._seen[k], self._uncounted[k] = table, [], _is_scripted(table)
+            self._tables[k], self._seen[k], self._uncounted[k] = table, [], not isinstance(table, dict)
         return k
 
     def _copy(self, tensors: list[Tensor]) -> None:
@@ -207,10 +207,6 @@ class Buffers:
                 assigned[b] = _like(b, value)
         for table in self._tables if assigned else ():
             _put(table, {name: assigned[b] for name, b in table.items() if b in assigned})
-
-
-def _is_scripted(table: dict[str, Tensor | None]) -> bool:
-    return not isinstance(table, dict)
 
 
 def _put(table: dict[str, Tensor | None], buffers: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
 from ..residency.flat_gradient import FlatParameter
-from ..residency.home import class_of, home_of, is_sharded, unsettle
+from ..residency.home import about, home_of, is_sharded, unsettle
 from .checked import CheckedUnit
 from .chunk import Chunk
 from .layout import ChunkLayout
@@ -74,7 +74,7 @@ def build_units(
             key = GroupKey(optimizer, number, p.dtype)
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
             stride = torch.empty_like(p, device="meta").stride()
-            entry = Entry(name, p, class_of(p), p.dtype, p.shape, stride, group, index)
+            entry = Entry(name, p, about(p).cls if is_sharded(p) else type(p), p.dtype, p.shape, stride, group, index)
             slot = slot_dtype(name, p) if world_size > 1 else p.dtype
             wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)

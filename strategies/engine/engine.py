@@ -189,7 +189,7 @@ class Zero3Engine:
             raise
         finally:
             self.access.in_step = self.gradients.over = False
-            self._saved.forget()
+            self.arena.spilled = None
         if self._root is not None and self._root.pins:
             self._root.unuse()
         self.passes.end_step()
@@ -253,7 +253,7 @@ class Zero3Engine:
                 self._lost = self._lost or error
         self.passes.abandon()
         self.collectives.diary.forget()
-        self._saved.forget()
+        self.arena.spilled = None
 
     # ------------------------------------------------------------------------------------------------ optimizers
 
@@ -335,7 +335,7 @@ class Zero3Engine:
 
     def weights_changed(self, changed: Iterable[Entry] | None = None) -> None:
         """Shards were written, of all parameters unless ``changed`` says which: nothing gathered of them before is true."""
-        self._saved.forget()
+        self.arena.spilled = None
         self.gradients.forget()
         by_unit: dict[int, list[Entry]] = {}
         for entry in (entry for unit in self.units for entry in unit.entries) if changed is None else changed:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..collectives import LocalCollectives, Meeting, checksum
 from ..residency.apart import apart
@@ -35,11 +35,6 @@ class Held:
     stale: bool = False  # they have changed since
     seen: int | None = None  # fingerprint of its values then, if it may be changed without a word to the engine
     addressed: bool = False  # as long as it is the gradient, because somebody has its address
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """Whose gradient it is."""
-        return self.entry.parameter
 
 
 class HeldGradients:

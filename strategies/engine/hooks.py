@@ -137,12 +137,12 @@ _COPIED = frozenset({"_parameters", "_buffers", "_modules"})
 def _without_hooks(module: nn.Module) -> nn.Module:
     """A copy of ``module``, its parameters and buffers, if any in it has hooks of an engine."""
     tables = [(vars(m), name) for m in module.modules() for name in ("_forward_hooks", "_forward_pre_hooks")]
-    found = [(table, name, table[name]) for table, name in tables if any(map(_is_ours, table.get(name, {}).values()))]
+    found = [(table, name, table[name]) for table, name in tables if _ModuleHook in map(type, table.get(name, {}).values())]
     if not found:
         return module
     try:
         for table, name, hooks in found:
-            table[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
+            table[name] = OrderedDict((key, hook) for key, hook in hooks.items() if type(hook) is not _ModuleHook)
         return deepcopy(module, {id(value): value for value in _not_copied(module)})
     finally:
         for table, name, hooks in found:
@@ -154,10 +154,6 @@ def _not_copied(module: nn.Module) -> Iterator[Any]:
     for value in (value for m in module.modules() for key, value in vars(m).items() if key not in _COPIED):
         if not instances(value, nn.Module) and all(tensor.grad_fn is not None for tensor in instances(value, Tensor)):
             yield value
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(hook, _ModuleHook)
 
 
 def _dropper(entry: Entry, dropped: list[str]) -> Collector:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..residency.apart import apart
 from ..residency.functions import replaced
 from ..residency.given_out import storage_of
-from ..residency.home import ResidencyError, describe, is_aliased
+from ..residency.home import ResidencyError, about, describe
 from ..residency.resting import NO_GRAPH_TASK, Absent, RestingParameter, graph_task
 from .hooks import copy_views, transform
 from .unit import Arena, Mark, Phase, Unit
@@ -47,7 +47,7 @@ class SavedTensors:
 
     def __init__(self, units: list[Unit], arena: Arena, progress: Sequence[int]) -> None:
         self._units, self._progress = units, progress  # index of the unit that was gathered last
-        self._arena, self._start = arena, arena.memory.data_ptr()
+        self.arena, self._start = arena, arena.memory.data_ptr()
         self._stop = self._start + arena.memory.numel()
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
         self.recomputed: list[Unit] = []  # in use because a recomputation saved views of them
@@ -88,10 +88,6 @@ class SavedTensors:
         """The end of what :meth:`enter_outside` began."""
         if self._outside and self._outside[-1][0] is unit:
             self._outside.pop()[1].__exit__()
-
-    def forget(self) -> None:
-        """Free the memory of what was gathered for a single read."""
-        self._arena.spilled = None
 
     def pack(self, tensor: Tensor) -> Tensor | SavedOther | SavedSlot:
         """Autograd saves ``tensor``."""
@@ -138,7 +134,7 @@ class SavedTensors:
 
     def _at(self, address: int) -> Unit:
         """Which unit has the memory at ``address``, of which numpy or DLPack has made a tensor."""
-        return next(unit for unit in self._arena.holders if address - self._start in unit.region)
+        return next(unit for unit in self.arena.holders if address - self._start in unit.region)
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """In whose slot ``tensor`` lies: a view of weights, or a parameter itself."""
@@ -171,7 +167,7 @@ def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
                 )
     if held._version != version:
         entries = () if unit is None else unit.entries_at(held.data_ptr())
-        if not any(is_aliased(entry.parameter) for entry in entries):
+        if not any(about(entry.parameter).aliased for entry in entries):
             raise _modified(held, version)
     if unit is None:
         return held

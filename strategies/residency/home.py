@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,8 @@ class Home(Protocol):
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Store a full gradient that all ranks have, or clear it; local."""
 
-    def keep_gradient(self, gradient: Tensor) -> None:
-        """``gradient`` was changed in place: store it, if it is still what the parameter has; local."""
-
-    def follow_gradient(self, gradient: Tensor) -> None:
-        """``gradient`` will be used: give it the values of now, if it is still what the parameter has; collective then."""
-
-    def watch_gradient(self, gradient: Tensor, addressed: bool) -> None:
-        """``gradient`` may be changed past torch, by who shares its memory or has its address: it is compared; local."""
+    def keeper_of(self, held: Any) -> Any:
+        """Who keeps the memory ``held`` of a gradient, see `engine.held_gradients.HeldGradients`; None: an earlier engine."""
 
 
 @dataclass
@@ -65,6 +59,7 @@ class Sharded:
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
 is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter (resting or in use)
+about = _SHARDED.__getitem__  # what is known of one that is
 
 
 class ResidencyError(RuntimeError):
@@ -100,23 +95,3 @@ def owner_of(parameter: Tensor) -> Home:
 def describe(parameter: Tensor) -> str:
     """Name of ``parameter`` and its unit."""
     return _SHARDED[parameter].label
-
-
-def dtype_of(parameter: Tensor) -> torch.dtype:
-    """The dtype of ``parameter`` as the user made it."""
-    return _SHARDED[parameter].dtype
-
-
-def class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The class of ``parameter`` as the user made it."""
-    return _SHARDED[parameter].cls if parameter in _SHARDED else type(parameter)
-
-
-def is_aliased(parameter: Tensor) -> bool:
-    """Whether ``.data`` of ``parameter`` was read in use, so that changes may be of that, which autograd is not to see."""
-    return _SHARDED[parameter].aliased
-
-
-def note_alias(parameter: Tensor, aliased: bool = True) -> None:
-    """See :func:`is_aliased`."""
-    _SHARDED[parameter].aliased = aliased

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .home import ResidencyError, describe, note_alias
+from .home import ResidencyError, about, describe
 from .resting import gradient_of, keep_engine_last, refusal, set_gradient_of
 
 
@@ -28,7 +28,7 @@ class _InUse:
 
     @property
     def data(self) -> Tensor:
-        note_alias(self)
+        about(self).aliased = True
         return Tensor.detach(self)
 
     @data.setter

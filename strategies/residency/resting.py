@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .functions import ABOUT_ITSELF, KINDS, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
 from .given_out import OF_MEMORY, GuardedStorage
-from .home import ResidencyError, describe, dtype_of, home_of, is_sharded, owner_of
+from .home import ResidencyError, about, describe, home_of, is_sharded, owner_of
 
 # Torch's own, past the classes below.
 set_data = Tensor.data.__set__  # the parameter gets other memory
@@ -162,9 +162,15 @@ def changes_kept(given: Iterable[Any], name: str, targets: Any = ()) -> Iterator
             continue
         if copy.held is None:
             raise ResidencyError(f"{in_words(name)} has changed {copy.told}")
-        if (home := home_of(copy.held.parameter)) is not None:
+        if (keeper := _keeper_of(copy.held)) is not None:
             with torch._C._DisableFuncTorch():  # no transform is to see it
-                home.keep_gradient(copy)
+                keeper.stored(copy)
+
+
+def _keeper_of(held: Any) -> Any:
+    """See :meth:`.Home.keeper_of`; None, too, if the gradient has outlived its engine."""
+    home = home_of(held.entry.parameter)
+    return None if home is None else home.keeper_of(held)
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -176,11 +182,10 @@ def writes_to(tensor: Tensor) -> int:
 def _require_current(copies: list[ShardedCopy]) -> None:
     """Values that were read before their parameters changed are not what torch's aliases would be by now; gradients follow."""
     for copy in copies:
-        parameter, age = copy.read or (copy.held and copy.held.parameter, None)
-        home = None if parameter is None else home_of(parameter)
-        if home is not None and age is None:
-            home.follow_gradient(copy)
-        elif home is not None and home.age(parameter) != age:
+        parameter, age = copy.read or (None, None)
+        if parameter is None and copy.held is not None and (keeper := _keeper_of(copy.held)) is not None:
+            keeper.follow(copy.held)
+        elif parameter is not None and (home := home_of(parameter)) is not None and home.age(parameter) != age:
             raise ResidencyError(
                 f"A value of parameter {describe(parameter)} was read (`detach()`, a view) and kept, and the parameter has "
                 "changed since: in torch the value would have followed. Read it again, or keep a copy (`.clone()`)."
@@ -222,8 +227,8 @@ def watch_gradient(tensor: Any, addressed: bool = False) -> bool:
     """Whether it is in the memory of a gradient, which from here on is compared with what it was."""
     if not isinstance(tensor, ShardedCopy) or tensor.held is None:
         return False
-    if (home := home_of(tensor.held.parameter)) is not None:
-        home.watch_gradient(tensor, addressed)
+    if (keeper := _keeper_of(tensor.held)) is not None:
+        keeper.watch(tensor.held, addressed)
     return True
 
 
@@ -236,13 +241,13 @@ def _address(tensor: Tensor) -> int:
 
 # What a parameter says of itself, whose slot may have another dtype, and has a place among others.
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "dtype.__get__": lambda p: dtype_of(p),
-    "itemsize.__get__": lambda p: dtype_of(p).itemsize,
-    "element_size": lambda p: dtype_of(p).itemsize,
-    "nbytes.__get__": lambda p: p.numel() * dtype_of(p).itemsize,
+    "dtype.__get__": lambda p: about(p).dtype,
+    "itemsize.__get__": lambda p: about(p).dtype.itemsize,
+    "element_size": lambda p: about(p).dtype.itemsize,
+    "nbytes.__get__": lambda p: p.numel() * about(p).dtype.itemsize,
     "storage_offset": lambda p: 0,
     "is_set_to": lambda tensor, other: tensor is other,
-    "grad_dtype.__get__": lambda p: dtype_of(p),
+    "grad_dtype.__get__": lambda p: about(p).dtype,
     "grad.__get__": gradient_of,
     "grad.__set__": set_gradient_of,
     "grad.__delete__": lambda p: set_gradient_of(p, None),
@@ -274,7 +279,7 @@ class RestingParameter(Absent, nn.Parameter):
             return _differentiate(func, *args, **kwargs)
         if name in METADATA or (resting and name in LIKE):
             if name in LIKE:
-                kwargs.setdefault("dtype", dtype_of(target))
+                kwargs.setdefault("dtype", about(target).dtype)
                 args, kwargs = (target, *_full(args[1:], [])), _full(kwargs, [])
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -310,7 +315,7 @@ class RestingParameter(Absent, nn.Parameter):
 
 def _kinds(value: Any) -> Any:
     """``value`` with what has their dtypes, devices and shapes, in next to no memory, in the place of resting parameters."""
-    return replaced(value, RestingParameter, lambda p: torch.empty((), dtype=dtype_of(p), device=p.device).expand(p.shape))
+    return replaced(value, RestingParameter, lambda p: torch.empty((), dtype=about(p).dtype, device=p.device).expand(p.shape))
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -372,7 +377,7 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         kwargs["allow_unused"] = True
     found = list(zip(wanted, func(outputs, edges, *args, **kwargs), strict=True))
     # In the dtype of the slot; an ordinary parameter's has its own.
-    grads = [(p, grad if grad is None or not is_sharded(p) else grad.to(dtype_of(p))) for p, grad in found]
+    grads = [(p, grad if grad is None or not is_sharded(p) else grad.to(about(p).dtype)) for p, grad in found]
     return tuple(torch.zeros_like(p) if grad is None and zeros else grad for p, grad in grads)
 
 

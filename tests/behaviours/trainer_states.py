@@ -213,10 +213,12 @@ class AnchoredToItsStart(Module):
 
 
 class StateMadeWhenAdded(Module):
-    """By the optimizer's own `add_param_group`."""
+    """By the optimizer's own `add_param_group`; of parameters among which one has no dimensions."""
 
     def __init__(self):
         super().__init__()
+        self.net.head.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.net.head.register_forward_hook(lambda head, args, out: out * head.scale)
         self.net.head.requires_grad_(False)
 
     def factor(self, grad):
