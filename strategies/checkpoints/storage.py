@@ -29,6 +29,11 @@ _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether it is in no file system that torch's distributed checkpoints are written to."""
+    return "://" in os.fspath(path)
+
+
 def stage_of(path: Path) -> Path:
     """Where ``path`` is before it is whole."""
     return path.parent / _UNFINISHED / path.name

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..data import DataHooks
-from ..engine import Zero3Engine
+from ..engine import Zero3Engine, compare_notes
 from ..processes import ProcessStrategy
 from ..residency.home import home_of
 from . import full
@@ -33,7 +33,7 @@ from .optimizer_hooks import finish_loading, remarks_on_methods, require_as_many
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
 from .slices import Flats
-from .storage import Choice, choose, point, retire
+from .storage import Choice, choose, is_remote, point, retire
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
     from .sharded import ShardedCheckpoint
@@ -88,7 +88,7 @@ class CheckpointStrategy(ProcessStrategy):
         """
         for callback in trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
-            if self._checkpoints.kind == "sharded" and folder is not None and _is_remote(folder):
+            if self._checkpoints.kind == "sharded" and folder is not None and is_remote(folder):
                 raise ValueError(f"{type(callback).__name__}(dirpath={os.fspath(folder)!r}): {_LOCAL_ONLY}")
 
     # ------------------------------------------------------------------------------------------------ saving
@@ -105,13 +105,14 @@ class CheckpointStrategy(ProcessStrategy):
         return sliced_state_dict(self.engine, self.lightning_module, flats)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's full state dict in CPU memory of rank 0, an empty one elsewhere; collective."""
+        """The module's full state dict in CPU memory of rank 0, an empty one elsewhere; raises as :meth:`save_checkpoint`."""
+        self._begin("Collecting the state dict")
         return gather_on_rank_zero(self.lightning_module_state_dict(), self.global_rank) or {}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """In torch's layout, by parameter name, with a slice of each tensor; collective."""
-        self._require_group("Saving a checkpoint")  # before the first exchange
+        self._begin("Saving a checkpoint")  # before the first exchange
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -126,9 +127,9 @@ class CheckpointStrategy(ProcessStrategy):
         """Write a checkpoint, all ranks together.
 
         Raises:
-            CheckpointError: on all ranks, if it cannot be written, or an exception has ended the run.
+            CheckpointError, DivergenceError: on all ranks, if it cannot be written, or they have parts of different models.
         """
-        self._require_group(f"Saving {filepath}")
+        self._begin(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
         if "optimizer_states" in checkpoint:
             self._save_gradients(checkpoint)
@@ -140,13 +141,16 @@ class CheckpointStrategy(ProcessStrategy):
         else:
             self._save_full(checkpoint, filepath, storage_options)
 
-    def _require_group(self, doing: str) -> None:
-        """Raise if the process group of the engine's ranks has ended: each would save its part and take it for the whole."""
-        if self.engine is not None and self.engine.collectives.world_size > 1 and self._group is not dist.group.WORLD:
+    def _begin(self, doing: str) -> None:
+        """Before ranks put their parts together; collective. Without a process group each would take its part for the whole."""
+        if self.engine is None:
+            return
+        if self.engine.collectives.world_size > 1 and self._group is not dist.group.WORLD:
             raise CheckpointError(
                 f"{doing}: the ranks' process group has ended, as it does when an exception ends a run, so they cannot save "
                 "together any more. `OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` save before that."
             )
+        compare_notes(self.engine.collectives)
 
     def _save_gradients(self, checkpoint: dict[str, Any]) -> None:
         """In the middle of an accumulation window; collective. With manual optimization Lightning knows of none."""
@@ -166,14 +170,14 @@ class CheckpointStrategy(ProcessStrategy):
     def _save_full(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
-        if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and not _is_remote(path):
+        if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_remote(path):
             return full.save(checkpoint, Path(path), self.global_rank)
         whole = gather_on_rank_zero(checkpoint, self.global_rank)
         if whole is not None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        if storage_options is not None or _is_remote(path):
+        if storage_options is not None or is_remote(path):
             raise ValueError(f"Saving {path}: {_LOCAL_ONLY}")
         from .writer import prepare, save
 
@@ -271,7 +275,7 @@ class CheckpointStrategy(ProcessStrategy):
         self.finish_saving()
         weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
         self._source = None
-        if _is_remote(checkpoint_path) or type(self.checkpoint_io) is not TorchCheckpointIO:
+        if is_remote(checkpoint_path) or type(self.checkpoint_io) is not TorchCheckpointIO:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             checkpoint = self._load_local(Path(checkpoint_path), weights_only)
@@ -368,7 +372,7 @@ class CheckpointStrategy(ProcessStrategy):
         """
         from .weights import renamed, save_weights
 
-        self._require_group(f"Saving {folder}")
+        self._begin(f"Saving {folder}")
         save_weights(renamed(self.lightning_module_state_dict(), key_mapping), Path(folder), max_file_bytes, self.global_rank)
 
     @override
@@ -389,10 +393,6 @@ class CheckpointStrategy(ProcessStrategy):
             self._source.read(reads)
         for optimizer in self.optimizers if states else ():
             finish_loading(optimizer)
-
-
-def _is_remote(path: _PATH) -> bool:
-    return "://" in os.fspath(path)
 
 
 def _tell_keys(missing: list[str], unexpected: list[str]) -> None:

@@ -10,6 +10,7 @@ board                 memory of one machine in which each rank posts the exchang
 
 from .diary import (
     ASSIGNED,
+    CLEARED,
     LOOK_FOR,
     Diary,
     DivergenceError,
@@ -29,6 +30,7 @@ from .wire import widen
 
 __all__ = [
     "ASSIGNED",
+    "CLEARED",
     "LOOK_FOR",
     "CallTimer",
     "CollectiveTimer",

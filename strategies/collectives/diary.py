@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-Written = tuple[str, int, str]  # a parameter's name, a checksum, and of what: an attribute of the `Diary`
+Written = tuple[str, str, int]  # a parameter's name, of what: an attribute of the `Diary`, and a checksum
 Setting = tuple[str, int, str, float]  # an optimizer's class, the number of a param group, an option and its value
 ASSIGNED = "gradient that was assigned to parameter "  # how an option begins that is one
-_STEPS = 1000  # of which all is kept that optimizers stepped with
+CLEARED = "gradients, without that of parameter "  # the same
+_NOTES = 10_000  # of what optimizers stepped with; when there are more they become one
 _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "All ranks must run the same modules in the same order, load and save together, and take the same number of steps; look "
@@ -80,7 +81,7 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
         DivergenceError: naming the first parameter that one rank gave other values, or another gradient, than another.
     """
     sets = [set(written) for written in everyone]
-    name, _, what = min(set.union(*sets) - set.intersection(*sets), default=("", 0, ""))
+    name, what, _ = min(set.union(*sets) - set.intersection(*sets), default=("", "", 0))
     if what == "written":
         raise DivergenceError(
             f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
@@ -96,9 +97,9 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
         )
     if what == "gradients":
         raise DivergenceError(
-            f"Each rank assigned a gradient of its own to parameter {name!r}, and read `parameter.grad` after that: what it "
-            "gave is put together of all ranks' parts. Assign what is the same on all ranks: "
-            "`torch.distributed.all_reduce(g)`, then `p.grad = g`."
+            f"Each rank assigned a gradient of its own to parameter {name!r}, and `parameter.grad` was read after that: what "
+            "it gave is put together of all ranks' parts. Assign what is the same on all ranks: "
+            "`torch.distributed.all_reduce(g)`, then `p.grad = g`; to drop a gradient call `zero_grad()`, which reads none."
         )
 
 
@@ -115,6 +116,8 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
             if mine == other:
                 continue
             optimizer, group, option, _ = setting
+            if option.startswith("gradients"):
+                raise _other_gradients(setting, mine, other, rank)
             if option.startswith(ASSIGNED):
                 raise DivergenceError(
                     f"The {option} is not the same on ranks 0 and {rank}, or one has none: each steps its part of the model "
@@ -126,6 +129,19 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
                 "would step its part of the model with its own. Set it from what all ranks have: a scheduler that looks at "
                 "a logged value needs `self.log(..., sync_dist=True)`."
             )
+
+
+def _other_gradients(setting: Setting, mine: float | None, other: float | None, rank: int) -> DivergenceError:
+    optimizer, group, option, _ = setting
+    if option.startswith(CLEARED):
+        found = f"{option} on rank {0 if other is None else rank}, and with it on rank {rank if other is None else 0}"
+    else:
+        found = f"{mine} {option} on rank 0 and {other} on rank {rank}"
+    return DivergenceError(
+        f"Param group {group} of {optimizer} had {found}. Each rank has a part of every gradient: step, clear (`zero_grad()`, "
+        "`p.grad = None`) and assign on all of them alike. What one rank has computed is left out by a loss that is multiplied "
+        "by 0 there."
+    )
 
 
 def _numbered(settings: Sequence[Setting]) -> dict[tuple[str, int, str, int], float]:
@@ -158,6 +174,12 @@ def fold(total: Tensor, before: Tensor | None) -> Tensor:
     return total if before is None else total + before * 0x14CB5EB1  # odd: no bit is lost
 
 
+def _digest(labels: Iterable[int], notes: Iterable[Written | Setting]) -> int:
+    """A number of 62 bits that ``labels``, and what is noted with its value, decide, the same in every process."""
+    named = [number for *names, value in notes for number in (crc32(repr(names).encode()), value, value == -2)]
+    return hash((*labels, *named)) >> 2  # of numbers, where -1 hashes as -2 does
+
+
 class Diary:
     """What a rank has exchanged; another thread may look at it.
 
@@ -168,7 +190,7 @@ class Diary:
         gradients: the same of gradients that users assigned, and that were read from all ranks' parts since.
         describe: what a label stands for, for errors.
         settings: finds what must be alike on all ranks beside.
-        stepped: what optimizers have stepped with since the last agreement, and how often.
+        stepped: what optimizers have stepped with since the last agreement, and which gradients a backward has found.
         progress: index of the unit that was asked for last, and exchanges begun.
     """
 
@@ -185,15 +207,20 @@ class Diary:
         self.steps = 0
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
-    def wrote(self, name: str, values: Tensor) -> None:
-        """A forward has changed the parameter ``name`` to ``values``."""
+    def wrote(self, name: str, values: Tensor, in_step: bool) -> None:
+        """The parameter ``name`` was changed to ``values``, in a step or between two."""
         # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts.
-        before = None if self._exchanges.get(name) == self.progress[1] else self.written.get(name)
-        self.written[name], self._exchanges[name] = fold(checksum(values), before), self.progress[1]
+        sums = self.written if in_step else self.stored
+        before = None if self._exchanges.get(name) == self.progress[1] else sums.get(name)
+        sums[name], self._exchanges[name] = fold(checksum(values), before), self.progress[1]
 
     def read_gradient(self, name: str, assigned: Tensor) -> None:
         """The gradient of the parameter ``name`` was read from all ranks' parts; the checksum of what this one ``assigned``."""
         self.gradients[name] = fold(assigned, self.gradients.get(name))
+
+    def begin_backward(self, found: list[Setting]) -> None:
+        """A backward begins, which will add to gradients that it has ``found``."""
+        self.stepped += [(name, group, f"{option} (when a backward began)", value) for name, group, option, value in found]
 
     def step(self, used: list[Setting]) -> None:
         """An optimizer steps, with what it has ``used``, and with the settings of now."""
@@ -202,8 +229,8 @@ class Diary:
         self.stepped += [
             (name, group, f"{option} (in step {number} since the last backward)", v) for name, group, option, v in now
         ]
-        if number % _STEPS == 0:  # no backward comes, as with gradients that are assigned
-            self.stepped = [("an optimizer", 0, f"a digest of {number} steps", hash(tuple(v for *_, v in self.stepped)))]
+        if len(self.stepped) > _NOTES:  # no backward comes, as with gradients that are assigned
+            self.stepped = [("an optimizer", 0, f"a digest of {number} steps", _digest((), self.stepped))]
 
     def all_settings(self) -> list[Setting]:
         """Those of now, and those of steps."""
@@ -214,13 +241,11 @@ class Diary:
         noted = {"stored": self.stored, "written": self.written, "gradients": self.gradients}
         names = [(name, what) for what, sums in noted.items() for name in sorted(sums)]
         totals = torch.stack([noted[what][name] for name, what in names]).tolist() if names else []
-        return [(name, total, what) for (name, what), total in zip(names, totals, strict=True)]
+        return [(name, what, total) for (name, what), total in zip(names, totals, strict=True)]
 
     def digest(self, written: Sequence[Written]) -> int:
         """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
-        numbers = [number for name, total, _ in written for number in (crc32(name.encode()), total)]
-        numbers += [number for *_, value in self.all_settings() for number in (value, value == -2)]  # -1 hashes as -2 does
-        return hash((*self.trace[1:], *numbers)) >> 2  # of numbers: the same in every process
+        return _digest(self.trace[1:], [*written, *self.all_settings()])
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""

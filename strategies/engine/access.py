@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..collectives import LocalCollectives, Meeting, checksum
+from ..collectives import LocalCollectives, Meeting
 from ..residency.apart import apart, connected
 from ..residency.home import Home, ResidencyError, about, is_sharded, owner_of, settle
 from ..residency.numbers import take_back
 from ..residency.resting import NO_GRAPH_TASK, graph_task, set_data, set_grad
+from .agreement import compare_notes
 from .gradients import Gradients
 from .held_gradients import Held, HeldGradients
 from .shards import Entry
@@ -67,11 +68,8 @@ class Access:
         unit = self._units[entry.unit]
         value = value.detach().broadcast_to(entry.size)
         if unit.announce is None and not unit.whole:  # else other ranks may have nothing to run, or there are none
-            diary, stored = self._collectives.diary, value.to(entry.group.data.device, entry.dtype)
-            if self.in_step:
-                diary.wrote(entry.name, stored)
-            else:
-                diary.stored[entry.name] = checksum(stored)
+            stored = value.to(entry.group.data.device, entry.dtype)
+            self._collectives.diary.wrote(entry.name, stored, self.in_step)
         entry.store(value, entry.group.data)
         self._weights_changed([entry])
 
@@ -114,6 +112,7 @@ class Access:
         units = list(dict.fromkeys(self._units[entry.unit] for entry in wanted))
         if units and units[0].announce is None:  # else ranks that have nothing to run take part
             self._collectives.meet(Meeting.GATHERED)
+            compare_notes(self._collectives)  # what is gathered is put together of all ranks' parts
         values = {}
         with apart():
             for unit in units:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import ASSIGNED, Diary, Setting, checksum
+from ..collectives import ASSIGNED, CLEARED, Diary, Setting, checksum
 from ..residency.home import ResidencyError
 from .reduce import Reducer
 from .shards import Entry, FlatGroup, Part
@@ -35,20 +35,25 @@ class Gradients:
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
-        self._mixed: set[Entry] = set()  # of these: `_full` is of all ranks' parts, and each may have assigned its own
+        self._mixed: set[Entry] = set()  # of these: `_full` is of all ranks' parts, and nobody has looked at it
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
-    def begin_windows(self, accumulates: bool) -> frozenset[int]:
+    def begin_windows(self, accumulates: bool, assists: bool) -> frozenset[int]:
         """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off.
+
+        Args:
+            accumulates: gradients will arrive at parameters.
+            assists: the backward is other ranks'.
 
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
         """
-        muted: frozenset[int] = frozenset()
+        muted, shown = frozenset[int](), []
         self._forget_arrived()
         for group in self._groups:
-            if group.begin_window():
+            shown.append(not group.begin_window())
+            if not shown[-1]:
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
                 self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
@@ -62,6 +67,8 @@ class Gradients:
                     self._look_for_zeros(group)
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
+        if not (self.reducer.whole or self.announced or assists):
+            self._diary.begin_backward(self._present("an optimizer", self._groups, shown))
         return muted
 
     def give_back(self) -> None:
@@ -130,9 +137,19 @@ class Gradients:
         self.require_complete(groups)
         if not self.reducer.whole:
             name = type(optimizer).__name__
-            counts = [sum(self._shown[group.numbers]) if group.shows_gradients else 0 for group in groups]
-            used = [(name, g.key.group or 0, "gradients", count) for g, count in zip(groups, counts, strict=True)]
-            self._diary.step([*used, *self._assigned_sums(name, groups)])
+            shown = [group.shows_gradients for group in groups]
+            self._diary.step([*self._present(name, groups, shown), *self._assigned_sums(name, groups)])
+
+    def _present(self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]) -> list[Setting]:
+        """Which parameters of ``groups`` have gradients."""
+        found: list[Setting] = []
+        for group, is_any in zip(groups, any_shown, strict=True):
+            number, shown = group.key.group or 0, self._shown[group.numbers] if is_any else b""
+            if not all(shown):
+                without = [entry.name for entry in group.entries if not self._shown[entry.number]]
+                found += [(optimizer, number, f"{CLEARED}{name!r}", 1) for name in without]
+            found.append((optimizer, number, "gradients", sum(shown)))
+        return found
 
     def _assigned_sums(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
         """Of gradients in ``groups`` that users assigned or changed and that are still there."""
@@ -159,8 +176,9 @@ class Gradients:
 
     def full(self, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
+        clearing = _clearing()
         if self.over and entry.trained and not self.has_gradient(entry):
-            if not _clearing():
+            if clearing is None:
                 raise ResidencyError(
                     f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
                     "it before the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or "
@@ -173,14 +191,14 @@ class Gradients:
             return self._of_dropped(entry)
         if not entry.trained or not self.has_gradient(entry):
             return None
+        if clearing is not None:  # who asks does not look at the values
+            if not clearing.f_locals["set_to_none"]:
+                return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
+            self.assign(entry, None)
+            entry.assigned += 1
+            return None
         if entry in entry.group.incomplete:
-            if not (clearing := _clearing()):
-                self.require_complete([entry.group])
-            elif clearing.f_locals["set_to_none"]:
-                self.assign(entry, None)
-                return None
-            else:
-                self.assign(entry, torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device))
+            self.require_complete([entry.group])
         self._adopt_replaced()
         unit = self._units[entry.unit]
         if unit.announce is not None:
@@ -189,7 +207,8 @@ class Gradients:
         if entry.name not in self._full or written != self._written:
             self._full, self._written = unit.gradients(), written
             self._mixed = {each for each in unit.trained if each in self._sums and self._sums[each][0] == each.group.begun}
-        if entry in self._mixed and not _clearing():
+        if entry in self._mixed:
+            self._mixed.remove(entry)  # what is gathered a rank may look at again, alone
             self._diary.read_gradient(entry.name, self._sums[entry][1])
         return self._full[entry.name].clone()
 

@@ -150,9 +150,10 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _not_copied(module: nn.Module) -> Iterator[Any]:
-    """Attributes of modules without tensors and modules in them, and activations: `deepcopy` would refuse these, and a lock."""
+    """Attributes of modules that have no modules, parameters or buffers in them: `deepcopy` refuses locks and activations."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for value in (value for m in module.modules() for key, value in vars(m).items() if key not in _COPIED):
-        if not instances(value, nn.Module) and all(tensor.grad_fn is not None for tensor in instances(value, Tensor)):
+        if not (instances(value, nn.Module) or own.intersection(map(id, instances(value, Tensor)))):
             yield value
 
 

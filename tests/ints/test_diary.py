@@ -35,13 +35,23 @@ def test_every_value_counts():
 
 
 def test_steps_without_a_backward_are_bounded_and_compared():
-    mine, theirs = stepped((0.1,), 5000), stepped((0.1,), 2)
-    assert len(mine.stepped) < 2500
-    theirs.settings = lambda: [("Adam", 0, "lr", 0.2)]
+    """One of 6000 has another rate."""
+    mine, theirs = stepped((-1.0,), 6000), stepped((-1.0,), 2)
+    assert len(mine.stepped) <= 10_000
+    theirs.settings = lambda: [("Adam", 0, "lr", -2.0)]
     theirs.step([("Adam", 0, "gradients", 4)])
-    theirs.settings = lambda: [("Adam", 0, "lr", 0.1)]
-    for _ in range(4997):
+    theirs.settings = lambda: [("Adam", 0, "lr", -1.0)]
+    for _ in range(5997):
         theirs.step([("Adam", 0, "gradients", 4)])
     assert mine.steps == theirs.steps and mine.digest([]) != theirs.digest([])
-    with pytest.raises(DivergenceError, match="a digest of 5000 steps"):
+    with pytest.raises(DivergenceError, match="a digest of 5001 steps"):
         require_same_settings([mine.all_settings(), theirs.all_settings()])
+
+
+@pytest.mark.parametrize("note", [("w", "stored", 1), ("v", "written", 1), ("w", "written", 2)])
+def test_what_a_value_is_of_counts(note):
+    assert Diary().digest([("w", "written", 1)]) != Diary().digest([note])
+    mine, theirs = Diary(), Diary()
+    mine.step([("Adam", 0, "gradient that was assigned to parameter 'v'", 0)])
+    theirs.step([("Adam", 0, "gradient that was assigned to parameter 'w'", 0)])
+    assert mine.digest([]) != theirs.digest([])

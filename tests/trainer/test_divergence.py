@@ -110,6 +110,19 @@ def _step_without_a_gradient(module, rank, optimizer, closure):
     optimizer.step()
 
 
+def _step_without_gradients_of_its_own(module, rank, optimizer, closure):
+    """As many on each."""
+    closure()
+    module.net[rank].bias.grad = None
+    optimizer.step()
+
+
+def _step_with_the_same_gradient_elsewhere(module, rank, optimizer, closure):
+    closure()
+    module.net[rank].bias.grad = torch.ones(4)
+    optimizer.step()
+
+
 def _step_with_an_own_gradient(module, rank, optimizer, closure):
     closure()
     module.net[1].bias.grad = module.net[1].bias.grad + rank
@@ -156,12 +169,14 @@ def _step_with_what_was_mixed_before_it_was_cleared(module, rank, optimizer, clo
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
     _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
-    _step_twice: "'gradients (in step 2 since the last backward)' of param group 0 of SGD is 10 on rank 0 and None on",
-    _step_without_a_gradient: "'gradients (in step 1 since the last backward)' of param group 0 of SGD is 9 on rank 0 and 10",
+    _step_twice: "Param group 0 of SGD had 10 gradients (in step 2 since the last backward) on rank 0 and None on",
+    _step_without_a_gradient: "gradients, without that of parameter 'net.0.bias' (in step 1 since the last backward) on",
+    _step_without_gradients_of_its_own: "gradients, without that of parameter 'net.0.bias' (in step 1 since",
+    _step_with_the_same_gradient_elsewhere: "gradient that was assigned to parameter 'net.0.bias' (in step 1 since the last",
     _step_with_an_own_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward) is",
     _step_with_a_changed_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward)",
-    _step_with_own_gradients_that_are_reduced: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and read",
-    _step_with_own_gradients_that_are_clipped: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and read",
+    _step_with_own_gradients_that_are_reduced: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and",
+    _step_with_own_gradients_that_are_clipped: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and",
     _step_with_what_was_mixed_before_it_was_cleared: "Each rank assigned a gradient of its own to parameter 'net.0.bias'",
 }
 

@@ -1,0 +1,144 @@
+"""Values that each rank gives a weight, or a gradient, for itself: told before they are put together, and only then."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from helpers.parity import full_state, trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.collectives import DivergenceError
+
+
+class Layers(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch):
+        return self.net(batch * (1 + self.global_rank)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=1)
+
+    @torch.no_grad()
+    def store_own(self):
+        self.net[1].weight.copy_(torch.full((4, 4), 1.0 + self.global_rank))
+
+
+class StoredThenModified(Layers):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.store_own()
+        with self.trainer.strategy.gathered(self.net[1], modify=True), torch.no_grad():
+            self.net[1].weight.mul_(1)
+
+
+class StoredThenReadAndStored(Layers):
+    @torch.no_grad()
+    def on_train_batch_start(self, batch, batch_idx):
+        self.store_own()
+        with self.trainer.strategy.gathered(self.net[1]):
+            value = self.net[1].weight.clone()
+        self.net[1].weight.copy_(value)
+
+
+class StoredAtTheEndAndSaved(Layers):
+    def on_train_end(self):
+        self.store_own()
+        self.trainer.save_checkpoint("never.ckpt")
+
+
+class StoredAtTheEndAndCollected(Layers):
+    def on_train_end(self):
+        self.store_own()
+        self.trainer.strategy.full_state_dict()
+
+
+class StoredAtTheEndAndExported(Layers):
+    def on_train_end(self):
+        self.store_own()
+        self.trainer.strategy.save_weights("never")
+
+
+class ClearedBetweenMicroBatches(Layers):
+    def on_after_backward(self):
+        if self.global_rank == 0 and self.trainer.fit_loop.batch_idx % 2 == 0:
+            self.optimizers().zero_grad()
+
+
+class OneClearedBetweenMicroBatches(Layers):
+    def on_after_backward(self):
+        if self.trainer.fit_loop.batch_idx % 2 == 0:
+            self.net[self.global_rank].bias.grad = None
+
+
+REFUSED = {
+    StoredThenModified: "'net.1.weight' was stored between steps",
+    StoredThenReadAndStored: "'net.1.weight' was stored between steps",
+    StoredAtTheEndAndSaved: "'net.1.weight' was stored between steps",
+    StoredAtTheEndAndCollected: "'net.1.weight' was stored between steps",
+    StoredAtTheEndAndExported: "'net.1.weight' was stored between steps",
+    ClearedBetweenMicroBatches: r"of an optimizer had 0 gradients \(when a backward began\) on rank 0 and 4 on",
+    OneClearedBetweenMicroBatches: r"without that of parameter 'net\.[01]\.bias' \(when a backward began\) on rank [01],",
+}
+
+
+class ClippedByHand(Layers):
+    """What all ranks have assigned; rank 0 looks at more."""
+
+    def on_before_optimizer_step(self, optimizer):
+        parameters = list(self.parameters())
+        for p in parameters:
+            p.grad = p.grad * 0.5
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        if self.global_rank == 0:  # what a rank has gathered it may look at alone
+            assert float(self.net[1].bias.grad.norm()) >= 0
+        for p in parameters:
+            p.grad = p.grad / max(float(norm), 1.0)
+
+
+class ClearedOnAll(Layers):
+    """Gradients of each rank's own that nobody uses, and those of a batch that all leave out."""
+
+    def on_after_backward(self):
+        if self.trainer.fit_loop.batch_idx % 4 == 0:
+            for p in self.parameters():
+                p.grad = torch.full(p.shape, 1.0 + self.global_rank)
+            self.zero_grad()
+
+
+def _fit(module, strategy, world_size):
+    fitted = trainer(strategy, world_size, max_epochs=1, accumulate_grad_batches=2)
+    fitted.fit(module)
+    return fitted
+
+
+def _refuse(rank, world_size):
+    for kind, text in REFUSED.items():
+        with pytest.raises(DivergenceError, match=text):
+            _fit(kind(), zero3(unit_policy=["Linear"]), world_size)
+
+
+def _train(rank, world_size, kind):
+    found = []
+    for strategy in ("ddp", zero3(unit_policy=["Linear"]), "zero3"):
+        module = kind()
+        found.append(full_state(_fit(module, strategy, world_size)))
+    return found
+
+
+def test_what_is_not_alike_is_told_before_it_is_put_together():
+    run_ranks(_refuse, 2)
+
+
+@pytest.mark.parametrize("kind", [ClippedByHand, ClearedOnAll])
+def test_what_is_alike_trains_as_ddp(kind):
+    theirs, *ours = run_ranks(_train, 2, kind)[0]
+    for state in ours:
+        assert state.keys() == theirs.keys() and len(theirs) == 4
+        for name, value in theirs.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
