@@ -190,7 +190,8 @@ class Diary:
         gradients: the same of gradients that users assigned, and that were read from all ranks' parts since.
         describe: what a label stands for, for errors.
         settings: finds what must be alike on all ranks beside.
-        stepped: what optimizers have stepped with since the last agreement, and which gradients a backward has found.
+        stepped: what optimizers have stepped with since the last agreement, and how often.
+        found: which gradients there were when the last backward began, which adds to them.
         progress: index of the unit that was asked for last, and exchanges begun.
     """
 
@@ -204,6 +205,7 @@ class Diary:
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
         self.stepped: list[Setting] = []
+        self.found: list[Setting] = []
         self.steps = 0
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
@@ -219,8 +221,8 @@ class Diary:
         self.gradients[name] = fold(assigned, self.gradients.get(name))
 
     def begin_backward(self, found: list[Setting]) -> None:
-        """A backward begins, which will add to gradients that it has ``found``."""
-        self.stepped += [(name, group, f"{option} (when a backward began)", value) for name, group, option, value in found]
+        """A backward begins, which will add to the gradients that were ``found``."""
+        self.found = [(name, group, f"{option} (when a backward began)", value) for name, group, option, value in found]
 
     def step(self, used: list[Setting]) -> None:
         """An optimizer steps, with what it has ``used``, and with the settings of now."""
@@ -233,8 +235,8 @@ class Diary:
             self.stepped = [("an optimizer", 0, f"a digest of {number} steps", _digest((), self.stepped))]
 
     def all_settings(self) -> list[Setting]:
-        """Those of now, and those of steps."""
-        return [*self.settings(), *self.stepped]
+        """Those of now, and those of steps and of the last backward."""
+        return [*self.settings(), *self.stepped, *self.found]
 
     def checksums(self) -> list[Written]:
         """Of what this rank has written and read, in an order that all ranks have; waits for the device."""
@@ -250,7 +252,7 @@ class Diary:
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""
         self.compared()
-        self.steps = 0
+        self.found, self.steps = [], 0
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

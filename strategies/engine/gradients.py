@@ -109,6 +109,7 @@ class Gradients:
 
     def show_again(self) -> None:
         """A backward began, and an exception ended it: gradients that were out of its way are there again."""
+        self._diary.begin_backward([])
         shown = bytearray(self._shown)
         self._forget_arrived()
         for group in self._groups:

@@ -1,8 +1,11 @@
 """Values that each rank gives a weight, or a gradient, for itself: told before they are put together, and only then."""
 
+import os
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
 from helpers.parity import full_state, trainer, zero3
@@ -111,6 +114,28 @@ class ClearedOnAll(Layers):
             self.zero_grad()
 
 
+class Interrupted(Layers):
+    """In the third backward, on rank 0 later than on rank 1: the weights are still those of one model."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[0](batch)
+        loss = self.net[1](hidden).square().mean()
+        if batch_idx == 2:
+            (loss if self.global_rank else hidden).register_hook(self.interrupt)
+        return loss
+
+    def interrupt(self, grad):
+        raise KeyError("interrupted")
+
+
+def _save_on_exception(rank, world_size, folder):
+    saver = OnExceptionCheckpoint(folder)
+    fitted = trainer("zero3", world_size, callbacks=[saver], enable_checkpointing=None)
+    with pytest.raises(KeyError, match="interrupted"):
+        fitted.fit(Interrupted())
+    return os.path.exists(saver.ckpt_path)
+
+
 def _fit(module, strategy, world_size):
     fitted = trainer(strategy, world_size, max_epochs=1, accumulate_grad_batches=2)
     fitted.fit(module)
@@ -133,6 +158,10 @@ def _train(rank, world_size, kind):
 
 def test_what_is_not_alike_is_told_before_it_is_put_together():
     run_ranks(_refuse, 2)
+
+
+def test_a_backward_that_began_on_one_rank_is_no_other_model(tmp_path):
+    assert run_ranks(_save_on_exception, 2, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize("kind", [ClippedByHand, ClearedOnAll])
