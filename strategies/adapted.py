@@ -34,6 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from .averaging import ShardedAverage, ShardedModel, Shards, require_elementwise_average
+from .collectives import DivergenceError
 from .engine import Zero3Engine
 
 
@@ -199,11 +200,13 @@ class _SavesOnException(Checkpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if trainer.strategy.ends_alike(exception):
-            super().on_exception(trainer, pl_module, exception)
-        else:
-            kind = type(exception).__name__
-            warnings.warn(f"{type(self).__name__} saves nothing: not all ranks end here with a {kind}.", stacklevel=2)
+        why = f"not all ranks end here with a {type(exception).__name__}."
+        try:
+            if trainer.strategy.ends_alike(exception):
+                return super().on_exception(trainer, pl_module, exception)
+        except DivergenceError as parted:  # on all ranks; what ended the run is to be told, too
+            why = str(parted)
+        warnings.warn(f"{type(self).__name__} saves nothing: {why}", stacklevel=2)
 
 
 class _OnExceptionCheckpoint(_SavesOnException, OnExceptionCheckpoint):

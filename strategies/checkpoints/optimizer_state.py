@@ -155,8 +155,10 @@ class _StateFlats:
         self._state, self._key, self._dtype = state, key, dtype
         self._joined: tuple[FlatGroup, Tensor] | None = None  # the last one that was asked for, if it is cut into segments
 
-    def __call__(self, group: FlatGroup) -> Tensor:
+    def __call__(self, group: FlatGroup) -> Tensor | None:
         states = {segment.start: state.get(self._key) for segment, state in _segments_with_state(group, self._state)}
+        if not states:
+            return None
         if len(group.segments) == 1 and isinstance(states.get(0), Tensor):
             return states[0]
         if self._joined is None or self._joined[0] is not group:

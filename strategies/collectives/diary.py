@@ -46,6 +46,7 @@ class Meeting(enum.IntEnum):
     GATHERED = -10, "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)"
     GRADIENTS = -11, "let tensors that were assigned to `parameter.grad` follow a change of it"
     BATCH = -12, "end a batch of an evaluation"
+    NOTES = -13, "compare what all have written (before a save, a state dict, `gathered` or an evaluation, or after training)"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""
@@ -174,10 +175,11 @@ def fold(total: Tensor, before: Tensor | None) -> Tensor:
     return total if before is None else total + before * 0x14CB5EB1  # odd: no bit is lost
 
 
-def _digest(labels: Iterable[int], notes: Iterable[Written | Setting]) -> int:
+def digest(labels: Iterable[int], notes: Sequence[Written | Setting]) -> int:
     """A number of 62 bits that ``labels``, and what is noted with its value, decide, the same in every process."""
-    named = [number for *names, value in notes for number in (crc32(repr(names).encode()), value, value == -2)]
-    return hash((*labels, *named)) >> 2  # of numbers, where -1 hashes as -2 does
+    names, values = repr([note[:-1] for note in notes]), [note[-1] for note in notes]
+    # Of numbers, where -1 hashes as -2 does.
+    return hash((*labels, crc32(names.encode()), *values, *[value == -2 for value in values])) >> 2
 
 
 class Diary:
@@ -201,7 +203,7 @@ class Diary:
         self.written: dict[str, Tensor] = {}
         self.stored: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
-        self._exchanges: dict[str, int] = {}  # begun when a parameter was written last
+        self._exchanges: dict[tuple[str, bool], int] = {}  # begun when a parameter was written last, in a step or between
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
         self.stepped: list[Setting] = []
@@ -213,8 +215,8 @@ class Diary:
         """The parameter ``name`` was changed to ``values``, in a step or between two."""
         # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts.
         sums = self.written if in_step else self.stored
-        before = None if self._exchanges.get(name) == self.progress[1] else sums.get(name)
-        sums[name], self._exchanges[name] = fold(checksum(values), before), self.progress[1]
+        before = None if self._exchanges.get((name, in_step)) == self.progress[1] else sums.get(name)
+        sums[name], self._exchanges[name, in_step] = fold(checksum(values), before), self.progress[1]
 
     def read_gradient(self, name: str, assigned: Tensor) -> None:
         """The gradient of the parameter ``name`` was read from all ranks' parts; the checksum of what this one ``assigned``."""
@@ -232,7 +234,7 @@ class Diary:
             (name, group, f"{option} (in step {number} since the last backward)", v) for name, group, option, v in now
         ]
         if len(self.stepped) > _NOTES:  # no backward comes, as with gradients that are assigned
-            self.stepped = [("an optimizer", 0, f"a digest of {number} steps", _digest((), self.stepped))]
+            self.stepped = [("an optimizer", 0, f"a digest of {number} steps", digest((), self.stepped))]
 
     def all_settings(self) -> list[Setting]:
         """Those of now, and those of steps and of the last backward."""
@@ -247,7 +249,7 @@ class Diary:
 
     def digest(self, written: Sequence[Written]) -> int:
         """A number that the trace, what was ``written`` and the settings decide, 62 bits."""
-        return _digest(self.trace[1:], [*written, *self.all_settings()])
+        return digest(self.trace[1:], [*written, *self.all_settings()])
 
     def agreed(self) -> None:
         """All ranks have compared what they did so far."""

@@ -14,7 +14,7 @@ from ..residency.home import Home, ResidencyError, about, is_sharded, owner_of, 
 from ..residency.numbers import take_back
 from ..residency.resting import NO_GRAPH_TASK, graph_task, set_data, set_grad
 from .agreement import compare_notes
-from .gradients import Gradients
+from .gradients import Gradients, clearing
 from .held_gradients import Held, HeldGradients
 from .shards import Entry
 from .unit import Unit
@@ -84,7 +84,12 @@ class Access:
         self.held.keep(entry)
         with apart():
             self._gradients.settle(entry.name)
-            grad = self._gradients.full(entry)
+            if (to_none := clearing()) is not None and entry.trained:
+                self.held.lose_graph(entry)
+            if to_none is None or self.held.must_follow(entry):
+                grad = self._gradients.full(entry)
+            else:
+                grad = self._gradients.cleared(entry, to_none)
         return None if grad is None else self.held.show(entry, grad)
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from ..collectives import (
     DivergenceError,
     LocalCollectives,
     Meeting,
+    digest,
     first_difference,
     require_same_settings,
     require_same_values,
@@ -26,9 +27,14 @@ def compare_notes(collectives: LocalCollectives) -> None:
         DivergenceError: naming a parameter or an option.
     """
     diary = collectives.diary
-    written, stepped = zip(*collectives.all_gather_object((diary.checksums(), diary.stepped)), strict=True)
-    require_same_values(written)
-    require_same_settings(stepped)
+    written = diary.checksums()
+    number = digest((), [*written, *diary.stepped])
+    most, least = collectives.agree(torch.tensor([number, -number], device="cpu"), Meeting.NOTES).tolist()
+    if most != -least:
+        everyone = collectives.all_gather_object((written, diary.stepped))
+        require_same_values([values for values, _ in everyone])
+        require_same_settings([stepped for _, stepped in everyone])
+        raise DivergenceError(f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
     diary.compared()
 
 
@@ -55,10 +61,10 @@ class Agreement:
             return late, changed, used
         diary = self._collectives.diary
         written = diary.checksums()
-        digest = diary.digest(written)
+        number = diary.digest(written)
         flags = late + changed + used
         mine = torch.empty(2 + len(flags), dtype=torch.int64, device="cpu")
-        mine[0], mine[1], mine[2:] = digest, -digest, torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+        mine[0], mine[1], mine[2:] = number, -number, torch.frombuffer(bytearray(flags), dtype=torch.uint8)
         most, least, *agreed = self._collectives.agree(mine).tolist()
         if most != -least:
             mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.all_settings()

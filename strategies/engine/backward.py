@@ -154,8 +154,8 @@ class Backward:
             self._drop_leftovers()
             self._show_again()
 
-    def begin(self, silent: bool = False, assists: bool = False) -> None:
-        """The first gradient is there; ``silent``: not on this rank; ``assists``: the backward is other ranks'."""
+    def begin(self, silent: bool = False) -> None:
+        """The first gradient is there; ``silent``: not on this rank."""
         if self.active:
             return
         if self._run is None and not silent:
@@ -178,7 +178,7 @@ class Backward:
         if not self._hides:
             self._adopt()
         self.active, self.added = True, 0
-        self._muted = self._gradients.begin_windows(self._accumulates, assists)
+        self._muted = self._gradients.begin_windows(self._accumulates)
 
     def _adopt(self) -> None:
         self._adopt_values()
@@ -289,7 +289,7 @@ class Backward:
         """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
         if not self.active:
             self.schedule.clear()
-            self.begin(silent=True, assists=True)
+            self.begin(silent=True)
         if unit is None:
             self._conclude()
         else:
@@ -312,6 +312,7 @@ class Backward:
                 "micro-batches back (`reduce_once=True`). Do that after the backward, or do without the option."
             )
         holding, self._reducer.holding = self._reducer.holding, False
+        self._gradients.note_found()  # as ranks do that assist
         self._conclude()
         self._reducer.holding = holding
 

@@ -22,6 +22,7 @@ class Gradients:
     """Keeps the books of who has a gradient, from the start of a window (gradients were cleared) to the optimizer's step."""
 
     settle: Callable[[str], None]  # see `Backward.settle`, which comes later
+    keep: Callable[[], None]  # see `HeldGradients.keep`
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
     def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer, diary: Diary) -> None:
@@ -35,16 +36,12 @@ class Gradients:
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
-        self._mixed: set[Entry] = set()  # of these: `_full` is of all ranks' parts, and nobody has looked at it
+        self._noted = False  # that these were read
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
-    def begin_windows(self, accumulates: bool, assists: bool) -> frozenset[int]:
+    def begin_windows(self, accumulates: bool) -> frozenset[int]:
         """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off.
-
-        Args:
-            accumulates: gradients will arrive at parameters.
-            assists: the backward is other ranks'.
 
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
@@ -67,9 +64,16 @@ class Gradients:
                     self._look_for_zeros(group)
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
-        if not (self.reducer.whole or self.announced or assists):
-            self._diary.begin_backward(self._present("an optimizer", self._groups, shown))
+        self._note_found(shown)
         return muted
+
+    def note_found(self) -> None:
+        """What is reduced now will be added to the gradients that there are; ranks compare it then."""
+        self._note_found([group.shows_gradients for group in self._groups])
+
+    def _note_found(self, any_shown: list[bool]) -> None:
+        if not self.reducer.whole:
+            self._diary.begin_backward(self._present("an optimizer", self._groups, any_shown))
 
     def give_back(self) -> None:
         """Free the memory of cleared gradients until the next reduction: when a backward begins the most memory is in use."""
@@ -177,9 +181,8 @@ class Gradients:
 
     def full(self, entry: Entry) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
-        clearing = _clearing()
         if self.over and entry.trained and not self.has_gradient(entry):
-            if clearing is None:
+            if clearing() is None:
                 raise ResidencyError(
                     f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
                     "it before the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or "
@@ -192,12 +195,6 @@ class Gradients:
             return self._of_dropped(entry)
         if not entry.trained or not self.has_gradient(entry):
             return None
-        if clearing is not None:  # who asks does not look at the values
-            if not clearing.f_locals["set_to_none"]:
-                return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
-            self.assign(entry, None)
-            entry.assigned += 1
-            return None
         if entry in entry.group.incomplete:
             self.require_complete([entry.group])
         self._adopt_replaced()
@@ -206,12 +203,30 @@ class Gradients:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         written = [group.written_by_others for group in unit.groups]
         if entry.name not in self._full or written != self._written:
-            self._full, self._written = unit.gradients(), written
-            self._mixed = {each for each in unit.trained if each in self._sums and self._sums[each][0] == each.group.begun}
-        if entry in self._mixed:
-            self._mixed.remove(entry)  # what is gathered a rank may look at again, alone
-            self._diary.read_gradient(entry.name, self._sums[entry][1])
+            self.keep()
+            self._full, self._written = unit.gradients(), [group.written_by_others for group in unit.groups]
+            self._noted = False
+        if not self._noted and clearing() is None:
+            self._noted = True
+            for each in unit.trained:  # whichever is asked for: what is gathered a rank may look at alone
+                begun, assigned = self._sums.get(each, (-1, None))
+                if assigned is not None and begun == each.group.begun:
+                    self._diary.read_gradient(each.name, assigned)
         return self._full[entry.name].clone()
+
+    def cleared(self, entry: Entry, to_none: bool) -> Tensor | None:
+        """What a `zero_grad`, which does not look at values, may take for the gradient of ``entry``; local.
+
+        In a step of an evaluation in which other ranks assist there are no zeros: those would not write them.
+        """
+        if not (entry.trained and self.has_gradient(entry)):
+            return self.full(entry)
+        self.require_not_arrived(entry)
+        if not (to_none or self.announced):
+            return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
+        self.assign(entry, None)
+        entry.assigned += 1
+        return None
 
     def require_not_arrived(self, entry: Entry) -> None:
         """Raise if the backward that runs has added to the gradient of ``entry``: nobody reads it then, or changes it."""
@@ -223,7 +238,7 @@ class Gradients:
             )
 
     def _of_dropped(self, entry: Entry) -> None:
-        if not _clearing():
+        if clearing() is None:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r}, which no optimizer has, was not kept: it would pile up, whole, on "
                 "every rank. Give the parameter to an optimizer in `configure_optimizers` (a learning rate of 0 will do), or "
@@ -240,6 +255,11 @@ class Gradients:
             raise RuntimeError(
                 f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient of shape {tuple(grad.shape)}."
             )
+        if grad is not None and self.announced:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was assigned or changed in a step of an evaluation that not all "
+                "ranks run: those that have no batch left would not store their part of it. Work on a copy (`p.grad.clone()`)."
+            )
         if grad is not None and grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
         self._adopt_replaced()
@@ -254,7 +274,6 @@ class Gradients:
             grad = grad.detach().as_subclass(Tensor)
             if not (self.reducer.whole or self.announced):  # else there are no others, or they may have nothing to run
                 self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
-                self._mixed.discard(entry)
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():
@@ -351,9 +370,9 @@ def _range(part: Part) -> tuple[int, int]:
 _ZERO_GRAD = {nn.Module.zero_grad.__code__, unwrap(Optimizer.zero_grad).__code__}
 
 
-def _clearing() -> FrameType | None:
-    """The frame of a `zero_grad`, which looks at each gradient before it clears it, if that is who asks."""
+def clearing() -> bool | None:
+    """Whether a `zero_grad`, which looks at each gradient before it clears it, is who asks: its ``set_to_none``, else None."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code not in _ZERO_GRAD:
         frame = frame.f_back
-    return frame
+    return None if frame is None else bool(frame.f_locals["set_to_none"])

@@ -42,6 +42,7 @@ class HeldGradients:
 
     def __init__(self, gradients: Gradients, collectives: LocalCollectives) -> None:
         self._gradients, self._collectives = gradients, collectives
+        gradients.keep = self.keep
         self._read: WeakValueDictionary[Entry, Held] = WeakValueDictionary()  # that `p.grad` is in
         self._shown: WeakValueDictionary[Entry, ShardedCopy] = WeakValueDictionary()  # what `p.grad` is
         self._watched: dict[Entry, list[Held]] = {}  # those that are `seen`
@@ -63,6 +64,13 @@ class HeldGradients:
             with torch.set_grad_enabled(tensor.requires_grad):
                 shown = self._shown[entry] = ShardedCopy.of(tensor, told, entry.parameter, held)
         return shown
+
+    def lose_graph(self, entry: Entry) -> None:
+        """What `p.grad` is from here on was not made with create_graph."""
+        self._gradients.graphs[entry.number] = 0
+        shown = self._shown.get(entry)
+        if shown is not None and shown.requires_grad:
+            del self._shown[entry]
 
     def adopt(self) -> None:
         """All that users assigned is visible to the optimizers; what they wrote is, since :meth:`keep`."""
@@ -139,7 +147,7 @@ class HeldGradients:
 
     def follow_all(self) -> None:
         """Gradients may have changed: so does what nobody asks before it is read; collective if any was read or assigned."""
-        behind = self._behind()
+        behind = [each for each, since in self._known.items() if self.may_have(each) and self._gradients.since(each) != since]
         if not behind:
             return
         flags = torch.tensor([entry in self._watched for entry in behind], dtype=torch.int64, device="cpu")
@@ -155,9 +163,13 @@ class HeldGradients:
                 self._take(entry, self._gradients.full(entry))
         self._known.update({entry: self._gradients.since(entry) for entry in behind})
 
-    def _behind(self) -> list[Entry]:
-        known = [(entry, since) for entry, since in self._known.items() if self._is_current(entry, since)]
-        return [entry for entry, since in known if self._gradients.since(entry) != since]
+    def may_have(self, entry: Entry) -> bool:
+        """Whether its gradient was read or assigned since it was cleared; the same on all ranks."""
+        return entry in self._known and self._is_current(entry, self._known[entry])
+
+    def must_follow(self, entry: Entry) -> bool:
+        """Whether tensors that users may have are to become the gradient before it is cleared; the same on all ranks."""
+        return self.may_have(entry) and entry not in entry.group.incomplete and not self._gradients.announced
 
     def _is_current(self, entry: Entry, since: tuple[int, ...]) -> bool:
         return self._gradients.since(entry)[:2] == since[:2] and self._gradients.has_gradient(entry)

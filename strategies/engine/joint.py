@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ..collectives import LocalCollectives
+from ..collectives import DivergenceError, LocalCollectives
 from .unit import Exchange, Unit
 
 
@@ -18,6 +18,7 @@ class JointSteps:
 
     def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
         self._units, self._collectives = units, collectives
+        self._groups = [group for group in dict.fromkeys(g for unit in units for g in unit.groups) if group.trained]
         self._end_of_backward = 1 + len(units) * len(Exchange)  # what is told; smaller numbers are the units' labels
         self.running = False  # a step in which other ranks assist
 
@@ -27,9 +28,11 @@ class JointSteps:
         self._release_all()
         self._announce_all(True)
         try:
+            written = [group.written_by_others for group in self._groups]
             with step:
                 yield
             self._tell(0)
+            self._clear_alike(written)
         finally:
             self._announce_all(False)
             self._release_all()
@@ -66,7 +69,32 @@ class JointSteps:
                 else:
                     apart = {Exchange.COPY: unit.copy_of_slot, Exchange.VALUES: unit.values, Exchange.GRADIENTS: unit.gradients}
                     apart[exchange]()
+            self._clear_alike(None)
             self._release_all()
+
+    def _clear_alike(self, written: list[int] | None) -> None:
+        """Gradients that the ranks which ran a step have cleared go from those that assisted, too; collective.
+
+        Args:
+            written: `written_by_others` of the groups when this rank's step began; None: it assisted.
+
+        Raises:
+            DivergenceError: the step changed gradients in place, of which each rank has a part.
+        """
+        if not self._groups:
+            return
+        states = torch.zeros(len(self._groups), dtype=torch.int64, device="cpu")
+        for k, group in enumerate(self._groups if written is not None else ()):
+            states[k] = group.shows_gradients * (1 + (group.written_by_others != written[k]))
+        for group, state in zip(self._groups, self._collectives.agree(states).tolist(), strict=True):
+            if state == 2:
+                raise DivergenceError(
+                    f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in place (by clipping, or "
+                    "`zero_grad(set_to_none=False)`) in a step of an evaluation that not all ranks run: those that have no "
+                    "batch left keep their part of them as it was. Call `zero_grad()`, or work on copies."
+                )
+            if written is None and not state:
+                group.clear()
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
         self._tell(1 + unit.labels[exchange])

@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import torch
 
-from lightning_zero3.strategies.collectives import Diary, DivergenceError, require_same_settings
+from lightning_zero3.strategies.collectives import Diary, DivergenceError, require_same_settings, require_same_values
 
 
 def stepped(rates, times=1):
@@ -55,3 +56,15 @@ def test_what_a_value_is_of_counts(note):
     mine.step([("Adam", 0, "gradient that was assigned to parameter 'v'", 0)])
     theirs.step([("Adam", 0, "gradient that was assigned to parameter 'w'", 0)])
     assert mine.digest([]) != theirs.digest([])
+
+
+def test_what_was_stored_is_not_forgotten_by_what_is_written():
+    """Values of a rank's own, then an exchange: what is stored after it may be made of them."""
+    ranks = [Diary(), Diary()]
+    for rank, diary in enumerate(ranks):
+        diary.wrote("w", torch.tensor(float(rank)), in_step=False)
+        diary.progress[1] += 1
+        diary.wrote("w", torch.tensor(5.0), in_step=True)
+        diary.wrote("w", torch.tensor(5.0), in_step=False)
+    with pytest.raises(DivergenceError, match="'w' was stored between steps"):
+        require_same_values([diary.checksums() for diary in ranks])

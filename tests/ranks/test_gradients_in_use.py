@@ -251,9 +251,32 @@ def zeroed_after_an_exception(rank, world_size):
     require_alike(model, plain)
 
 
+def cleared_while_held(rank, world_size):
+    """By the module's `zero_grad` of either kind: who holds them has what they were, or zeros, as in torch."""
+    model, _, engine, plain, _, batches = build()
+    for batch, to_none, with_graph in zip(batches, (True, False, False), (False, False, True), strict=True):
+        held = None
+        for _ in range(2):  # the second adds to what is held
+            with engine.step():
+                loss = model(batch[rank]).square().mean()
+            with engine.backward():
+                loss.backward(create_graph=with_graph)
+            plain(batch.flatten(0, 1)).square().mean().backward(create_graph=with_graph)
+            held = held or (None if with_graph else (model[0].bias.grad, plain[0].bias.grad))
+        for module in (model, plain):
+            module.zero_grad(set_to_none=to_none)
+        if not with_graph:
+            torch.testing.assert_close(held[0].as_subclass(torch.Tensor), held[1])
+        if to_none:
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            require_alike(model, plain)
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        cleared_while_held,
         kept_over_a_backward,
         assigned_then_reduced,
         assigned_where_gradients_are_over,

@@ -6,8 +6,9 @@ from torch import nn
 
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import GroupCollectives, make_collectives
+from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives, make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.residency import ResidencyError
 
 
 class Block(nn.Module):
@@ -144,3 +145,54 @@ def test_gradients_are_read_in_steps_that_not_all_ranks_run(world_size, once, of
         assert len(found) == STEPS[rank]
         for gradients in found:
             torch.testing.assert_close(gradients, expected, rtol=RTOL, atol=1e-6)
+
+
+def _differentiate(rank, world_size, set_to_none):
+    """A backward in each step, read and cleared there, by the module; ranks that assist have nothing to clear."""
+    model, steps, found = _model(), STEPS[:world_size], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    collectives = make_collectives(torch.distributed.group.WORLD, device)
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    for step in range(steps[rank]):
+        context = engine.step()
+        with engine.joint.run(context) if step >= min(steps) else context:
+            model(_input(rank, step)).square().mean().backward()
+            found.append([model[k].up.weight.grad.clone() for k in (1, 3)])
+            model.zero_grad(set_to_none=set_to_none)
+    engine.joint.assist(max(steps) - steps[rank])
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_are_cleared_in_steps_that_not_all_ranks_run(world_size, set_to_none):
+    found = run_ranks(_differentiate, world_size, set_to_none, timeout=60)
+    for step in range(max(STEPS[:world_size])):
+        model, running = _model(), [rank for rank in range(world_size) if STEPS[rank] > step]
+        (sum(model(_input(rank, step)).square().mean() for rank in running) / world_size).backward()
+        for rank in running:
+            expected = [model[k].up.weight.grad for k in (1, 3)]
+            torch.testing.assert_close(found[rank][step], expected, rtol=RTOL, atol=1e-6)
+
+
+def _change(rank, world_size):
+    """In place, in a step that rank 1 alone runs: rank 0 would keep its part as it was."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    collectives = make_collectives(torch.distributed.group.WORLD, device)
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    with pytest.raises(DivergenceError, match="changed in place .* in a step of an evaluation that not all ranks run"):
+        if rank == 0:
+            engine.joint.assist(1)
+        else:
+            with engine.joint.run(engine.step()):
+                model(_input(rank, 0)).square().mean().backward()
+                with pytest.raises(ResidencyError, match="'0.up.weight' was assigned or changed in a step of an evaluation"):
+                    model[0].up.weight.grad.mul_(2)
+                optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_are_changed_in_a_step_that_not_all_ranks_run():
+    run_ranks(_change, 2, timeout=60)
