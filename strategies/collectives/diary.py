@@ -100,7 +100,7 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
         raise DivergenceError(
             f"Each rank assigned a gradient of its own to parameter {name!r}, and `parameter.grad` was read after that: what "
             "it gave is put together of all ranks' parts. Assign what is the same on all ranks: "
-            "`torch.distributed.all_reduce(g)`, then `p.grad = g`; to drop a gradient call `zero_grad()`, which reads none."
+            "`torch.distributed.all_reduce(g)`, then `p.grad = g`; to drop a gradient call `zero_grad()`."
         )
 
 
