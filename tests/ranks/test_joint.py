@@ -7,7 +7,7 @@ from torch import nn
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives, make_collectives
-from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.engine import Zero3Engine, compare_notes
 from lightning_zero3.strategies.residency import ResidencyError
 
 
@@ -196,3 +196,25 @@ def _change(rank, world_size):
 
 def test_gradients_that_are_changed_in_a_step_that_not_all_ranks_run():
     run_ranks(_change, 2, timeout=60)
+
+
+def _step_alone(rank, world_size):
+    """The optimizer of rank 1 has stepped on its part of the model, and rank 0's has not."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    collectives = make_collectives(torch.distributed.group.WORLD, device)
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    if rank == 0:
+        engine.joint.assist(1)
+    else:
+        with engine.joint.run(engine.step()):
+            model(_input(rank, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(DivergenceError, match="Param group 0 of SGD had None gradients .* on rank 0 and 16 on rank 1"):
+        compare_notes(collectives)
+
+
+def test_a_step_of_an_optimizer_that_not_all_ranks_take():
+    run_ranks(_step_alone, 2, timeout=60)
