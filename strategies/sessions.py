@@ -11,10 +11,12 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
 _POLL_S = 0.02
+_LAST_WORDS_S = 2.0  # for an answer under way; a store that is silent holds no process up
 
 
 def join_session(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -26,8 +28,12 @@ def join_session(store: dist.Store, rank: int, world_size: int, timeout: timedel
     if rank == 0:
         session = uuid.uuid4().hex
         # Beside the main thread: the others may come while it waits for them in the session.
-        arguments = (store.clone(), session, world_size, time.monotonic() + timeout.total_seconds())
-        threading.Thread(target=_answer, args=arguments, name="lightning_zero3.session", daemon=True).start()
+        over = threading.Event()
+        arguments = (store.clone(), session, world_size, time.monotonic() + timeout.total_seconds(), over)
+        answering = threading.Thread(target=_answer, args=arguments, name="lightning_zero3.session", daemon=True)
+        answering.start()
+        # A thread that is in the store's code when the interpreter goes aborts the process.
+        Finalize(None, _end, (answering, over), exitpriority=0)
     else:
         # A number that nobody had before, so that the answer is to this process and not to one that is gone.
         answer = f"session for {store.add('sessions asked for', 1)}"
@@ -37,7 +43,7 @@ def join_session(store: dist.Store, rank: int, world_size: int, timeout: timedel
     return dist.PrefixStore(session, store)
 
 
-def _answer(store: dist.Store, session: str, world_size: int, deadline: float) -> None:
+def _answer(store: dist.Store, session: str, world_size: int, deadline: float, over: threading.Event) -> None:
     """Tell everybody who asks, also those who are gone, until all are here."""
     answered = 0
     with suppress(RuntimeError):  # the store's end
@@ -46,4 +52,10 @@ def _answer(store: dist.Store, session: str, world_size: int, deadline: float) -
             for number in range(answered + 1, asked + 1):
                 store.set(f"session for {number}", session)
             answered = asked
-            time.sleep(_POLL_S)
+            if over.wait(_POLL_S):
+                return
+
+
+def _end(answering: threading.Thread, over: threading.Event) -> None:
+    over.set()
+    answering.join(_LAST_WORDS_S)

@@ -1,5 +1,7 @@
 """Processes that are started again find a part of torchrun's store without the addresses of those that are gone."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -44,3 +46,21 @@ def test_a_start_that_failed_half_way_does_not_disturb_the_next(store):
         if thread.name == "lightning_zero3.session":
             thread.join()  # as its process is gone
     assert start(store, [2, 0, 1], 3) == [[b"0", b"1", b"2"]] * 3
+
+
+LEAVES_EARLY = """
+import atexit, threading
+from datetime import timedelta
+atexit.register(lambda: print([t.name for t in threading.enumerate()][1:]))  # the first is called last
+import torch.distributed as dist
+from lightning_zero3.strategies.sessions import join_session
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+join_session(store, 0, 2, timedelta(seconds=60))  # rank 1 is still to come
+assert [t.name for t in threading.enumerate()][1:] == ["lightning_zero3.session"]
+"""
+
+
+def test_no_thread_is_in_the_store_when_the_interpreter_ends():
+    """There it would find no interpreter, and torch's C++ end the process with "terminate called"."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_EARLY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
