@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .checkpoints.gather import tensors_in
 from .checkpoints.optimizer_state import flat_state, take_over_state
 from .checkpoints.slices import Flats, SlicedTensor
-from .engine import Zero3Engine
+from .engine import Zero3Engine, compare_notes
 from .engine.shards import FlatGroup, attach
 from .engine.unit import Unit
 from .long_vector import LongVector
@@ -155,6 +155,7 @@ class ParamGroups:
         before = [dict(optimizer.state) for optimizer in self._optimizers]
         engine.adopt_gradients()
         engine.gradients.require_complete(engine.groups)
+        compare_notes(engine.collectives, engine.gradients.assigned_sums())
         engine.reducer.hide()
         new = self._shard()
         protect(self._optimizers, new)

@@ -6,15 +6,21 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from ..engine import Zero3Engine
+from ..engine import Zero3Engine, compare_notes
 from ..engine.shards import FlatGroup
 from .slices import Place, SavedTensor, SlicedTensor, places
 
 
 def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
-    """A slice of each gradient, by parameter name; collective. A RuntimeError if an exception left some incomplete."""
+    """A slice of each gradient, by parameter name; collective.
+
+    Raises:
+        RuntimeError: an exception left some incomplete.
+        DivergenceError: each rank has assigned others to a parameter, which is named.
+    """
     engine.adopt_gradients()
     engine.gradients.require_complete(engine.groups)
+    compare_notes(engine.collectives, engine.gradients.assigned_sums())
     return {name: _slice(engine, place) for name, place in _trained(engine) if engine.gradients.has_gradient(place.entry)}
 
 

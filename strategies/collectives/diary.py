@@ -134,8 +134,11 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
 
 def _other_gradients(setting: Setting, mine: float | None, other: float | None, rank: int) -> DivergenceError:
     optimizer, group, option, _ = setting
+    having, lacking = (0, rank) if other is None else (rank, 0)
     if option.startswith(CLEARED):
-        found = f"{option} on rank {0 if other is None else rank}, and with it on rank {rank if other is None else 0}"
+        found = f"{option} on rank {having}, and with it on rank {lacking}"
+    elif None in (mine, other):
+        found = f"{option} on rank {having} alone; rank {lacking} did not come to that"
     else:
         found = f"{mine} {option} on rank 0 and {other} on rank {rank}"
     return DivergenceError(
@@ -264,7 +267,6 @@ class Diary:
 
     def forget(self) -> None:
         """From here on it cannot be told which exchange of this rank belongs to which of another."""
-        self.written = {}
         self.trace[:] = [-1]
 
     def resume(self) -> None:

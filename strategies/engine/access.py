@@ -43,6 +43,10 @@ class Access:
             with torch._C.DisableTorchFunctionSubclass():
                 set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
+    def compare_notes(self) -> None:
+        """See :meth:`~.residency.home.Home.compare_notes`."""
+        compare_notes(self._collectives)
+
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.residency.home.Home.read`."""
         if not (self.in_step or graph_task() != NO_GRAPH_TASK):
@@ -87,7 +91,7 @@ class Access:
             if (to_none := clearing()) is not None and entry.trained:
                 self.held.lose_graph(entry)
             if to_none is None or self.held.must_follow(entry):
-                grad = self._gradients.full(entry)
+                grad = self._gradients.full(entry, clears=to_none is not None)
             else:
                 grad = self._gradients.cleared(entry, to_none)
         return None if grad is None else self.held.show(entry, grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..collectives import (
@@ -9,6 +11,7 @@ from ..collectives import (
     DivergenceError,
     LocalCollectives,
     Meeting,
+    Setting,
     digest,
     first_difference,
     require_same_settings,
@@ -20,20 +23,25 @@ from .unit import Exchange, Unit
 _VERBS = "gather", "gather a copy of", "gather the stored values of", "gather the gradients of", "reduce the gradients of"
 
 
-def compare_notes(collectives: LocalCollectives) -> None:
+def compare_notes(collectives: LocalCollectives, assigned: Sequence[Setting] = ()) -> None:
     """What ranks have written, read and stepped with since the last agreement, where no backward will compare it; collective.
+
+    Args:
+        collectives: whose diary has it.
+        assigned: gradients of users, which are alike, too.
 
     Raises:
         DivergenceError: naming a parameter or an option.
     """
     diary = collectives.diary
     written = diary.checksums()
-    number = digest((), [*written, *diary.stepped])
+    stepped = [*diary.stepped, *assigned]
+    number = digest((), [*written, *stepped])
     most, least = collectives.agree(torch.tensor([number, -number], device="cpu"), Meeting.NOTES).tolist()
     if most != -least:
-        everyone = collectives.all_gather_object((written, diary.stepped))
+        everyone = collectives.all_gather_object((written, stepped))
         require_same_values([values for values, _ in everyone])
-        require_same_settings([stepped for _, stepped in everyone])
+        require_same_settings([settings for _, settings in everyone])
         raise DivergenceError(f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
     diary.compared()
 

@@ -177,6 +177,7 @@ class Backward:
             self._gradients.give_back()
         if not self._hides:
             self._adopt()
+        self._joint.begin_backward()
         self.active, self.added = True, 0
         self._muted = self._gradients.begin_windows(self._accumulates)
 
@@ -312,7 +313,7 @@ class Backward:
                 "micro-batches back (`reduce_once=True`). Do that after the backward, or do without the option."
             )
         holding, self._reducer.holding = self._reducer.holding, False
-        self._gradients.note_found()  # as ranks do that assist
+        self._gradients.note_found()  # ranks that assist do so when they begin
         self._conclude()
         self._reducer.holding = holding
 

@@ -189,7 +189,9 @@ def fill_shards(
         chunk.own(groups, collectives.rank)
     for group in groups:
         group.allocate(device)
-    earlier = {home for p in model.parameters() if (home := home_of(p)) is not None}
+    earlier = dict.fromkeys(home for p in model.parameters() if (home := home_of(p)) is not None)
+    for home in earlier:
+        home.compare_notes()
     owners = {id(p): module for module in reversed(list(model.modules())) for p in module._parameters.values()}
     differing = []
     for unit in units:

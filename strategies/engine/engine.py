@@ -19,7 +19,7 @@ from ..residency.numbers import take_back
 from ..residency.past_python import guard
 from ..residency.resting import NO_GRAPH_TASK, graph_task
 from .access import Access
-from .agreement import Agreement
+from .agreement import Agreement, compare_notes
 from .backward import Backward
 from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
@@ -125,7 +125,7 @@ class Zero3Engine:
                 guard(unit.memory, unit.in_arrays)
         self._saved = SavedTensors(self.units, self.arena, self.collectives.diary.progress)
         self.gradients = Gradients(self.units, self.groups, self.reducer, self.collectives.diary)
-        self.joint = JointSteps(self.units, self.collectives)
+        self.joint = JointSteps(self.units, self.gradients, self.collectives)
         self.access = Access(self.units, self.collectives, self.gradients, self.weights_changed, self.close)
         if isinstance(self.reducer, WholeReducer):
             self.reducer.watch(self._adopt_all, self.access.held.follow_all)
@@ -142,6 +142,7 @@ class Zero3Engine:
 
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close; collective."""
+        compare_notes(self.collectives)
         for unit in self.units:
             full = unit.values()
             for entry in unit.entries:
@@ -359,6 +360,8 @@ class Zero3Engine:
         for group in unit.groups:
             if group.version != group.public._version:  # an optimizer's step is known; this is what the user wrote
                 self._adopt_flat_values()
+        if not (self.access.in_step or self.arena.in_use or unit.lent):
+            compare_notes(self.collectives)  # no end of a step will
         if not unit.gather():
             return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
         unit.use()

@@ -22,7 +22,8 @@ class Gradients:
     """Keeps the books of who has a gradient, from the start of a window (gradients were cleared) to the optimizer's step."""
 
     settle: Callable[[str], None]  # see `Backward.settle`, which comes later
-    keep: Callable[[], None]  # see `HeldGradients.keep`
+    keep: Callable[[Entry], None]  # see `HeldGradients.keep`
+    note_gathered: Callable[[list[Entry]], None]  # see `HeldGradients.note_gathered`
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
     def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer, diary: Diary) -> None:
@@ -36,7 +37,7 @@ class Gradients:
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
-        self._noted = False  # that these were read
+        self._unread = False  # they were gathered for a `zero_grad`, which looks at no values
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -46,11 +47,10 @@ class Gradients:
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
         """
-        muted, shown = frozenset[int](), []
+        muted = frozenset[int]()
         self._forget_arrived()
         for group in self._groups:
-            shown.append(not group.begin_window())
-            if not shown[-1]:
+            if group.begin_window():
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
                 self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
@@ -64,16 +64,13 @@ class Gradients:
                     self._look_for_zeros(group)
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
-        self._note_found(shown)
+        self.note_found()
         return muted
 
     def note_found(self) -> None:
         """What is reduced now will be added to the gradients that there are; ranks compare it then."""
-        self._note_found([group.shows_gradients for group in self._groups])
-
-    def _note_found(self, any_shown: list[bool]) -> None:
         if not self.reducer.whole:
-            self._diary.begin_backward(self._present("an optimizer", self._groups, any_shown))
+            self._diary.begin_backward(self._present("an optimizer", self._groups))
 
     def give_back(self) -> None:
         """Free the memory of cleared gradients until the next reduction: when a backward begins the most memory is in use."""
@@ -142,21 +139,24 @@ class Gradients:
         self.require_complete(groups)
         if not self.reducer.whole:
             name = type(optimizer).__name__
-            shown = [group.shows_gradients for group in groups]
-            self._diary.step([*self._present(name, groups, shown), *self._assigned_sums(name, groups)])
+            self._diary.step([*self._present(name, groups), *self._sums_in(name, groups)])
 
-    def _present(self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]) -> list[Setting]:
+    def _present(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
         """Which parameters of ``groups`` have gradients."""
         found: list[Setting] = []
-        for group, is_any in zip(groups, any_shown, strict=True):
-            number, shown = group.key.group or 0, self._shown[group.numbers] if is_any else b""
+        for group in groups:
+            number, shown = group.key.group or 0, self._shown[group.numbers] if group.shows_gradients else b""
             if not all(shown):
                 without = [entry.name for entry in group.entries if not self._shown[entry.number]]
                 found += [(optimizer, number, f"{CLEARED}{name!r}", 1) for name in without]
             found.append((optimizer, number, "gradients", sum(shown)))
         return found
 
-    def _assigned_sums(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
+    def assigned_sums(self) -> list[Setting]:
+        """Of gradients that users assigned or changed and that are still there."""
+        return self._sums_in("an optimizer", self._groups)
+
+    def _sums_in(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
         """Of gradients in ``groups`` that users assigned or changed and that are still there."""
         by_number = sorted(self._sums, key=lambda entry: entry.number)  # alike on all ranks, whoever was assigned first
         for entry in by_number:
@@ -179,10 +179,16 @@ class Gradients:
         """Whether a backward has ended since some gradients were cleared."""
         return any(group.shows_gradients for group in self._groups)
 
-    def full(self, entry: Entry) -> Tensor | None:
-        """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then."""
+    def full(self, entry: Entry, clears: bool = False, kept: bool = False) -> Tensor | None:
+        """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then.
+
+        Args:
+            entry: the parameter.
+            clears: a `zero_grad` asks, which does not look at values.
+            kept: what users wrote to gradients that they hold has been stored, of the whole unit.
+        """
         if self.over and entry.trained and not self.has_gradient(entry):
-            if clearing() is None:
+            if not clears:
                 raise ResidencyError(
                     f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
                     "it before the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or "
@@ -192,7 +198,7 @@ class Gradients:
             self.over = False  # they are gone as the user wants it
         self.require_not_arrived(entry)
         if not entry.trained and entry.dropped:
-            return self._of_dropped(entry)
+            return self._of_dropped(entry, clears)
         if not entry.trained or not self.has_gradient(entry):
             return None
         if entry in entry.group.incomplete:
@@ -202,17 +208,22 @@ class Gradients:
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         written = [group.written_by_others for group in unit.groups]
-        if entry.name not in self._full or written != self._written:
-            self.keep()
-            self._full, self._written = unit.gradients(), [group.written_by_others for group in unit.groups]
-            self._noted = False
-        if not self._noted and clearing() is None:
-            self._noted = True
-            for each in unit.trained:  # whichever is asked for: what is gathered a rank may look at alone
-                begun, assigned = self._sums.get(each, (-1, None))
-                if assigned is not None and begun == each.group.begun:
-                    self._diary.read_gradient(each.name, assigned)
+        if entry.name not in self._full or written != self._written or (self._unread and not clears):
+            for each in unit.trained if not kept else ():
+                self.keep(each)
+            self._full, self._written, self._unread = unit.gradients(), written, clears
+            if not clears:
+                self._note_gathered(unit)
         return self._full[entry.name].clone()
+
+    def _note_gathered(self, unit: Unit) -> None:
+        """Of all its gradients, whichever was asked for: what is gathered a rank may look at alone."""
+        present = [entry for entry in unit.trained if self.has_gradient(entry)]
+        self.note_gathered(present)
+        for entry in present:
+            begun, assigned = self._sums.get(entry, (-1, None))
+            if assigned is not None and begun == entry.group.begun:
+                self._diary.read_gradient(entry.name, assigned)
 
     def cleared(self, entry: Entry, to_none: bool) -> Tensor | None:
         """What a `zero_grad`, which does not look at values, may take for the gradient of ``entry``; local.
@@ -220,13 +231,20 @@ class Gradients:
         In a step of an evaluation in which other ranks assist there are no zeros: those would not write them.
         """
         if not (entry.trained and self.has_gradient(entry)):
-            return self.full(entry)
+            return self.full(entry, clears=True)
         self.require_not_arrived(entry)
         if not (to_none or self.announced):
             return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
         self.assign(entry, None)
         entry.assigned += 1
         return None
+
+    def clear(self, entries: list[Entry]) -> None:
+        """Nobody sees gradients of ``entries`` any more; local."""
+        for entry in filter(self.has_gradient, entries):
+            self.assign(entry, None)
+            entry.assigned += 1
+        self.adopt()
 
     def require_not_arrived(self, entry: Entry) -> None:
         """Raise if the backward that runs has added to the gradient of ``entry``: nobody reads it then, or changes it."""
@@ -237,8 +255,8 @@ class Gradients:
                 "(`on_after_backward`), or in a hook of the parameter itself."
             )
 
-    def _of_dropped(self, entry: Entry) -> None:
-        if clearing() is None:
+    def _of_dropped(self, entry: Entry, clears: bool) -> None:
+        if not clears:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r}, which no optimizer has, was not kept: it would pile up, whole, on "
                 "every rank. Give the parameter to an optimizer in `configure_optimizers` (a learning rate of 0 will do), or "
@@ -265,7 +283,7 @@ class Gradients:
         self._adopt_replaced()
         self.mark_gradient(entry, grad is not None)
         if grad is None:
-            self._full = {}
+            self._full.pop(entry.name, None)
             self._sums.pop(entry, None)
             if entry.part is not None and entry.group.shows_gradients:
                 with entry.group.written_by_engine():

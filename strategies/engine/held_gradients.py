@@ -42,12 +42,12 @@ class HeldGradients:
 
     def __init__(self, gradients: Gradients, collectives: LocalCollectives) -> None:
         self._gradients, self._collectives = gradients, collectives
-        gradients.keep = self.keep
+        gradients.keep, gradients.note_gathered = self.keep, self.note_gathered
         self._read: WeakValueDictionary[Entry, Held] = WeakValueDictionary()  # that `p.grad` is in
         self._shown: WeakValueDictionary[Entry, ShardedCopy] = WeakValueDictionary()  # what `p.grad` is
         self._watched: dict[Entry, list[Held]] = {}  # those that are `seen`
         self._last: Held | None = None  # that was assigned
-        # Gradients that were read or assigned: the same on all ranks, which run the same code; what they hold need not be.
+        # Gradients that were gathered to be read, or assigned, by all ranks; what each of them holds need not be the same.
         self._known: dict[Entry, tuple[int, ...]] = {}
 
     def show(self, entry: Entry, grad: Tensor) -> ShardedCopy:
@@ -156,15 +156,32 @@ class HeldGradients:
         else:
             flags = self._collectives.agree(flags, Meeting.GRADIENTS)
         wanted = [entry for entry, flag in zip(behind, flags.tolist(), strict=True) if flag]
+        self._require_apart(wanted)
         with apart():
             if wanted:
                 self._gradients.settle(wanted[0].name)
             for entry in wanted:
-                self._take(entry, self._gradients.full(entry))
-        self._known.update({entry: self._gradients.since(entry) for entry in behind})
+                self._take(entry, self._gradients.full(entry, kept=True))
+        if not self._gradients.announced:
+            self._known.update({entry: self._gradients.since(entry) for entry in behind})
+
+    def _require_apart(self, entries: list[Entry]) -> None:
+        """In torch a tensor that is the gradient of two parameters gets what is added to either."""
+        owners: dict[int, Entry] = {}
+        for held in (held for entry in entries for held in self._watched.get(entry, ()) if self._is_current(entry, held.since)):
+            other = owners.setdefault(held.tensor.data_ptr(), held.entry) if held.tensor.numel() else held.entry
+            if other is not held.entry:
+                raise ResidencyError(
+                    f"The gradients of parameters {other.name!r} and {held.entry.name!r} were one tensor when a backward or "
+                    "clipping changed each of them. Assign a tensor of its own to each (`p.grad = g.clone()`)."
+                )
+
+    def note_gathered(self, entries: list[Entry]) -> None:
+        """All ranks have gathered the gradients of ``entries``, and each may look at any of them."""
+        self._known.update({entry: self._gradients.since(entry) for entry in entries})
 
     def may_have(self, entry: Entry) -> bool:
-        """Whether its gradient was read or assigned since it was cleared; the same on all ranks."""
+        """Whether its gradient was gathered to be read, or assigned, since it was cleared; the same on all ranks."""
         return entry in self._known and self._is_current(entry, self._known[entry])
 
     def must_follow(self, entry: Entry) -> bool:
@@ -206,7 +223,8 @@ class HeldGradients:
     def _take(self, entry: Entry, grad: Tensor) -> None:
         """``grad`` is the gradient now, which the shards have: all who hold it are to have it, too."""
         since, read = self._gradients.since(entry), self._read.get(entry)
-        self._known[entry] = since
+        if entry in self._known and not self._gradients.announced:  # in such a step other ranks would not know
+            self._known[entry] = since
         grad = grad if grad.layout == torch.strided else grad.to_dense()
         with torch._C.DisableTorchFunctionSubclass(), apart():
             for held in {id(each): each for each in (read, *self._watched.get(entry, [])) if each is not None}.values():

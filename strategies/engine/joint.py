@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ..collectives import DivergenceError, LocalCollectives
+from .gradients import Gradients
 from .unit import Exchange, Unit
 
 
@@ -16,10 +17,13 @@ class JointSteps:
 
     assist_backward: Callable[[Unit | None], None]  # see `Backward.assist`, which comes later
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
-        self._units, self._collectives = units, collectives
+    def __init__(self, units: list[Unit], gradients: Gradients, collectives: LocalCollectives) -> None:
+        self._units, self._gradients, self._collectives = units, gradients, collectives
         self._groups = [group for group in dict.fromkeys(g for unit in units for g in unit.groups) if group.trained]
+        self._entries = [entry for group in self._groups for entry in group.entries]
+        self._written: list[int] = []  # `written_by_others` of the groups when the step began
         self._end_of_backward = 1 + len(units) * len(Exchange)  # what is told; smaller numbers are the units' labels
+        self._start_of_backward = self._end_of_backward + 1
         self.running = False  # a step in which other ranks assist
 
     @contextmanager
@@ -28,14 +32,20 @@ class JointSteps:
         self._release_all()
         self._announce_all(True)
         try:
-            written = [group.written_by_others for group in self._groups]
+            self._written = [group.written_by_others for group in self._groups]
             with step:
                 yield
             self._tell(0)
-            self._clear_alike(written)
+            self._clear_alike(assists=False)
         finally:
             self._announce_all(False)
             self._release_all()
+
+    def begin_backward(self) -> None:
+        """It adds to what gradients there are, on ranks that assist, too."""
+        if self.running:
+            self._tell(self._start_of_backward)
+            self._clear_alike(assists=False)
 
     @contextmanager
     def end_of_backward(self) -> Iterator[None]:
@@ -58,6 +68,9 @@ class JointSteps:
         for _ in range(steps):
             self._release_all()
             while code := self._tell(0):
+                if code == self._start_of_backward:
+                    self._clear_alike(assists=True)
+                    continue
                 index, exchange = divmod(code - 1, len(Exchange))
                 unit = None if code == self._end_of_backward else self._units[index]
                 if unit is None or exchange == Exchange.REDUCE:
@@ -69,32 +82,31 @@ class JointSteps:
                 else:
                     apart = {Exchange.COPY: unit.copy_of_slot, Exchange.VALUES: unit.values, Exchange.GRADIENTS: unit.gradients}
                     apart[exchange]()
-            self._clear_alike(None)
+            self._clear_alike(assists=True)
             self._release_all()
 
-    def _clear_alike(self, written: list[int] | None) -> None:
-        """Gradients that the ranks which ran a step have cleared go from those that assisted, too; collective.
-
-        Args:
-            written: `written_by_others` of the groups when this rank's step began; None: it assisted.
+    def _clear_alike(self, assists: bool) -> None:
+        """Gradients that the ranks which run a step have cleared go from those that assist, too; collective.
 
         Raises:
             DivergenceError: the step changed gradients in place, of which each rank has a part.
         """
         if not self._groups:
             return
-        states = torch.zeros(len(self._groups), dtype=torch.int64, device="cpu")
-        for k, group in enumerate(self._groups if written is not None else ()):
-            states[k] = group.shows_gradients * (1 + (group.written_by_others != written[k]))
-        for group, state in zip(self._groups, self._collectives.agree(states).tolist(), strict=True):
-            if state == 2:
+        states = torch.zeros(len(self._groups) + len(self._entries), dtype=torch.int64, device="cpu")
+        if not assists:
+            changed = [g.shows_gradients and g.written_by_others != w for g, w in zip(self._groups, self._written, strict=True)]
+            states[:] = torch.tensor([*changed, *map(self._gradients.has_gradient, self._entries)])
+        changed, kept = self._collectives.agree(states).split([len(self._groups), len(self._entries)])
+        for group, is_changed in zip(self._groups, changed.tolist(), strict=True):
+            if is_changed:
                 raise DivergenceError(
                     f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in place (by clipping, or "
                     "`zero_grad(set_to_none=False)`) in a step of an evaluation that not all ranks run: those that have no "
                     "batch left keep their part of them as it was. Call `zero_grad()`, or work on copies."
                 )
-            if written is None and not state:
-                group.clear()
+        if assists:
+            self._gradients.clear([entry for entry, keep in zip(self._entries, kept.tolist(), strict=True) if not keep])
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
         self._tell(1 + unit.labels[exchange])

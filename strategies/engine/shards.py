@@ -190,7 +190,8 @@ class FlatGroup:
         self.begun += 1
         self.incomplete.clear()
         if self._grad is not None:
-            self._zero_idle(self._grad)
+            with self.written_by_engine():
+                self._zero_idle(self._grad)
         return True
 
     def give_back(self) -> None:

@@ -18,6 +18,13 @@ class Home(Protocol):
 
     in_step: bool  # all ranks run the same code: a read may gather, and a change may be stored
 
+    def compare_notes(self) -> None:
+        """Before its values are put together elsewhere: ranks have written the same ones; collective.
+
+        Raises:
+            DivergenceError: naming a parameter.
+        """
+
     def retire(self) -> None:
         """Another engine has taken the parameters over: stop watching them."""
 

@@ -273,10 +273,46 @@ def cleared_while_held(rank, world_size):
             require_alike(model, plain)
 
 
+def one_tensor_for_two(rank, world_size):
+    """In torch the next backward would add to it for each."""
+    model, optimizer, engine, plain, other, batches = build()
+    for module in (model, plain):
+        module[0].bias.grad = module[2].bias.grad = torch.ones(DIM)
+    optimizer.step()
+    other.step()
+    with engine.step():
+        loss = model(batches[0][rank]).square().mean()
+    with pytest.raises(ResidencyError, match="'0.bias' and '2.bias' were one tensor"), engine.backward():
+        loss.backward()
+
+
+def zeroed_by_the_module(rank, world_size):
+    """Gathers nothing where nothing was read, else units that were, but for the last, which still is."""
+    model, _, engine, _, _, batches = build()
+    exchanges = engine.collectives.diary.progress
+
+    def train():
+        with engine.step():
+            loss = model(batches[0][rank]).square().mean()
+        with engine.backward():
+            loss.backward()
+
+    for to_none in (True, False):
+        for read, gathered in (([], 0), ([0], 0), ([0, 3], 2)):
+            train()
+            for index in read:
+                model[index].bias.grad.norm()
+            before = exchanges[1]
+            model.zero_grad(set_to_none=to_none)
+            assert exchanges[1] - before == gathered, (to_none, read)
+
+
 @pytest.mark.parametrize(
     "case",
     [
         cleared_while_held,
+        one_tensor_for_two,
+        zeroed_by_the_module,
         kept_over_a_backward,
         assigned_then_reduced,
         assigned_where_gradients_are_over,

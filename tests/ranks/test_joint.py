@@ -176,6 +176,89 @@ def test_gradients_that_are_cleared_in_steps_that_not_all_ranks_run(world_size, 
             torch.testing.assert_close(found[rank][step], expected, rtol=RTOL, atol=1e-6)
 
 
+def _at_the_start(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def _each_time(model, x):
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+
+def _one_block(model, x):
+    """What the others had is added to."""
+    model[2].zero_grad()
+    model(x).square().mean().backward()
+
+
+def _one_block_again(model, x):
+    model(x).square().mean().backward()
+    model[2].zero_grad()
+    model[3].up.zero_grad()
+    model(2 * x).square().mean().backward()
+
+
+def _clear_before(rank, world_size, evaluation, lasting):
+    """Gradients of training are there when evaluation steps begin, of which rank 0 has one and rank 1 three."""
+    model, found = _model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    collectives = make_collectives(torch.distributed.group.WORLD, device)
+    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    engine.reducer.lasting = lasting  # as on a GPU
+
+    def train():
+        with engine.step():
+            loss = model(_input(rank, 9)).square().mean()
+        with engine.backward():
+            loss.backward()
+
+    if lasting:
+        train()
+        optimizer.zero_grad()
+    train()
+    for step in range(STEPS[rank]):
+        context = engine.step()
+        with engine.joint.run(context) if step >= min(STEPS[:world_size]) else context:
+            evaluation(model, _input(rank, step))
+            found.append([p.grad.clone() for p in model.parameters()])
+    engine.joint.assist(max(STEPS[:world_size]) - STEPS[rank])
+    train()  # is added to those of the last evaluation
+    model[0].up.weight.grad.norm()
+    engine.adopt_gradients()
+    found.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("evaluation", [_at_the_start, _each_time, _one_block, _one_block_again])
+def test_gradients_that_are_cleared_before_a_backward_that_not_all_ranks_run(evaluation, lasting):
+    everyone, world_size = run_ranks(_clear_before, 2, evaluation, lasting, timeout=60), 2
+    alone = [_model() for _ in range(world_size)]  # each has the gradients of one rank
+
+    def require(found):
+        for parameters, gradient in zip(zip(*(m.parameters() for m in alone), strict=True), found, strict=True):
+            expected = sum(p.grad for p in parameters if p.grad is not None) / world_size
+            torch.testing.assert_close(gradient, expected, rtol=RTOL, atol=1e-6)
+
+    for rank, model in enumerate(alone):
+        model(_input(rank, 9)).square().mean().backward()
+    for step in range(max(STEPS[:world_size])):
+        for rank, model in enumerate(alone):
+            # A rank that assists has a loss of nothing: it clears what the others clear.
+            evaluation(model, _input(rank, step)) if STEPS[rank] > step else evaluation(model, torch.zeros(0, 6))
+        for rank, found in enumerate(everyone):
+            if STEPS[rank] > step:
+                require(found[step])
+    for rank, model in enumerate(alone):
+        model(_input(rank, 9)).square().mean().backward()
+    for found in everyone:
+        require(found[-1])
+
+
 def _change(rank, world_size):
     """In place, in a step that rank 1 alone runs: rank 0 would keep its part as it was."""
     model = _model()
@@ -212,7 +295,7 @@ def _step_alone(rank, world_size):
             model(_input(rank, 0)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    with pytest.raises(DivergenceError, match="Param group 0 of SGD had None gradients .* on rank 0 and 16 on rank 1"):
+    with pytest.raises(DivergenceError, match="Param group 0 of SGD had gradients .* on rank 1 alone; rank 0 did not"):
         compare_notes(collectives)
 
 

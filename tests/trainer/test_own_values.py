@@ -79,7 +79,35 @@ class OneClearedBetweenMicroBatches(Layers):
             self.net[self.global_rank].bias.grad = None
 
 
+class GradientAssignedThenSaved(Layers):
+    def on_after_backward(self):
+        self.net[1].bias.grad = torch.full((4,), 1.0 + self.global_rank)
+
+    def on_train_batch_end(self, *_):
+        self.trainer.save_checkpoint("never.ckpt")  # in the middle of a window
+
+
+class GradientAssignedThenMoved(Layers):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.later = nn.Linear(4, 4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch))
+        self.net[1].bias.grad = torch.full((4,), 1.0 + self.global_rank)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.optimizers().optimizer.add_param_group({"params": list(self.later.parameters())})
+
+
 REFUSED = {
+    GradientAssignedThenSaved: r"assigned to parameter 'net\.1\.bias' is not the same on ranks 0 and 1",
+    GradientAssignedThenMoved: r"assigned to parameter 'net\.1\.bias' is not the same on ranks 0 and 1",
     StoredThenModified: "'net.1.weight' was stored between steps",
     StoredThenReadAndStored: "'net.1.weight' was stored between steps",
     StoredAtTheEndAndSaved: "'net.1.weight' was stored between steps",
@@ -103,6 +131,22 @@ class ClippedByHand(Layers):
         weights = [layer.weight.grad.sum() for layer in self.net]
         if self.global_rank == 0:
             assert all(map(torch.isfinite, [self.net[1].bias.grad.sum(), *weights]))
+
+
+class ReadByRankZero(Layers):
+    """More of a unit whose gradients all have gathered; then they are clipped, and cleared by the module."""
+
+    def on_after_backward(self):
+        self.net[0].weight.grad.norm()
+        if self.global_rank == 0:
+            self.net[0].bias.grad.norm()
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 0.01, "norm")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx % 2:
+            self.zero_grad()
 
 
 class ClearedOnAll(Layers):
@@ -150,8 +194,46 @@ def _save_on_exception(rank, world_size, folder):
     return os.path.exists(saver.ckpt_path), os.path.exists(parted.ckpt_path)
 
 
+class FailsWithItsOwn(Layers):
+    """Each rank has written values of its own when an exception ends the step, on all alike."""
+
+    def training_step(self, batch, batch_idx):
+        self.store_own()
+        raise KeyError("interrupted")
+
+
+def _fail(rank, world_size, folder):
+    saver = OnExceptionCheckpoint(folder, "own")
+    fitted = trainer("zero3", world_size, callbacks=[saver], enable_checkpointing=None)
+    with (
+        pytest.raises(KeyError, match="interrupted"),
+        pytest.warns(UserWarning, match="nothing: A forward changed parameter 'net.1"),
+    ):
+        fitted.fit(FailsWithItsOwn())
+    return os.path.exists(saver.ckpt_path)
+
+
+def _go_on(rank, world_size, how):
+    """Rank 0 alone loads other weights after `fit`; then the model is used once more."""
+    module = Layers()
+    _fit(module, zero3(unit_policy=["Linear"]), world_size)
+    if rank == 0:
+        module.net.load_state_dict({name: torch.ones(p.shape) for name, p in module.net.named_parameters()})
+    with pytest.raises(DivergenceError, match="'net.0.bias' was stored between steps .* on some ranks only"):
+        if how == "forward":
+            module.net(torch.ones(1, 4))
+        else:
+            trainer("zero3", world_size, max_epochs=1).fit(module)
+
+
+class LoadedByRankZero(Layers):
+    def on_train_end(self):
+        if self.global_rank == 0:
+            self.store_own()
+
+
 def _fit(module, strategy, world_size):
-    fitted = trainer(strategy, world_size, max_epochs=1, accumulate_grad_batches=2)
+    fitted = trainer(strategy, world_size, max_epochs=1, accumulate_grad_batches=2 if module.automatic_optimization else 1)
     fitted.fit(module)
     return fitted
 
@@ -178,7 +260,21 @@ def test_an_exception_saves_what_is_one_model(tmp_path):
     assert run_ranks(_save_on_exception, 2, str(tmp_path)) == [(True, False)] * 2
 
 
-@pytest.mark.parametrize("kind", [ClippedByHand, ClearedOnAll])
+def test_what_a_failed_step_has_written_is_compared(tmp_path):
+    assert run_ranks(_fail, 2, str(tmp_path)) == [False, False]
+
+
+@pytest.mark.parametrize("how", ["fit", "forward"])
+def test_what_one_rank_stores_after_fit_is_told(how):
+    run_ranks(_go_on, 2, how)
+
+
+def test_what_one_rank_stores_at_the_end_does_not_come_back_from_a_launcher():
+    with pytest.raises(Exception, match="'net.1.weight' was stored between steps .* on some ranks only"):
+        trainer("zero3_notebook", 2, max_epochs=1).fit(LoadedByRankZero())
+
+
+@pytest.mark.parametrize("kind", [ClippedByHand, ReadByRankZero, ClearedOnAll])
 def test_what_is_alike_trains_as_ddp(kind):
     theirs, *ours = run_ranks(_train, 2, kind)[0]
     for state in ours:
