@@ -110,9 +110,8 @@ class EvaluationStrategy(WatchedStrategy):
             if not turn.joint and not turn.assist:
                 raise
             raise DivergenceError(
-                f"{error} HINT: not every rank has a batch in this evaluation step. Log with on_step=False in it, clear with "
-                "`zero_grad()` the gradients that it makes, and leave what all ranks do together (all_gather, barrier) to the "
-                "end of the epoch."
+                f"{error} HINT: not every rank has a batch in this evaluation step. Log with on_step=False in it, and leave "
+                "what all ranks do together (all_gather, barrier) to the end of the epoch."
             ) from error
         if turn.lacking and self._trainer._results is not None:
             self._share_logged_values(lacks_batch)

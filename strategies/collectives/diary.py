@@ -46,7 +46,11 @@ class Meeting(enum.IntEnum):
     GATHERED = -10, "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)"
     GRADIENTS = -11, "let tensors that were assigned to `parameter.grad` follow a change of it"
     BATCH = -12, "end a batch of an evaluation"
-    NOTES = -13, "compare what all have written (before a save, a state dict, `gathered` or an evaluation, or after training)"
+    NOTES = (
+        -13,
+        "compare what all have written (before a save, a state dict, `gathered`, an evaluation or another run, after training, "
+        "or before a forward outside of a step, when it has stored parameters between steps)",
+    )
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """A member that is its label."""

@@ -313,7 +313,8 @@ class Backward:
                 "micro-batches back (`reduce_once=True`). Do that after the backward, or do without the option."
             )
         holding, self._reducer.holding = self._reducer.holding, False
-        self._gradients.note_found()  # ranks that assist do so when they begin
+        self._joint.begin_backward()
+        self._gradients.begin_windows(True)  # what was held is dropped where it was cleared since
         self._conclude()
         self._reducer.holding = holding
 

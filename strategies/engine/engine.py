@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
+from ..residency.apart import apart
 from ..residency.home import ResidencyError, is_sharded, unsettle
 from ..residency.numbers import take_back
 from ..residency.past_python import guard
@@ -360,8 +361,9 @@ class Zero3Engine:
         for group in unit.groups:
             if group.version != group.public._version:  # an optimizer's step is known; this is what the user wrote
                 self._adopt_flat_values()
-        if not (self.access.in_step or self.arena.in_use or unit.lent):
-            compare_notes(self.collectives)  # no end of a step will
+        if self.collectives.diary.stored and not (self.access.in_step or unit.lent):
+            with apart():  # where no rank but this one has stored anything, the next exchange of the others tells
+                compare_notes(self.collectives)
         if not unit.gather():
             return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
         unit.use()

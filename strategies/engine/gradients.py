@@ -64,13 +64,9 @@ class Gradients:
                     self._look_for_zeros(group)
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
-        self.note_found()
-        return muted
-
-    def note_found(self) -> None:
-        """What is reduced now will be added to the gradients that there are; ranks compare it then."""
         if not self.reducer.whole:
             self._diary.begin_backward(self._present("an optimizer", self._groups))
+        return muted
 
     def give_back(self) -> None:
         """Free the memory of cleared gradients until the next reduction: when a backward begins the most memory is in use."""
@@ -179,13 +175,10 @@ class Gradients:
         """Whether a backward has ended since some gradients were cleared."""
         return any(group.shows_gradients for group in self._groups)
 
-    def full(self, entry: Entry, clears: bool = False, kept: bool = False) -> Tensor | None:
+    def full(self, entry: Entry, clears: bool = False) -> Tensor | None:
         """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then.
 
-        Args:
-            entry: the parameter.
-            clears: a `zero_grad` asks, which does not look at values.
-            kept: what users wrote to gradients that they hold has been stored, of the whole unit.
+        ``clears``: a `zero_grad` asks, which does not look at values.
         """
         if self.over and entry.trained and not self.has_gradient(entry):
             if not clears:
@@ -209,7 +202,7 @@ class Gradients:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         written = [group.written_by_others for group in unit.groups]
         if entry.name not in self._full or written != self._written or (self._unread and not clears):
-            for each in unit.trained if not kept else ():
+            for each in unit.trained:
                 self.keep(each)
             self._full, self._written, self._unread = unit.gradients(), written, clears
             if not clears:
@@ -290,7 +283,7 @@ class Gradients:
                     entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
-            if not (self.reducer.whole or self.announced):  # else there are no others, or they may have nothing to run
+            if not self.reducer.whole:  # else there are no others
                 self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)

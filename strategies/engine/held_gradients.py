@@ -147,7 +147,8 @@ class HeldGradients:
 
     def follow_all(self) -> None:
         """Gradients may have changed: so does what nobody asks before it is read; collective if any was read or assigned."""
-        behind = [each for each, since in self._known.items() if self.may_have(each) and self._gradients.since(each) != since]
+        known = sorted(self._known, key=lambda entry: entry.number)  # alike on all ranks
+        behind = [each for each in known if self.may_have(each) and self._gradients.since(each) != self._known[each]]
         if not behind:
             return
         flags = torch.tensor([entry in self._watched for entry in behind], dtype=torch.int64, device="cpu")
@@ -161,7 +162,7 @@ class HeldGradients:
             if wanted:
                 self._gradients.settle(wanted[0].name)
             for entry in wanted:
-                self._take(entry, self._gradients.full(entry, kept=True))
+                self._take(entry, self._gradients.full(entry))
         if not self._gradients.announced:
             self._known.update({entry: self._gradients.since(entry) for entry in behind})
 
@@ -169,7 +170,9 @@ class HeldGradients:
         """In torch a tensor that is the gradient of two parameters gets what is added to either."""
         owners: dict[int, Entry] = {}
         for held in (held for entry in entries for held in self._watched.get(entry, ()) if self._is_current(entry, held.since)):
-            other = owners.setdefault(held.tensor.data_ptr(), held.entry) if held.tensor.numel() else held.entry
+            if held.tensor.layout != torch.strided or not held.tensor.numel():
+                continue
+            other = owners.setdefault(held.tensor.data_ptr(), held.entry)
             if other is not held.entry:
                 raise ResidencyError(
                     f"The gradients of parameters {other.name!r} and {held.entry.name!r} were one tensor when a backward or "

@@ -93,11 +93,13 @@ class JointSteps:
         """
         if not self._groups:
             return
-        states = torch.zeros(len(self._groups) + len(self._entries), dtype=torch.int64, device="cpu")
+        states = [False] * (len(self._groups) + len(self._entries))
         if not assists:
             changed = [g.shows_gradients and g.written_by_others != w for g, w in zip(self._groups, self._written, strict=True)]
-            states[:] = torch.tensor([*changed, *map(self._gradients.has_gradient, self._entries)])
-        changed, kept = self._collectives.agree(states).split([len(self._groups), len(self._entries)])
+            states = [*changed, *map(self._gradients.has_gradient, self._entries)]
+            self._written = [g.written_by_others for g in self._groups]  # what was changed and cleared is gone
+        agreed = self._collectives.agree(torch.tensor(states, dtype=torch.int64, device="cpu"))
+        changed, kept = agreed.split([len(self._groups), len(self._entries)])
         for group, is_changed in zip(self._groups, changed.tolist(), strict=True):
             if is_changed:
                 raise DivergenceError(
@@ -107,6 +109,7 @@ class JointSteps:
                 )
         if assists:
             self._gradients.clear([entry for entry, keep in zip(self._entries, kept.tolist(), strict=True) if not keep])
+        self._gradients.forget()  # of what was gathered each rank has dropped what it cleared
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
         self._tell(1 + unit.labels[exchange])

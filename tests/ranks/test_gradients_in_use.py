@@ -286,6 +286,21 @@ def one_tensor_for_two(rank, world_size):
         loss.backward()
 
 
+def changed_in_a_backward(rank, world_size):
+    """A tensor that was assigned, by a hook, when it is about to be added to."""
+    model, _, engine, _, _, batches = build()
+    with engine.step():
+        loss = model(batches[0][rank]).square().mean()
+    model[0].bias.grad = held = torch.ones(DIM)
+
+    def change(grad):
+        held.mul_(7)
+
+    model[0].bias.register_hook(change)
+    with pytest.raises(ResidencyError, match="'0.bias' was read or assigned, then a backward"), engine.backward():
+        loss.backward()
+
+
 def zeroed_by_the_module(rank, world_size):
     """Gathers nothing where nothing was read, else units that were, but for the last, which still is."""
     model, _, engine, _, _, batches = build()
@@ -313,6 +328,7 @@ def zeroed_by_the_module(rank, world_size):
         cleared_while_held,
         one_tensor_for_two,
         zeroed_by_the_module,
+        changed_in_a_backward,
         kept_over_a_backward,
         assigned_then_reduced,
         assigned_where_gradients_are_over,

@@ -113,6 +113,8 @@ def train(rank, world_size, cases, device="cpu"):
             for micro in range(MICRO_BATCHES):
                 if micro == cleared_before:
                     run.optimizers[0].zero_grad()
+                    if look == "read cleared":
+                        assert run.model.blocks[1].weight.grad is None and run.model.blocks[3].weight.grad is not None
                 # "step": the optimizer comes while everything is still held.
                 hold = micro < MICRO_BATCHES - 1 or look == "step"
                 run.micro_batch(rank, step, micro, SKIPPED[skipped](rank, micro), hold)
@@ -135,6 +137,7 @@ CASES = [
     ("unused in the last", 1, None),
     ("all used", None, "read"),
     ("all used", 1, "clear"),
+    ("all used", 1, "read cleared"),
     ("all used", None, "step"),
     ("unused on a rank", None, "step"),
 ]
@@ -145,7 +148,7 @@ def test_a_window_is_the_sum_of_its_micro_batches(world_size):
     for results in run_ranks(train, world_size, CASES, timeout=60):
         for (skipped, cleared_before, look), (states, reductions) in results.items():
             torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=2e-6, atol=2e-6)
-            extra = {"read": 2, "clear": 2}.get(look, 1)
+            extra = {"read": 2, "clear": 2, "read cleared": 2}.get(look, 1)
             assert reductions == (0 if world_size == 1 else 3 * 5 * extra), (skipped, look)
 
 
