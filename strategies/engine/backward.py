@@ -314,7 +314,7 @@ class Backward:
             )
         holding, self._reducer.holding = self._reducer.holding, False
         self._joint.begin_backward()
-        self._gradients.begin_windows(True)  # what was held is dropped where it was cleared since
+        self._gradients.begin_windows(False)  # what is held is dropped where gradients were cleared since
         self._conclude()
         self._reducer.holding = holding
 

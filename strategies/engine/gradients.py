@@ -38,6 +38,7 @@ class Gradients:
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
         self._unread = False  # they were gathered for a `zero_grad`, which looks at no values
+        self._when_held: dict[FlatGroup, int] = {}  # `written_by_others` when gradients were held
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -47,10 +48,13 @@ class Gradients:
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
         """
-        muted = frozenset[int]()
+        muted, shown = frozenset[int](), []
         self._forget_arrived()
         for group in self._groups:
-            if group.begin_window():
+            if self.reducer.held and group.shows_gradients and self._when_held[group] != group.written_by_others:
+                self.reducer.drop_zeroed(group)
+            shown.append(not group.begin_window())
+            if not shown[-1]:
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
                 self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
@@ -65,7 +69,7 @@ class Gradients:
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
         if not self.reducer.whole:
-            self._diary.begin_backward(self._present("an optimizer", self._groups))
+            self._diary.begin_backward(self._present("an optimizer", self._groups, shown))
         return muted
 
     def give_back(self) -> None:
@@ -135,13 +139,14 @@ class Gradients:
         self.require_complete(groups)
         if not self.reducer.whole:
             name = type(optimizer).__name__
-            self._diary.step([*self._present(name, groups), *self._sums_in(name, groups)])
+            shown = [group.shows_gradients for group in groups]
+            self._diary.step([*self._present(name, groups, shown), *self._sums_in(name, groups)])
 
-    def _present(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
+    def _present(self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]) -> list[Setting]:
         """Which parameters of ``groups`` have gradients."""
         found: list[Setting] = []
-        for group in groups:
-            number, shown = group.key.group or 0, self._shown[group.numbers] if group.shows_gradients else b""
+        for group, is_any in zip(groups, any_shown, strict=True):
+            number, shown = group.key.group or 0, self._shown[group.numbers] if is_any else b""
             if not all(shown):
                 without = [entry.name for entry in group.entries if not self._shown[entry.number]]
                 found += [(optimizer, number, f"{CLEARED}{name!r}", 1) for name in without]
@@ -329,6 +334,7 @@ class Gradients:
                 group.bind([] if all(flags) else self._unused_ranges(group, used))
             else:
                 group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
+        self._when_held = {group: group.written_by_others for group in self._groups} if self.reducer.held else {}
 
     def has_gradient(self, entry: Entry) -> bool:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""

@@ -21,7 +21,7 @@ class JointSteps:
         self._units, self._gradients, self._collectives = units, gradients, collectives
         self._groups = [group for group in dict.fromkeys(g for unit in units for g in unit.groups) if group.trained]
         self._entries = [entry for group in self._groups for entry in group.entries]
-        self._written: list[int] = []  # `written_by_others` of the groups when the step began
+        self._written: list[int] = []  # `written_by_others` of the groups when it was looked at last
         self._end_of_backward = 1 + len(units) * len(Exchange)  # what is told; smaller numbers are the units' labels
         self._start_of_backward = self._end_of_backward + 1
         self.running = False  # a step in which other ranks assist
@@ -95,8 +95,9 @@ class JointSteps:
             return
         states = [False] * (len(self._groups) + len(self._entries))
         if not assists:
-            changed = [g.shows_gradients and g.written_by_others != w for g, w in zip(self._groups, self._written, strict=True)]
-            states = [*changed, *map(self._gradients.has_gradient, self._entries)]
+            written = zip(self._groups, self._written, strict=True)
+            states = [group.shows_gradients and group.written_by_others != before for group, before in written]
+            states += map(self._gradients.has_gradient, self._entries)
             self._written = [g.written_by_others for g in self._groups]  # what was changed and cleared is gone
         agreed = self._collectives.agree(torch.tensor(states, dtype=torch.int64, device="cpu"))
         changed, kept = agreed.split([len(self._groups), len(self._entries)])
@@ -109,7 +110,7 @@ class JointSteps:
                 )
         if assists:
             self._gradients.clear([entry for entry, keep in zip(self._entries, kept.tolist(), strict=True) if not keep])
-        self._gradients.forget()  # of what was gathered each rank has dropped what it cleared
+        self._gradients.forget()  # what was gathered: not all ranks have cleared in the same way
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:
         self._tell(1 + unit.labels[exchange])

@@ -178,6 +178,15 @@ class Reducer:
         """Whether the gradients of ``group`` are zero on all ranks; collective."""
         return not self._collectives.all_reduce(group.grad.count_nonzero())
 
+    def drop_zeroed(self, group: FlatGroup) -> None:
+        """The optimizer's tensors were written to while gradients are held, which are not yet there; collective."""
+        if not self.is_zero(group):
+            raise RuntimeError(
+                f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in `optimizer.param_groups` "
+                "between micro-batches that are reduced later (`reduce_once=True`). Change `parameter.grad`, or clear them."
+            )
+        group.clear()  # by `zero_grad(set_to_none=False)`
+
     def begin_window(self, group: FlatGroup) -> None:
         """The gradients of ``group`` were cleared, and the next ones are on their way."""
         if self._lane.on_device:

@@ -112,7 +112,7 @@ def train(rank, world_size, cases, device="cpu"):
                 optimizer.zero_grad()
             for micro in range(MICRO_BATCHES):
                 if micro == cleared_before:
-                    run.optimizers[0].zero_grad()
+                    run.optimizers[0].zero_grad(set_to_none=look != "zeroed")
                     if look == "read cleared":
                         assert run.model.blocks[1].weight.grad is None and run.model.blocks[3].weight.grad is not None
                 # "step": the optimizer comes while everything is still held.
@@ -138,6 +138,7 @@ CASES = [
     ("all used", None, "read"),
     ("all used", 1, "clear"),
     ("all used", 1, "read cleared"),
+    ("all used", 2, "zeroed"),
     ("all used", None, "step"),
     ("unused on a rank", None, "step"),
 ]
@@ -205,6 +206,20 @@ def test_an_exception_does_not_lose_gradients_in_silence(at_once):
     expected = reference(2, "all used", None)[0]
     for values in run_ranks(failing, 2, at_once, timeout=30):
         torch.testing.assert_close(values, expected, rtol=2e-6, atol=2e-6)
+
+
+def scaled(rank, world_size):
+    """Where the optimizer looks, in which what is held is not yet."""
+    run = Sharded()
+    run.micro_batch(rank, 0, 0)
+    for p in run.optimizers[0].param_groups[0]["params"]:
+        p.grad.fill_(0.5)
+    with pytest.raises(RuntimeError, match="'scale' and others.* were changed in `optimizer.param_groups` between micro"):
+        run.micro_batch(rank, 0, 1)
+
+
+def test_a_change_that_would_be_lost_is_told():
+    run_ranks(scaled, 2, timeout=30)
 
 
 def toggled(rank, world_size):
