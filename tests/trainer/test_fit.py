@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Accuracy, MeanMetric
 
 from helpers.models import Lit, NormNet, Recipe, TinyLm, make, part, signals, tokens
-from helpers.parity import RTOL, assert_tensors_close, fit_here, local_gradients, trainer, zero3
+from helpers.parity import RTOL, assert_tensors_close, fit_here, full_state, local_gradients, trainer, zero3
 from helpers.ranks import run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -61,6 +61,27 @@ def test_fit_validate_test_predict(world_size):
         else:
             for run in everyone:
                 assert run[key] == pytest.approx(expected, rel=RTOL)
+
+
+class LeavesOut(Lit):
+    """Every second micro-batch, which Lightning allows on one rank: the optimizer does not step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+def leave_out(rank, world_size, strategy):
+    fitted = trainer(strategy, world_size, max_epochs=2)
+    fitted.fit(LeavesOut(Recipe(optimizer="adamw"), lambda module: {}))
+    return fitted.global_step, full_state(fitted)
+
+
+def test_a_step_without_a_loss_on_one_rank():
+    (steps, expected), (ours, state) = (run_ranks(leave_out, 1, strategy)[0] for strategy in ("auto", "zero3"))
+    assert ours == steps > 0 and state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_tensors_close(state[name], value)
 
 
 # ---- what modules call -----------------------------------------------------------------------
