@@ -27,12 +27,13 @@ from .group import GroupCollectives, LocalCollectives, Pending
 from .pairwise import PairwiseCollectives
 from .shared import SharedMemoryCollectives
 from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
-from .wire import widen
+from .wire import ROOM, narrow, widen
 
 __all__ = [
     "ASSIGNED",
     "CLEARED",
     "LOOK_FOR",
+    "ROOM",
     "CallTimer",
     "CollectiveTimer",
     "Diary",
@@ -51,6 +52,7 @@ __all__ = [
     "make_clock",
     "make_collectives",
     "make_hybrid_collectives",
+    "narrow",
     "require_same_settings",
     "require_same_values",
     "widen",

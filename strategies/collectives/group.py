@@ -82,9 +82,9 @@ class LocalCollectives:
         """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what rank r sends here."""
         return Pending(arriving.copy_(sent))
 
-    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, label: int = 0) -> Pending:
-        """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``."""
-        return _RoundedSum(self, buffer, dtype, label)
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Pending:
+        """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``; ``room`` as in :func:`narrow`."""
+        return _RoundedSum(self, buffer, dtype, room, label)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
@@ -110,10 +110,10 @@ class _RoundedSum(Pending):
     order when all have arrived: they do not depend on timing.
     """
 
-    def __init__(self, door: LocalCollectives, buffer: Tensor, dtype: torch.dtype, label: int) -> None:
+    def __init__(self, door: LocalCollectives, buffer: Tensor, dtype: torch.dtype, room: Tensor, label: int) -> None:
         super().__init__(buffer[: buffer.numel() // door.world_size])  # over what has been sent by then
         arriving = buffer.view(dtype)[buffer.numel() :]
-        self._exchange = door.all_to_all(narrow(buffer, dtype), arriving, label)
+        self._exchange = door.all_to_all(narrow(buffer, dtype, room), arriving, label)
         self._world_size = door.world_size
 
     def wait(self) -> Tensor:

@@ -40,9 +40,9 @@ class HybridCollectives(LocalCollectives):
         """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
         return _OverReplicas(self._shards.reduce_scatter(buffer, label), self._replicas)
 
-    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Pending:
         """See :meth:`LocalCollectives.reduce_scatter_in`; between replicas fp32 travels."""
-        return _OverReplicas(self._shards.reduce_scatter_in(dtype, buffer, label), self._replicas)
+        return _OverReplicas(self._shards.reduce_scatter_in(dtype, buffer, room, label), self._replicas)
 
 
 class _OverReplicas(Pending):

@@ -1,7 +1,7 @@
 """fp32 values that travel in a narrower dtype: they are rounded once, and added up in fp32.
 
-Nothing here needs memory but for a run of 4096 values. The bytes of n values hold them twice in a dtype of half the size: what
-is sent lies in one half of the buffer, and what arrives lands in the other.
+Nothing here needs memory but for a run of 4096 values, which whoever calls has for good. The bytes of n values hold them twice
+in a dtype of half the size: what is sent lies in one half of the buffer, and what arrives lands in the other.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 _APART = 4096  # this many values are converted by way of a copy; beyond, source and target do not overlap
+ROOM = 2 * _APART  # bytes of it
 
 
-def narrow(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``buffer`` [n] to ``dtype`` of half its itemsize, in place; returns the result [n], its first half."""
+def narrow(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> Tensor:
+    """Round fp32 ``buffer`` [n] to ``dtype`` of 16 bits, in place; returns the result [n], its first half.
+
+    ``room`` [:data:`ROOM`, bytes] is written to.
+    """
     n = buffer.numel()
     low = buffer.view(dtype)[:n]
     done = min(n, _APART)
-    low[:done].copy_(buffer[:done].to(dtype))
+    low[:done].copy_(room.view(dtype)[:done].copy_(buffer[:done]))
     while done < n:  # values [done, 2 * done) land where [done / 2, done) were
         stop = min(2 * done, n)
         low[done:stop].copy_(buffer[done:stop])
@@ -25,8 +29,8 @@ def narrow(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return low
 
 
-def widen(buffer: Tensor, dtype: torch.dtype) -> None:
-    """Undo :func:`narrow`, from values [n] of ``dtype`` in the second half of ``buffer`` [n]."""
+def widen(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> None:
+    """Undo :func:`narrow`, from values [n] of ``dtype`` in the second half of ``buffer`` [n]; ``room`` as there."""
     n = buffer.numel()
     high = buffer.view(dtype)[n:]
     done = 0
@@ -34,4 +38,4 @@ def widen(buffer: Tensor, dtype: torch.dtype) -> None:
         stop = (n + done) // 2
         buffer[done:stop].copy_(high[done:stop])
         done = stop
-    buffer[done:].copy_(high[done:].clone())
+    buffer[done:].copy_(room.view(dtype)[: n - done].copy_(high[done:]))

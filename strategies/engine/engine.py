@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
 from ..residency.apart import apart
-from ..residency.home import ResidencyError, is_sharded, unsettle
+from ..residency.home import ResidencyError, describe, is_sharded, unsettle
 from ..residency.numbers import take_back
 from ..residency.past_python import guard
 from ..residency.resting import NO_GRAPH_TASK, graph_task
@@ -270,14 +270,15 @@ class Zero3Engine:
         if graph_task() != NO_GRAPH_TASK:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was stepped inside of a backward pass (in a hook of a parameter, for instance), "
-                "where gradients have not been summed over the ranks. Step it after it."
+                f"where gradients (of parameter {self._groups_of(optimizer)[0].entries[0].name!r} and others) have not been "
+                "summed over the ranks. Step it after it."
             )
         for index, group in enumerate(optimizer.param_groups):
-            if any(is_sharded(p) for p in group["params"]):
+            if late := list(filter(is_sharded, group["params"])):
                 raise ValueError(
-                    f"Param group {index} of {type(optimizer).__name__} was added after the last `training_step` began, and "
-                    "the gradients of its parameters were not kept. Add it between steps (in `on_train_epoch_start` or "
-                    "`on_train_batch_start`), and step the optimizer after the next one."
+                    f"Param group {index} of {type(optimizer).__name__} (parameter {describe(late[0])} and others) was added "
+                    "after the last `training_step` began, and its gradients were not kept. Add it between steps (in "
+                    "`on_train_epoch_start` or `on_train_batch_start`), and step the optimizer after the next one."
                 )
         if self._lost:
             self.abandon()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..collectives import LocalCollectives, Pending
+from ..collectives import LocalCollectives, Pending, narrow
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
 from .shards import Entry, FlatGroup
@@ -129,7 +129,7 @@ class Reducer:
                 if self._wire_dtype is None or part.dtype != torch.float32:
                     place.pending.append(self._collectives.reduce_scatter(part, label))
                 else:
-                    place.pending.append(self._collectives.reduce_scatter_in(self._wire_dtype, part, label))
+                    place.pending.append(self._collectives.reduce_scatter_in(self._wire_dtype, part, self._lane.room, label))
             if self._lane.on_device:
                 self._accumulate(place)
             self._mark = self._lane.mark()
@@ -158,7 +158,7 @@ class Reducer:
                 first = piece.is_first_in_window()
                 if target.dtype != part.dtype:
                     part.mul_(scale)
-                    target.copy_(part) if first else target.add_(part.to(target.dtype))
+                    target.copy_(part) if first else target.add_(narrow(part, target.dtype, self._lane.room))
                 elif first:
                     torch.mul(part, scale, out=target)
                 else:

@@ -14,8 +14,12 @@ nothing: gloo runs its own thread, and waiting on its work handles is the join.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
+from torch import Tensor
+
+from ..collectives import ROOM
 
 _NOTHING = nullcontext()
 
@@ -27,6 +31,12 @@ class Lane:
         self.on_device = device.type == "cuda"  # whether waiting inside fork() holds up the lane, not the host
         # High priority: a collective that waits behind compute kernels delays every rank.
         self._stream = torch.cuda.Stream(device, priority=-1) if self.on_device else None
+        self._device = device
+
+    @cached_property
+    def room(self) -> Tensor:
+        """[bytes] A run of values is rounded there: by this lane's work alone, which runs in order."""
+        return torch.empty(ROOM, dtype=torch.uint8, device=self._device)
 
     def fork(self) -> AbstractContextManager[object]:
         """Work inside runs beside the current stream, after all that was issued on it so far."""

@@ -184,7 +184,7 @@ class Unit:
         for work in pending:
             work.wait()
         for chunk in self._narrow:
-            widen(chunk.slot, chunk.wire_dtype)
+            widen(chunk.slot, chunk.wire_dtype, self._lane.room)
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""

@@ -104,11 +104,12 @@ class WholeReducer(Reducer):
             follow: called after flat gradients were changed in place.
         """
         # Weakly: torch keeps gradients where the garbage collector cannot look.
-        asked, cleared, written = partial(_weakly(self._ask), _weakly(adopt)), _weakly(self._clear), _weakly(follow)
+        asked, written = partial(_weakly(self._ask), _weakly(adopt)), _weakly(follow)
+        cleared, assigned = _weakly(self._clear), _weakly(self._assign)
         for group in self._tensors:
             for segment in group.segments:
                 segment.parameter.asked, segment.parameter.written = asked, written
-                segment.parameter.cleared = partial(cleared, group)
+                segment.parameter.cleared, segment.parameter.assigned = partial(cleared, group), partial(assigned, group)
 
     def _ask(self, adopt: Callable[[], None]) -> None:
         views, places = self.views, self._addresses
@@ -127,6 +128,14 @@ class WholeReducer(Reducer):
             for entry in group.entries:
                 self._mine.pop(entry, None)
                 entry.parameter.grad = None
+
+    def _assign(self, group: FlatGroup) -> None:
+        entries = [entry for entry in self._shown if entry.group is group]
+        self._leave(entries)  # those that were replaced stay what they were
+        group.adopt()
+        for entry in entries:
+            self._mine.pop(entry, None)
+            entry.parameter.grad = self.views[entry.number]
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""

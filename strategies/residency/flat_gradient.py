@@ -106,6 +106,7 @@ class FlatParameter(nn.Parameter):
     whose = ""  # of which parameters
     asked: Callable[[], None] | None = None  # to be called before somebody looks at its gradient
     cleared: Callable[[], None] | None = None  # ... when that was taken away
+    assigned: Callable[[], None] | None = None  # ... when another was put in its place
     written: Callable[[], None] | None = None  # ... when it was changed in place
 
     @classmethod
@@ -114,10 +115,12 @@ class FlatParameter(nn.Parameter):
         if func == Tensor.grad.__get__ and args[0].asked is not None and torch._C._current_graph_task_id() == -1:
             with torch._C.DisableTorchFunctionSubclass():
                 args[0].asked()
-        if func == Tensor.grad.__set__ and args[1] is None and args[0].cleared is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                func(*args)
-            return args[0].cleared()
+        if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
+            told = args[0].cleared if args[1:] in ((), (None,)) else args[0].assigned
+            if told is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    func(*args)
+                return told()
         if func == Tensor.data.__set__:
             raise ResidencyError(
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "

@@ -52,7 +52,7 @@ The later ones are of rows that were added, or run again.
 | | |
 |-|-|
 | right | the same numbers |
-| refused | an error that names the parameter or unit and says what to do instead |
+| refused | an error that names the parameter or unit, else the optimizer or callback, and says what to do instead |
 | wrong | it ran, with other numbers and without a word |
 | error | any other error, or a dead process |
 | hang | no end |

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from behaviours.harness import DIM
-from behaviours.in_the_trainer import MODULES, check, run_all
+from behaviours.in_the_trainer import MODULES, check, refusal, run_all
 from behaviours.trainer_modules import sync_batch_norm
 from helpers.ranks import run_ranks
+from helpers.tracking import needs_cuda
 
 
 def normed(rank, world_size):
@@ -36,12 +37,19 @@ def test_the_stand_in_for_sync_batch_norm_computes_what_batch_norm_does_of_the_w
 
 RIGHT = [name for name, cls in MODULES.items() if not cls.refused]
 REFUSED = [name for name, cls in MODULES.items() if cls.refused]
+REFUSED_BY_ONE = ["FirstOfAGroup", "StateOfRankZero"]  # what is wrong is wrong there alone
+
+
+def chosen(request, test):
+    """Those that are to be tested."""
+    items = {item.callspec.params["name"] for item in request.session.items if item.originalname == test}
+    return [name for name in RIGHT if name in items]
 
 
 @pytest.fixture(scope="module")
 def runs(request):
     """What every rank found, of zero3 and of its references."""
-    names = [name for name in RIGHT if any(f"[{name}]" in item.name for item in request.session.items)]
+    names = chosen(request, "test_as_the_reference")
     like_ddp = [name for name in names if MODULES[name].reference == "ddp"]
     alone = [name for name in names if name not in like_ddp]
     timeout = 30 + 10 * len(names)
@@ -58,8 +66,28 @@ def test_as_the_reference(name, runs):
     check(name, *([found[name] for found in runs[each]] for each in ("zero3", kind)))
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, needs_cuda])])
+def alone(request):
+    """What one rank finds, over NCCL if it has a GPU, and what it would without zero3."""
+    names, found = chosen(request, "test_one_rank"), {}
+    for engine in ("zero3", "ddp", "one"):
+        mine = [name for name in names if engine in ("zero3", MODULES[name].reference)]
+        (found[engine],) = run_ranks(run_all, 1, mine, engine, request.param, timeout=30 + 10 * len(mine))
+    return found
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_one_rank(name, alone):
+    check(name, *([alone[engine][name]] for engine in ("zero3", MODULES[name].reference)))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
+    """On each rank, with the same reason; or on one, whose end the watch of the other ends in, and tells."""
+    if name not in REFUSED_BY_ONE:
+        for told in run_ranks(refusal, 2, name, timeout=60):
+            assert re.search(MODULES[name].refused, told, re.DOTALL), told
+        return
     with pytest.raises(AssertionError) as failure:
         run_ranks(run_all, 2, [name], "zero3", timeout=60)
     assert re.search(MODULES[name].refused, str(failure.value), re.DOTALL), failure.value

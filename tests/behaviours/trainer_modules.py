@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
@@ -294,7 +295,7 @@ class SyncedNorms(Module):
 
     def on_train_start(self):
         converted = isinstance(self.net.blocks[0][1], nn.SyncBatchNorm)
-        assert converted == (self.trainer.world_size > 1)
+        assert converted == isinstance(self.trainer.strategy, ParallelStrategy)
 
 
 class LikeDdp(Module):

@@ -21,10 +21,10 @@ TAIL = """
 Tests: state, slots, reduce buffer and the most memory in `tests/ranks/test_memory.py`; allocations in `test_allocations.py`;
 calls, bytes, Python and copies in `test_contracts.py`. On a device (`pytest -m gpu tests/ranks`) gradients keep their memory,
 and the reduce buffer has room for two neighbouring units, because a unit's reduction overlaps the next one's backward. None
-of this has been run on a GPU yet. Two exceptions: with `gather_dtype` or `reduce_dtype` each exchange copies a run of 4096
-values (8 KiB), and in `bf16-true` and `16-true` a later micro-batch of a window allocates a unit's shard for a moment. Tensors
-below 1 KiB (votes, norms, flags) are not counted among the allocations. The aim for Python calls was 150 for all; a group for
-each unit and mixed precision take more.
+of this has been run on a GPU yet. Allocations are the same in every precision, with any dtype on the wire and any accumulation.
+Tensors below 1 KiB (votes, norms, flags) are not counted among them: more units make no more of these. The one that is left on
+the CPU, for each param group, is of gradients: kept between steps they would take 4Ψ/N bytes while activations take the most,
+which FSDP2's, freed as well, do not. The aim for Python calls was 150; a group for each unit and mixed precision take more.
 
 Numbers: `tests/trainer/test_parity.py` compares runs on several ranks in float64 with one process on the joined batches, to
 1e-13, and in fp32 with `ddp`, gradients to 1e-6 of a tensor's largest element (two tests to 2e-6, where terms cancel: found

@@ -46,7 +46,6 @@ def clip(engine, optimizer):
     plugin.clip_gradients(optimizer, 0.1)
 
 
-ON_WIRE, LATER = "bf16 on the wire", "16-true, accumulation"
 # Name -> what the engine is built with, micro-batches, whether gradients are clipped.
 VARIANTS = {
     "plain": ({}, 1, False),
@@ -54,9 +53,9 @@ VARIANTS = {
     "accumulation": ({}, 3, False),
     "reduced once": ({"reduce_once": True}, 3, False),
     "bf16-mixed": (IN_THE_SLOTS, 1, True),
-    ON_WIRE: (ON_THE_WIRE, 1, False),
+    "bf16 on the wire": (ON_THE_WIRE, 1, False),
     "bf16-true": ({"block": Bfloat16}, 1, True),
-    LATER: ({"block": Float16}, 3, False),
+    "16-true, accumulation": ({"block": Float16}, 3, False),
     "unused parameters": ({"block": Spare, "optimizer": torch.optim.AdamW}, 2, False),
 }
 
@@ -95,26 +94,13 @@ def large(found):
     return Counter(caller for nbytes, caller in found if nbytes >= 1024)
 
 
-def scratch(blocks):
-    """Variant -> callers of what is allocated for a moment, between ranks.
-
-    What rounds or widens values begins with a run of 4096 that it copies, for each gather and each reduction. A sum in fp32 is
-    rounded before it is added to gradients of 16 bits: that of every micro-batch but the first, for each unit.
-    """
-    found = dict.fromkeys(VARIANTS, Counter())
-    return found | {ON_WIRE: Counter({"widen": 2 * blocks - 2, "narrow": blocks}), LATER: Counter(_accumulate=2 * blocks)}
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_on_the_cpu_gradients_alone(world_size):
     """Once for each group, when a loss begins to be differentiated: before it, when most memory is in use, they are freed."""
-    expected = {name: callers + Counter(["grad"]) for name, callers in scratch(BLOCKS).items()}
     for found in run_ranks(memory_of_a_step, world_size, False, timeout=60):
-        assert {name: large(allocations) for name, allocations in found.items()} == expected
+        assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(VARIANTS, Counter(["grad"]))
         (nbytes,) = (nbytes for nbytes, _ in found["plain"] if nbytes >= 1024)
         assert nbytes == BLOCKS * UNIT_BYTES // world_size + 16  # and the tail of the group
-        assert max(nbytes for nbytes, caller in found[ON_WIRE] if caller != "grad") == 2 * 4096
-        assert max(nbytes for nbytes, caller in found[LATER] if caller != "grad") == UNIT_BYTES // 2 // world_size
 
 
 def test_nothing_where_gradients_keep_their_memory():
@@ -122,9 +108,8 @@ def test_nothing_where_gradients_keep_their_memory():
     few, many = (run_ranks(memory_of_a_step, 2, True, "cpu", blocks) for blocks in (BLOCKS, 2 * BLOCKS))
     for rank in range(2):
         for name in VARIANTS:
-            expected = [scratch(blocks)[name] for blocks in (BLOCKS, 2 * BLOCKS)]
-            assert [large(found[rank][name]) for found in (few, many)] == expected
-            counts = [len(found[rank][name]) - part.total() for found, part in zip((few, many), expected, strict=True)]
+            assert not large(few[rank][name]) and not large(many[rank][name]), name
+            counts = [len(found[rank][name]) for found in (few, many)]
             assert counts[0] == counts[1] <= 40, (name, counts)  # none for a unit
 
 
@@ -137,6 +122,5 @@ def test_nothing_on_one_rank():
 @needs_cuda
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_on_a_gpu(world_size):
-    expected = scratch(BLOCKS) if world_size > 1 else dict.fromkeys(VARIANTS, Counter())
     for found in run_ranks(memory_of_a_step, world_size, True, "cuda", timeout=100):
-        assert {name: large(allocations) for name, allocations in found.items()} == expected
+        assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(VARIANTS, Counter())

@@ -15,7 +15,7 @@ from lightning_zero3.strategies.collectives import (
     make_collectives,
     make_hybrid_collectives,
 )
-from lightning_zero3.strategies.collectives.wire import narrow, widen
+from lightning_zero3.strategies.collectives.wire import ROOM, narrow, widen
 from lightning_zero3.strategies.engine import Zero3Engine
 
 BF16 = torch.bfloat16
@@ -24,11 +24,11 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("n", [2, 16, 4096, 4098, 8192, 100_000])
 def test_values_move_within_their_buffer(n):
     values = torch.randn(n)
-    buffer = values.clone()
-    low = narrow(buffer, BF16)
+    buffer, room = values.clone(), torch.empty(ROOM, dtype=torch.uint8)
+    low = narrow(buffer, BF16, room)
     assert low.data_ptr() == buffer.data_ptr() and torch.equal(low, values.to(BF16))
     buffer.view(BF16)[n:] = values.to(BF16)
-    widen(buffer, BF16)
+    widen(buffer, BF16, room)
     assert torch.equal(buffer, values.to(BF16).float())
 
 
@@ -47,12 +47,13 @@ def sums(rank, world_size, shard):
     for kind in (SharedMemoryCollectives.open, PairwiseCollectives, GroupCollectives):
         door = kind(dist.group.WORLD)
         values = summands(rank, world_size, shard)
+        room = torch.empty(ROOM, dtype=torch.uint8)
         buffer = door.allocate(2 * values.nbytes, torch.device("cpu"))[values.nbytes :].view(torch.float32)
         if kind is SharedMemoryCollectives.open:
             door._group = None  # nothing is sent as a message
         for _ in range(4):
             time.sleep(random.random() / 50)  # ranks come in any order
-            found.append(door.reduce_scatter_in(BF16, buffer.copy_(values)).wait().clone())
+            found.append(door.reduce_scatter_in(BF16, buffer.copy_(values), room).wait().clone())
     return found
 
 
@@ -69,7 +70,7 @@ def test_sums_are_in_fp32_and_in_rank_order(world_size):
 
 def hybrid_sums(rank, world_size, shard):
     door = make_hybrid_collectives(2, torch.device("cpu"))
-    return door.reduce_scatter_in(BF16, summands(rank, 2, shard)).wait()
+    return door.reduce_scatter_in(BF16, summands(rank, 2, shard), torch.empty(ROOM, dtype=torch.uint8)).wait()
 
 
 def test_sums_over_replicas():
