@@ -133,7 +133,8 @@ class FlatGroup:
     def grad(self) -> Tensor:
         """The gradients [numel], of the same dtype; None where the group is not ``trained``."""
         if self._grad is None and self.trained:
-            self._grad = torch.empty_like(self.data)
+            with torch._C._InferenceMode(False):  # versions are asked for, also where a rank assists in an evaluation
+                self._grad = torch.empty_like(self.data)
             if self.numel >= MANY:
                 advise_huge_pages(self._grad)
             self._zero_idle(self._grad)
@@ -179,7 +180,10 @@ class FlatGroup:
     def switched_off(self) -> bool:
         """Whether no gradient is wanted, by ``toggle_optimizer``."""
         with torch._C.DisableTorchFunctionSubclass():
-            return not any([segment.parameter.requires_grad for segment in self.segments])
+            for segment in self.segments:
+                if segment.parameter.requires_grad:
+                    return False
+            return True
 
     def begin_window(self) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
@@ -234,19 +238,26 @@ class FlatGroup:
 
         Returns whether there was a gradient.
         """
-        found, values = False, _data_ptr(self.public)
-        gradients = 0 if self._grad is None else _data_ptr(self._grad)
+        values = _data_ptr(self.public)
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
-                p, grad = segment.parameter, segment.parameter.grad
-                start = segment.start * self.public.itemsize
-                if _data_ptr(p) != values + start:
+                p = segment.parameter
+                if _data_ptr(p) != values + segment.start * self.public.itemsize:
                     segment.view(self.public).copy_(p.detach())
                     p.data = segment.view(self.public)
-                if grad is not None and _data_ptr(grad) != gradients + start:
-                    segment.view(self.grad).copy_(grad.detach())
-                    segment.show(self.grad)
-                    found = True
+            replaced = self.replaced()
+            for segment, grad in replaced:
+                segment.view(self.grad).copy_(grad.detach())
+                segment.show(self.grad)
+        return bool(replaced)
+
+    def replaced(self) -> list[tuple[Segment, Tensor]]:
+        """Gradients that were put in the place of the flat ones; not to be asked with the classes of these."""
+        start, found = 0 if self._grad is None else _data_ptr(self._grad), []
+        for segment in self.segments:  # not in comprehensions, which are calls
+            grad = segment.parameter.grad
+            if grad is not None and _data_ptr(grad) != start + segment.start * self.public.itemsize:
+                found.append((segment, grad))
         return found
 
     def guard(self, guarded: bool) -> None:
@@ -260,7 +271,8 @@ class FlatGroup:
                 shown = as_subclass(grad, FlatGradient if guarded else Tensor)
                 if guarded:
                     shown.whose, shown.written = segment.parameter.whose, segment.parameter.written
-                segment.parameter.grad = shown
+                with torch._C.DisableTorchFunctionSubclass():
+                    segment.parameter.grad = shown
             for value in self.owner[0].state.get(segment.parameter, {}).values():
                 if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                     value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it

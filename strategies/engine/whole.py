@@ -16,7 +16,7 @@ from ..collectives import LocalCollectives
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
 from ..residency.refused_graph import refusing_graph
-from ..residency.resting import keep_engine_last
+from ..residency.resting import NO_GRAPH_TASK, graph_task, keep_engine_last
 from .reduce import Reducer
 from .shards import Entry, FlatGroup
 from .streams import Lane
@@ -95,6 +95,7 @@ class WholeReducer(Reducer):
             guard_storage(group.grad)
         self._looked_at = False  # the user asks for the gradient of a flat tensor
         self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
+        self._lent: dict[Entry, Tensor] = {}  # see `_assign`
 
     def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
         """Let flat tensors say what is done to their gradients: users may have those of parameters, or have assigned some.
@@ -112,8 +113,8 @@ class WholeReducer(Reducer):
                 segment.parameter.cleared, segment.parameter.assigned = partial(cleared, group), partial(assigned, group)
 
     def _ask(self, adopt: Callable[[], None]) -> None:
-        views, places = self.views, self._addresses
-        mine = [entry for entry in self._entries if entry.parameter.grad is not None]
+        views, places, lent = self.views, self._addresses, self._lent
+        mine = [e for e in self._entries if e.parameter.grad is not None and e.parameter.grad is not lent.get(e)]
         if any(e.parameter.grad is not views[e.number] or views[e.number].data_ptr() != places[e.number] for e in mine):
             self._looked_at = True
             try:
@@ -127,15 +128,23 @@ class WholeReducer(Reducer):
             self._shown = [entry for entry in self._shown if entry.group is not group]
             for entry in group.entries:
                 self._mine.pop(entry, None)
+                self._lent.pop(entry, None)
                 entry.parameter.grad = None
 
     def _assign(self, group: FlatGroup) -> None:
-        entries = [entry for entry in self._shown if entry.group is group]
-        self._leave(entries)  # those that were replaced stay what they were
-        group.adopt()
-        for entry in entries:
-            self._mine.pop(entry, None)
-            entry.parameter.grad = self.views[entry.number]
+        """Parameters have their parts of what was put in the place of a flat gradient, until the engine takes that over."""
+        if graph_task() != NO_GRAPH_TASK:
+            group.adopt()  # the backward that runs adds to it
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment, grad in group.replaced():
+                grad = grad.detach().as_subclass(Tensor).contiguous()
+                for entry in group.owned:
+                    place = entry.part.start - segment.start
+                    if 0 <= place < grad.numel() and entry.parameter.grad is not None:
+                        self._mine.pop(entry, None)
+                        entry.parameter.grad = self._lent[entry] = entry.view(grad, place)
+                        self._leave([entry])  # what was there stays what it was
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
@@ -159,6 +168,10 @@ class WholeReducer(Reducer):
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
+        for entry, lent in self._lent.items():
+            if entry.parameter.grad is lent:
+                entry.parameter.grad = self._grad(entry)  # which has the values of what was lent by now
+        self._lent = {}
         found, shown = [], set(self._shown)
         self._shown += [e for e in self._entries if e not in shown and e.parameter.grad is not None]
         for entry in self._shown:

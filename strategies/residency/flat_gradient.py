@@ -116,7 +116,7 @@ class FlatParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 args[0].asked()
         if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
-            told = args[0].cleared if args[1:] in ((), (None,)) else args[0].assigned
+            told = args[0].cleared if len(args) == 1 or args[1] is None else args[0].assigned
             if told is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     func(*args)
