@@ -211,6 +211,7 @@ class Diary:
         self.stored: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self._exchanges: dict[tuple[str, bool], int] = {}  # begun when a parameter was written last, in a step or between
+        self._latest: dict[tuple[str, bool], Tensor] = {}  # checksum of what was written then
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
         self.stepped: list[Setting] = []
@@ -220,10 +221,12 @@ class Diary:
 
     def wrote(self, name: str, values: Tensor, in_step: bool) -> None:
         """The parameter ``name`` was changed to ``values``, in a step or between two."""
-        # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts.
-        sums = self.written if in_step else self.stored
-        before = None if self._exchanges.get((name, in_step)) == self.progress[1] else sums.get(name)
-        sums[name], self._exchanges[name, in_step] = fold(checksum(values), before), self.progress[1]
+        # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts. The same
+        # value again counts once: a forward that clamps a weight runs more often on a rank that has more batches to evaluate.
+        sums, place, number = self.written if in_step else self.stored, (name, in_step), checksum(values)
+        before = None if self._exchanges.get(place) == self.progress[1] else sums.get(name)
+        total = number if before is None else torch.where(number == self._latest[place], before, fold(number, before))
+        sums[name], self._exchanges[place], self._latest[place] = total, self.progress[1], number
 
     def read_gradient(self, name: str, assigned: Tensor) -> None:
         """The gradient of the parameter ``name`` was read from all ranks' parts; the checksum of what this one ``assigned``."""

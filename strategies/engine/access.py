@@ -71,7 +71,7 @@ class Access:
         entry = self._entries[id(parameter)]
         unit = self._units[entry.unit]
         value = value.detach().broadcast_to(entry.size)
-        if unit.announce is None and not unit.whole:  # else other ranks may have nothing to run, or there are none
+        if not unit.whole:  # else there are no other ranks
             stored = value.to(entry.group.data.device, entry.dtype)
             self._collectives.diary.wrote(entry.name, stored, self.in_step)
         entry.store(value, entry.group.data)

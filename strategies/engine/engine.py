@@ -170,8 +170,7 @@ class Zero3Engine:
             yield
             return
         self.open_step()
-        evaluates = not torch.is_grad_enabled()
-        if evaluates:
+        if not torch.is_grad_enabled():
             self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.diary.resume()
@@ -195,8 +194,6 @@ class Zero3Engine:
         if self._root is not None and self._root.pins:
             self._root.unuse()
         self.passes.end_step()
-        if evaluates:  # after the root's end, which notes what was written to it
-            self.collectives.diary.written = {}
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""

@@ -277,9 +277,8 @@ class Unit:
                         f"round its {chunk.master_dtype} value. Change it between steps, in `with "
                         "strategy.gathered(module, modify=True):`."
                     )
-                if self.announce is None:  # else other ranks may have nothing to run
-                    values = chunk.slot[offset : offset + entry.size.numel()]
-                    self._collectives.diary.wrote(entry.name, values, in_step=True)
+                values = chunk.slot[offset : offset + entry.size.numel()]
+                self._collectives.diary.wrote(entry.name, values, in_step=True)
                 if entry.part is not None:
                     with torch.no_grad():
                         entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))

@@ -222,17 +222,18 @@ class StoresBeforeItEvaluates(Asymmetric):
 
 
 class WritesWhenEvaluated(Asymmetric):
-    """Each rank another value; training compares only what training wrote."""
+    """Each rank another value; or the same, of which a rank that has fewer batches writes fewer."""
 
-    def __init__(self):
+    def __init__(self, differently):
         super().__init__("gradient", "wait for the others at a barrier")
-        self.table = Table()
+        self.table, self.differently = Table(), differently
 
     def validation_step(self, batch):
-        _copy(self, "a", self.global_rank)
+        self.net(batch)
+        _copy(self, "a", self.global_rank if self.differently else 2)
 
     def val_dataloader(self):
-        return self.train_dataloader()
+        return torch.utils.data.DataLoader(torch.ones(2 - self.global_rank, 4), batch_size=1)
 
     def on_before_optimizer_step(self, optimizer):
         self.message = "trained"
@@ -250,9 +251,14 @@ class GeneratesAlone(Asymmetric):
 
 
 def _fit_all(rank, world_size, folder):
-    evaluated = WritesWhenEvaluated()
-    trainer(zero3(unit_policy=["Linear", "Table"]), world_size, num_sanity_val_steps=2, limit_val_batches=2).fit(evaluated)
+    options = {"num_sanity_val_steps": 2, "limit_val_batches": 2}
+    evaluated = WritesWhenEvaluated(differently=False)
+    trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(evaluated)
     assert evaluated.message == "trained"
+    evaluated = WritesWhenEvaluated(differently=True)
+    with pytest.raises(DivergenceError, match="A forward changed parameter 'table.a' in place"):
+        trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(evaluated)
+    assert not evaluated.message
     stored = StoresBeforeItEvaluates()
     with pytest.raises(DivergenceError, match="'table.a' was stored between steps.*on some ranks only"):
         tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
