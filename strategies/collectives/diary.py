@@ -221,8 +221,8 @@ class Diary:
 
     def wrote(self, name: str, values: Tensor, in_step: bool) -> None:
         """The parameter ``name`` was changed to ``values``, in a step or between two."""
-        # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts. The same
-        # value again counts once: a forward that clamps a weight runs more often on a rank that has more batches to evaluate.
+        # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts. The
+        # same value again counts once: a forward that clamps a weight runs more often on a rank with more batches to evaluate.
         sums, place, number = self.written if in_step else self.stored, (name, in_step), checksum(values)
         before = None if self._exchanges.get(place) == self.progress[1] else sums.get(name)
         total = number if before is None else torch.where(number == self._latest[place], before, fold(number, before))

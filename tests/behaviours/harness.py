@@ -266,6 +266,7 @@ class Zero3Run(Run):
 
     is_reference = False
     refuses = True
+    debug = False
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.collectives import make_collectives
@@ -278,7 +279,7 @@ class Zero3Run(Run):
         collectives = make_collectives(dist.group.WORLD, device)
 
         def shard() -> Zero3Engine:
-            options = {"device": device, "collectives": collectives, "slot_dtype": self.slot_dtype}
+            options = {"device": device, "collectives": collectives, "slot_dtype": self.slot_dtype, "debug": self.debug}
             return Zero3Engine(self.model, self.optimizers, **options)
 
         names = {p: name for name, p in self.model.named_parameters()}
@@ -454,7 +455,11 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, "ddp": DdpRun, "fsdp2": Fsdp2Run}
+class DebuggedRun(Zero3Run):
+    debug = True
+
+
+ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, "zero3 debug": DebuggedRun, "ddp": DdpRun, "fsdp2": Fsdp2Run}
 
 
 # ---- running one -----------------------------------------------------------------------------
