@@ -44,9 +44,11 @@ class LocalCollectives:
     Attributes:
         rank: among the ranks that share the model's shards, ``world_size`` in number.
         global_rank: among all ranks: ``replicas`` groups that share shards.
+        alone: there is nobody to exchange with, and nothing to shard.
         diary: of the exchanges.
     """
 
+    alone = True
     rank = 0
     world_size = 1
     global_rank = 0
@@ -126,7 +128,9 @@ class _RoundedSum(Pending):
 
 
 class GroupCollectives(LocalCollectives):
-    """Collectives of a process group (NCCL, or gloo with CUDA tensors)."""
+    """Collectives of a process group (NCCL, or gloo with CUDA tensors); of one rank, too, whose exchanges are real ones."""
+
+    alone = False
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
         super().__init__()

@@ -21,6 +21,8 @@ from .group import LocalCollectives, Pending
 class HybridCollectives(LocalCollectives):
     """Shards along ``shards``, the same shards along ``replicas``; what concerns no shard goes to ``everyone``."""
 
+    alone = False
+
     def __init__(self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup) -> None:
         self._shards, self._everyone, self._replicas = shards, everyone, replicas
         self.rank, self.world_size = shards.rank, shards.world_size

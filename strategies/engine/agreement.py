@@ -65,7 +65,7 @@ class Agreement:
             DivergenceError: the ranks did not exchange the same things in the same order since the last time, wrote other
                 values, or have other options in their optimizers.
         """
-        if self._collectives.world_size == 1:
+        if self._collectives.alone:
             return late, changed, used
         diary = self._collectives.diary
         written = diary.checksums()

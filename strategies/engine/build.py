@@ -60,7 +60,7 @@ def build_units(
     home: dict[int, tuple[int, int]],
     slot_dtype: SlotDtype,
     wire_dtype: SlotDtype,
-    world_size: int,
+    collectives: LocalCollectives,
     debug: bool = False,
 ) -> tuple[list[Unit], list[FlatGroup]]:
     """Lay every unit out; nothing is allocated yet."""
@@ -75,11 +75,11 @@ def build_units(
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
             stride = torch.empty_like(p, device="meta").stride()
             entry = Entry(name, p, about(p).cls if is_sharded(p) else type(p), p.dtype, p.shape, stride, group, index)
-            slot = slot_dtype(name, p) if world_size > 1 else p.dtype
-            wire = wire_dtype(name, p) if world_size > 1 and slot == torch.float32 else slot
+            slot = p.dtype if collectives.alone else slot_dtype(name, p)
+            wire = wire_dtype(name, p) if slot == torch.float32 and not collectives.alone else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
-        chunks = [_chunk(bucket, dtypes, world_size) for (_, *dtypes), bucket in buckets.items()]
-        kind = WholeUnit if world_size == 1 else CheckedUnit if debug else Unit
+        chunks = [_chunk(bucket, dtypes, collectives.world_size) for (_, *dtypes), bucket in buckets.items()]
+        kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
         units.append(kind(index, part, chunks))
     _number(units, groups.values())
     return units, list(groups.values())

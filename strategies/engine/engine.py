@@ -88,7 +88,7 @@ class Zero3Engine:
         self.device, self.collectives = device, collectives
         home, self.optimizer_names = optimizer_groups(model, optimizers)
         parts = find_units(model, unit_policy)
-        self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives.world_size, debug)
+        self.units, self.groups = build_units(parts, home, slot_dtype, wire_dtype, collectives, debug)
         check_memory(model)
         check_same_structure(self.units, model, collectives)
         self.differing = fill_shards(self.units, self.groups, model, collectives, device)
@@ -109,7 +109,7 @@ class Zero3Engine:
     # ------------------------------------------------------------------------------------------------ set-up, the end
 
     def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None, debug: bool) -> None:
-        whole = self.collectives.world_size == 1
+        whole = self.collectives.alone
         sizes = [0 if whole else u.nbytes for u in self.units]
         layout = ArenaLayout.build(sizes, [debug or u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA graphs need addresses.

@@ -36,7 +36,8 @@ class Lane:
     @cached_property
     def room(self) -> Tensor:
         """[bytes] A run of values is rounded there: by this lane's work alone, which runs in order."""
-        return torch.empty(ROOM, dtype=torch.uint8, device=self._device)
+        with torch._C._InferenceMode(False):  # it is written to in training, too
+            return torch.empty(ROOM, dtype=torch.uint8, device=self._device)
 
     def fork(self) -> AbstractContextManager[object]:
         """Work inside runs beside the current stream, after all that was issued on it so far."""

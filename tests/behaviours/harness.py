@@ -269,14 +269,13 @@ class Zero3Run(Run):
     debug = False
 
     def set_up(self) -> None:
-        from lightning_zero3.strategies.collectives import make_collectives
         from lightning_zero3.strategies.engine import Zero3Engine, partition
         from lightning_zero3.strategies.param_groups import ParamGroups
 
         partition.SMALL_NUMEL = self.case.small_numel
         self.optimizers = self.case.optimizers(self.model)
         device = torch.get_default_device()
-        collectives = make_collectives(dist.group.WORLD, device)
+        collectives = self.door(device)
 
         def shard() -> Zero3Engine:
             options = {"device": device, "collectives": collectives, "slot_dtype": self.slot_dtype, "debug": self.debug}
@@ -287,6 +286,12 @@ class Zero3Run(Run):
         self.param_groups = ParamGroups(self.optimizers, shard, device)
         self.engine = shard()
         self.param_groups.start(self.engine, states)
+
+    def door(self, device: torch.device) -> Any:
+        """To the other ranks."""
+        from lightning_zero3.strategies.collectives import make_collectives
+
+        return make_collectives(dist.group.WORLD, device)
 
     def slot_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """What a parameter is gathered in."""
@@ -459,7 +464,27 @@ class DebuggedRun(Zero3Run):
     debug = True
 
 
-ENGINES: dict[str, type[Run]] = {"zero3": Zero3Run, "zero3 debug": DebuggedRun, "ddp": DdpRun, "fsdp2": Fsdp2Run}
+class GroupRun(Zero3Run):
+    """Through a process group even on one rank, where slots and exchanges are those of several then: NCCL's on a GPU."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        assert not self.engine.reducer.whole
+
+    def door(self, device: torch.device) -> Any:
+        from lightning_zero3.strategies.collectives import GroupCollectives
+
+        group = dist.new_group(backend="nccl") if device.type == "cuda" and dist.get_world_size() == 1 else dist.group.WORLD
+        return GroupCollectives(group, dist.group.WORLD)
+
+
+ENGINES: dict[str, type[Run]] = {
+    "zero3": Zero3Run,
+    "zero3 debug": DebuggedRun,
+    "zero3 group": GroupRun,
+    "ddp": DdpRun,
+    "fsdp2": Fsdp2Run,
+}
 
 
 # ---- running one -----------------------------------------------------------------------------

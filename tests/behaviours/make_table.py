@@ -67,6 +67,15 @@ gradients, loads, hooks and the like are tested once more in a model that has a 
 use during the whole step. A `training_step` that returns `None` is an error of Lightning's own on more than one rank; with
 manual optimization a step may do without backward.
 
+zero3 is right in the same rows with `debug=True` (`test_in_debug.py`), on one rank that exchanges with itself
+(`test_over_a_group.py`) and in `bf16-mixed` (`test_in_bfloat16.py`, within its rounding), where in-place changes of weights in
+a forward are refused, and a selective checkpoint around several layers, which counts casts, is an error of torch's.
+
+What zero3 is known not to see has no row, and numbers are other ones then without a word: tensors of `optimizer.param_groups`
+that each rank scales by a number of its own; an optimizer's rule that begins later than step 30 and that no option tells of;
+aliases and arrays of buffers from before the model was sharded; writes by address to the copy that `weight.detach()` is outside
+of its layer; and, without `debug=True`, extensions that read or write weights past torch ([guide](GUIDE.md#parameters)).
+
 The last of the sections is of modules that the Trainer trains for three epochs, on two ranks with different data: fsdp2 is
 `ModelParallelStrategy` there. They are compared, in losses and weights, with one process that trains on the joined batches, or
 with ddp (`all_gather`, the finders, Muon). An error of Lightning's own counts as refused for all that get it;

@@ -68,7 +68,7 @@ def test_as_the_reference(name, runs):
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, needs_cuda])])
 def alone(request):
-    """What one rank finds, over NCCL if it has a GPU, and what it would without zero3."""
+    """What one rank finds, on a CPU or GPU, and what it would without zero3."""
     names, found = chosen(request, "test_one_rank"), {}
     for engine in ("zero3", "ddp", "one"):
         mine = [name for name in names if engine in ("zero3", MODULES[name].reference)]

@@ -102,7 +102,8 @@ def test_the_row_says_what_the_case_expects(name):
         assert re.search(case.refused, told[case.__doc__].detail, re.DOTALL)
 
 
-WHOSE = r"\b[Uu]nits? [\w(.]+|'\w+(\.\w+)*'"  # a unit, a parameter, a buffer
+# A unit, or a parameter, buffer or module of one of the models.
+WHOSE = r"\bunits? \w+[.+]\w+|\bunit (stem|head|whole)\b|'(\w+\.)+\w+'|([Pp]arameters?|[Bb]uffer) '\w+'|^'\w+' (and|was|is)\b"
 # Refusals that are of no parameter more than of the others, and what they name in its place.
 OF_NONE = {
     "optimizer-of-global-norms": "GloballyNormalizedSgd",

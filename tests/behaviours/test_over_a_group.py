@@ -1,0 +1,27 @@
+"""The behaviours on one rank that exchanges with itself through a process group: gloo's, and over NCCL on a GPU.
+
+Slots, gathers, reductions and, on a GPU, streams are those of several ranks.
+"""
+
+import pytest
+
+from behaviours import load_cases
+from behaviours.harness import BATCH, CASES, run_cases
+from helpers.tracking import on_cuda
+
+load_cases()
+pytestmark = pytest.mark.timeout(600)
+NAMES = [
+    name
+    for name, case in CASES.items()
+    if {1, 2} <= set(case.worlds) and case.expected(1) == case.expected(2) == "right" and case.timeout <= 15
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", on_cuda])
+@pytest.mark.parametrize("names", [pytest.param(NAMES[i : i + BATCH], id=NAMES[i]) for i in range(0, len(NAMES), BATCH)])
+def test_right(names, device):
+    names = [name for name in names if device == "cpu" or not CASES[name].on_host]
+    outcomes = run_cases("zero3 group", names, 1, names, device)
+    wrong = {name: outcome.detail for name, outcome in outcomes.items() if outcome.kind != "right"}
+    assert not wrong, "\n".join(f"{name}: {detail}" for name, detail in wrong.items())
