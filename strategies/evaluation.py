@@ -82,9 +82,10 @@ class EvaluationStrategy(WatchedStrategy):
                 self._turns.append(iter(()))
 
     def _end_turns(self) -> None:
-        """A rank whose loader has ended sooner than it said, or had not said when, must not leave the others waiting."""
+        """A rank whose loader has ended sooner than it said must not leave the others waiting, nor other values in its part."""
         assert self.engine is not None
         self.engine.collectives.meet(Meeting.EVALUATED)
+        compare_notes(self.engine.collectives)  # no backward may come
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, or help those that do; what a rank without a batch returns is its `NoBatch`."""

@@ -196,7 +196,7 @@ class FiniteCheck:
     def _report(self, found: list[_Finding]) -> _Report:
         first = min(found, default=_Finding(4, 0, self._door.global_rank, "", 0.0))
         weights, gradients = self._parameters(lambda g: g.data), self._parameters(lambda g: g.grad if g.trained else None)
-        if first.stage == 3 and self._door.world_size == 1:  # nothing travels: the last unit of the forward had them first
+        if first.stage == 3 and self._door.alone:  # nothing travels: the last unit of the forward had them first
             owners = [unit for unit in self.engine.units if any(entry.name in gradients for entry in unit.entries)]
             last = max(owners, key=lambda unit: self._turns.get((0, unit.name), -1), default=None)
             first = replace(first, stage=2, unit="" if last is None else last.name)

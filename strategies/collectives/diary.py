@@ -223,6 +223,7 @@ class Diary:
         """The parameter ``name`` was changed to ``values``, in a step or between two."""
         # What each rank wrote for itself is not forgotten once these values may come from a gather of all ranks' parts. The
         # same value again counts once: a forward that clamps a weight runs more often on a rank with more batches to evaluate.
+        # Values that change and come back there do not: ranks that assist gather their own parts as they were.
         sums, place, number = self.written if in_step else self.stored, (name, in_step), checksum(values)
         before = None if self._exchanges.get(place) == self.progress[1] else sums.get(name)
         total = number if before is None else torch.where(number == self._latest[place], before, fold(number, before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from sys import getrefcount
@@ -168,10 +169,13 @@ class WholeReducer(Reducer):
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
-        for entry, lent in self._lent.items():
-            if entry.parameter.grad is lent:
+        sharing = Counter(lent.untyped_storage()._cdata for lent in self._lent.values())
+        while self._lent:
+            entry, lent = self._lent.popitem()
+            alone = _tensors_in(lent) == sharing[lent.untyped_storage()._cdata] + 1 and getrefcount(lent) == _references
+            if entry.parameter.grad is lent and alone:  # else somebody keeps it: it has been assigned
                 entry.parameter.grad = self._grad(entry)  # which has the values of what was lent by now
-        self._lent = {}
+                sharing[lent.untyped_storage()._cdata] -= 1
         found, shown = [], set(self._shown)
         self._shown += [e for e in self._entries if e not in shown and e.parameter.grad is not None]
         for entry in self._shown:

@@ -463,6 +463,12 @@ def _whole(tensor: Tensor) -> Tensor:
 class DebuggedRun(Zero3Run):
     debug = True
 
+    def set_up(self) -> None:
+        from lightning_zero3.strategies.engine.checked import CheckedUnit
+
+        super().set_up()
+        assert all(type(unit) is CheckedUnit for unit in self.engine.units)
+
 
 class GroupRun(Zero3Run):
     """Through a process group even on one rank, where slots and exchanges are those of several then: NCCL's on a GPU."""

@@ -89,6 +89,23 @@ def held_before(t):
     return kept
 
 
+def kept_while_new(t):
+    """It is the gradient, of later backwards, too."""
+    for p in t.groups:
+        p.grad = torch.full_like(p, 4.0)
+    kept, row = t.net.a.weight.grad, t.net.b.weight.grad[0]
+    t.backward()
+    return torch.cat([kept.flatten(), row])
+
+
+def kept_and_written(t):
+    for p in t.groups:
+        p.grad = torch.full_like(p, 4.0)
+    kept = t.net.a.weight.grad
+    t.backward()
+    kept.add_(1)
+
+
 def another_assigned(t):
     for p in t.net.b.parameters():
         p.grad = torch.full_like(p, 5.0)
@@ -148,6 +165,8 @@ PROGRAMS = [
     written_afterwards,
     replaced_twice,
     held_before,
+    kept_while_new,
+    kept_and_written,
     another_assigned,
     another_cleared,
     expanded,

@@ -255,10 +255,12 @@ def _fit_all(rank, world_size, folder):
     evaluated = WritesWhenEvaluated(differently=False)
     trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(evaluated)
     assert evaluated.message == "trained"
-    evaluated = WritesWhenEvaluated(differently=True)
-    with pytest.raises(DivergenceError, match="A forward changed parameter 'table.a' in place"):
-        trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(evaluated)
-    assert not evaluated.message
+    for run in (pl.Trainer.fit, pl.Trainer.validate):
+        evaluated = WritesWhenEvaluated(differently=True)
+        evaluator = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options)
+        with pytest.raises(DivergenceError, match="A forward changed parameter 'table.a' in place"):
+            run(evaluator, evaluated)
+        assert not evaluated.message
     stored = StoresBeforeItEvaluates()
     with pytest.raises(DivergenceError, match="'table.a' was stored between steps.*on some ranks only"):
         tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
