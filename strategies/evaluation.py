@@ -82,7 +82,7 @@ class EvaluationStrategy(WatchedStrategy):
                 self._turns.append(iter(()))
 
     def _end_turns(self) -> None:
-        """A rank whose loader has ended sooner than it said must not leave the others waiting, nor other values in its part."""
+        """A rank whose loader has ended sooner than it said, or had not said when, must not leave the others waiting."""
         assert self.engine is not None
         self.engine.collectives.meet(Meeting.EVALUATED)
         compare_notes(self.engine.collectives)  # no backward may come

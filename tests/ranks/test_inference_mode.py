@@ -121,3 +121,16 @@ def exchange(rank, world_size):
 
 def test_exchanges():
     assert run_ranks(exchange, 2) == [[(1, [2.0, 2.0])] * 2] * 2
+
+
+def allocated_in_inference_mode(rank, world_size):
+    _, _, engine = build(rank, world_size)
+    with torch.inference_mode():
+        tensors = [engine.groups[0].grad, engine.reducer._lane.room]
+        assert engine.groups[0].written_by_others == 0
+    return [tensor.is_inference() for tensor in tensors]
+
+
+def test_memory_of_a_rank_that_assists_is_ordinary():
+    """Training writes to it later."""
+    assert run_ranks(allocated_in_inference_mode, 2) == [[False, False]] * 2
