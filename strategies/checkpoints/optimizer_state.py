@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..engine import Zero3Engine
-from ..engine.shards import FlatGroup, Segment
+from ..engine.segments import Segment
+from ..engine.shards import FlatGroup
 from ..residency.flat_gradient import unguarded
 from .optimizer_hooks import ask_hooks
 from .slices import Described, OwnedTensor, Place, SavedTensor, SlicedTensor, places

@@ -14,7 +14,8 @@ from ..residency.home import Home, ResidencyError, about, is_sharded, owner_of, 
 from ..residency.numbers import take_back
 from ..residency.resting import NO_GRAPH_TASK, graph_task, set_data, set_grad
 from .agreement import compare_notes
-from .gradients import Gradients, clearing
+from .clearing import clearing
+from .gradients import Gradients
 from .held_gradients import Held, HeldGradients
 from .shards import Entry
 from .unit import Unit

@@ -299,7 +299,7 @@ class Zero3Engine:
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
         """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps, which may be compiled."""
         for group in self._groups_of(optimizer):
-            group.guard(guarded)
+            group.guard(guarded, self.gradients.make_way)
 
     def stepped_by(self, optimizer: Optimizer) -> list[Entry]:
         """The parameters that ``optimizer`` has."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from inspect import unwrap
-from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..collectives import ASSIGNED, CLEARED, Diary, Setting, checksum
 from ..residency.home import ResidencyError
 from .reduce import Reducer
-from .shards import Entry, FlatGroup, Part
+from .segments import Segment
+from .shards import Entry, FlatGroup
 from .unit import Unit
 
 
@@ -49,11 +47,11 @@ class Gradients:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
         """
         muted, shown = frozenset[int](), []
-        self._forget_arrived()
+        self.arrived[:] = bytes(len(self.arrived))
         for group in self._groups:
             if self.reducer.held and group.shows_gradients and self._when_held[group] != group.written_by_others:
                 self.reducer.drop_zeroed(group)
-            shown.append(not group.begin_window())
+            shown.append(not group.begin_window(self.make_way))
             if not shown[-1]:
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
                 self.graphs[group.numbers] = bytes(len(group.entries))
@@ -112,7 +110,7 @@ class Gradients:
         """A backward began, and an exception ended it: gradients that were out of its way are there again."""
         self._diary.begin_backward([])
         shown = bytearray(self._shown)
-        self._forget_arrived()
+        self.arrived[:] = bytes(len(self.arrived))
         for group in self._groups:
             if not group.shows_gradients:
                 shown[group.numbers] = bytes(len(group.entries))
@@ -137,9 +135,9 @@ class Gradients:
     def begin_step(self, optimizer: Optimizer, groups: list[FlatGroup]) -> None:
         """``optimizer`` steps on ``groups``: the ranks compare later with which gradients. As :meth:`require_complete`."""
         self.require_complete(groups)
+        shown = [group.require_alike() for group in groups]
         if not self.reducer.whole:
             name = type(optimizer).__name__
-            shown = [group.shows_gradients for group in groups]
             self._diary.step([*self._present(name, groups, shown), *self._sums_in(name, groups)])
 
     def _present(self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]) -> list[Setting]:
@@ -262,9 +260,6 @@ class Gradients:
             )
         entry.dropped = False
 
-    def _forget_arrived(self) -> None:
-        self.arrived[:] = bytes(len(self.arrived))
-
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
         if grad is not None and grad.shape != entry.size:
@@ -309,21 +304,50 @@ class Gradients:
             self.assign(entry, grad)
         # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know their parts.
         now = [group for group in dict.fromkeys(self._assigned) if not group.switched_off]
+        if self.reducer.looked_at:  # later: it would cut the list of flat tensors, which the user goes through now
+            self.reducer.uncut = frozenset(group for group in now if group.shows_without(self._shown))
+            return changed
         self._assigned = [group for group in self._assigned if group not in now]
         for group in now:
             if group.shows_gradients:
-                group.bind(self._unused_ranges(group, self._shown))
+                unused = group.ranges_without(self._shown)
+                for start, stop in unused if group in self.reducer.uncut else ():
+                    with group.written_by_engine():
+                        group.grad[start:stop].zero_()  # what was done to the flat gradient was done to these, too
+                group.bind(unused)
+        self.reducer.uncut = frozenset()
         return changed
 
     def _adopt_replaced(self) -> None:
         """Gradients that were put in the place of the flat ones are the flat ones from here on."""
-        if any([group.adopt() for group in self._groups]):
-            self._full = {}
+        for group in self._groups:
+            group.adopt(self.make_way)
+        self.reducer.adopted()
+
+    def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
+        """Gradients in ``segments`` of ``group`` have been put in the place of others, or of none, and are written next."""
+        new, had = [segment for segment in segments if not segment.shown], sum(segment.shown for segment in group.segments)
+        if not self.reducer.whole and len(segments) < max(had, len(group.segments) if new else 0):
+            raise group.not_alike()
+        if not had:
+            self._begin_anew(group)
+        self.reducer.make_way(group, segments)
+        for entry in group.lying_in(segments) if self.reducer.whole else group.entries:
+            entry.assigned += 1  # what users hold of the gradient before stays that
+        for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
+            self.used[entry.number] = self._shown[entry.number] = 1
+            group.incomplete.discard(entry)
+
+    def _begin_anew(self, group: FlatGroup) -> None:
+        """The user gives ``group`` gradients, which were cleared."""
+        group.begun += 1
+        group.incomplete.clear()
+        self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
 
     def show(self, used: bytes) -> None:
         """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
         self._shown, self._full = bytearray(used), {}
-        self._forget_arrived()
+        self.arrived[:] = bytes(len(self.arrived))
         self._passes += 1
         self.reducer.show(used, self.graphs)
         for group in self._groups:
@@ -331,7 +355,7 @@ class Gradients:
             if group.muted:
                 continue  # as it was
             if any(flags):
-                group.bind([] if all(flags) else self._unused_ranges(group, used))
+                group.bind([] if all(flags) else group.ranges_without(used))
             else:
                 group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
         self._when_held = {group: group.written_by_others for group in self._groups} if self.reducer.held else {}
@@ -359,37 +383,16 @@ class Gradients:
         if not group.shows_gradients:
             if not present:
                 return
-            group.begun += 1
-            group.incomplete.clear()
+            self._begin_anew(group)
+            group.clear()
             self.reducer.begin_window(group)
             group.grad.zero_()
-            self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
             group.segments[-1].show(group.grad)
         if present and entry.part is not None:
-            group.show(*_range(entry.part))  # `zero_grad(set_to_none=False)` looks for it there
+            group.show(entry.part.start, entry.part.stop)  # `zero_grad(set_to_none=False)` looks for it there
         self.used[entry.number] = self._shown[entry.number] = present
         group.incomplete.discard(entry)
         if any(self._shown[group.numbers]):
             self._assigned.append(group)
         else:
             group.clear()
-
-    def _unused_ranges(self, group: FlatGroup, used: bytes | bytearray) -> list[tuple[int, int]]:
-        """[start, stop) of this rank's flat tensor that belong to parameters without a gradient on any rank."""
-        return [_range(entry.part) for entry in group.owned if not used[entry.number]]
-
-
-def _range(part: Part) -> tuple[int, int]:
-    """[start, stop) in the flat tensor."""
-    return part.start, part.start + part.span.stop - part.span.start
-
-
-_ZERO_GRAD = {nn.Module.zero_grad.__code__, unwrap(Optimizer.zero_grad).__code__}
-
-
-def clearing() -> bool | None:
-    """Whether a `zero_grad`, which looks at each gradient before it clears it, is who asks: its ``set_to_none``, else None."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in _ZERO_GRAD:
-        frame = frame.f_back
-    return None if frame is None else bool(frame.f_locals["set_to_none"])

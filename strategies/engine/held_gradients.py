@@ -214,7 +214,7 @@ class HeldGradients:
     def _store(self, held: Held) -> None:
         entry = held.entry
         self._gradients.require_not_arrived(entry)
-        if self._gradients.since(entry) != held.since:
+        if self._gradients.since(entry) != held.since and not self._is_as_seen(held):
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was read or assigned, then a backward or clipping changed it, and "
                 "then the tensor of before was changed. Read `parameter.grad` again after the backward."
@@ -222,6 +222,11 @@ class HeldGradients:
         with apart():
             self._gradients.assign(entry, held.tensor)
             self._take(entry, held.tensor)
+
+    def _is_as_seen(self, held: Held) -> bool:
+        """On one rank clipping changes a gradient that was assigned, and others in the flat tensor: is its part as it was?"""
+        reducer = self._gradients.reducer
+        return reducer.whole and held.seen is not None and _fingerprint(reducer.views[held.entry.number]) == held.seen
 
     def _take(self, entry: Entry, grad: Tensor) -> None:
         """``grad`` is the gradient now, which the shards have: all who hold it are to have it, too."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Pending, narrow
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
+from .segments import Segment
 from .shards import Entry, FlatGroup
 from .streams import Lane
 from .unit import Exchange, Unit
@@ -27,6 +28,11 @@ def _dtype(chunk: Chunk) -> torch.dtype:
     """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
     own = chunk.master_dtype
     return own if own in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+
+
+def tensors_in(memory: Tensor) -> int:
+    """How many tensors view the memory of this one, itself and one for who asks included."""
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
 
 
 def _nbytes(unit: Unit) -> int:
@@ -68,6 +74,8 @@ class Reducer:
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
     captured = False  # graphs write to the gradients where they are now
+    looked_at = False  # the user asks for the gradient of a flat tensor
+    uncut: frozenset[FlatGroup] = frozenset()  # where such a one shows parameters that have none, too
     lasting: bool  # cleared gradients keep their memory: somebody has its address, or a device's allocator might cut it up
     inspect: Callable[[Unit, Tensor], None] | None = None  # looks at a unit's gradients before they are sent
 
@@ -191,6 +199,14 @@ class Reducer:
         """The gradients of ``group`` were cleared, and the next ones are on their way."""
         if self._lane.on_device:
             _ = group.grad  # allocated on the compute stream, which frees it, and not on the lane
+
+    def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
+        """What the user has put in the place of gradients in ``segments`` comes next: who has these keeps them."""
+        if tensors_in(group.grad) > 2 and not self.captured:
+            group.leave()
+
+    def adopted(self) -> None:
+        """It has been written."""
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Gradients are complete, some of ``graphs``: made with create_graph. A resting parameter's are read in access.py."""

@@ -13,22 +13,27 @@ step count, as with ``grad is None`` on one device. The flat tensor is then cut 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency.flat_gradient import FlatGradient, FlatParameter, FlatState
+from ..residency.flat_gradient import CutParameter, FlatGradient, FlatParameter, FlatState
+from ..residency.home import ResidencyError
 from ..residency.in_use import class_while_used
 from ..residency.resting import RestingParameter, as_subclass
 from .layout import Span
 from .pages import MANY, advise_huge_pages
+from .segments import Segment
 
 _data_ptr = Tensor.data_ptr  # torch's own
+MakeWay = Callable[["FlatGroup", list[Segment]], None]
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,14 @@ class Part:
     span: Span
     start: int  # in the flat tensor of the parameter's group
 
+    @property
+    def stop(self) -> int:
+        """Where it ends there."""
+        return self.start + self.span.stop - self.span.start
+
     def of(self, flat: Tensor) -> Tensor:
         """Its elements in a tensor that is laid out like that flat tensor."""
-        return flat[self.start : self.start + self.span.stop - self.span.start]
+        return flat[self.start : self.stop]
 
 
 @dataclass(eq=False)
@@ -141,10 +151,28 @@ class FlatGroup:
             self.uncounted += self._grad._version
         return self._grad  # type: ignore[return-value]
 
-    @property
+    @cached_property
     def owned(self) -> list[Entry]:
-        """Its parameters that this rank owns a part of."""
-        return [entry for entry in self.entries if entry.part is not None]
+        """Its parameters that this rank owns a part of, as they lie in its flat tensor."""
+        return sorted((e for e in self.entries if e.part is not None), key=lambda entry: entry.part.start)
+
+    def lying_in(self, segments: list[Segment]) -> list[Entry]:
+        """The parameters of which elements lie in ``segments``."""
+        found = []
+        for segment in segments:
+            low, high = (bisect_left(self.owned, x, key=lambda entry: entry.part.start) for x in (segment.start, segment.stop))
+            found += self.owned[low:high]
+        return found
+
+    def ranges_without(self, used: Sequence[int]) -> list[tuple[int, int]]:
+        """[start, stop) of parameters without a gradient on any rank, as ``used`` says by number."""
+        return [(entry.part.start, entry.part.stop) for entry in self.owned if not used[entry.number]]
+
+    def shows_without(self, used: Sequence[int]) -> bool:
+        """Whether a flat gradient is shown that is one of those, too."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = [segment for segment in self.segments if segment.parameter.grad is not None]
+        return not all(used[entry.number] for entry in self.lying_in(shown))
 
     @property
     def grad_nbytes(self) -> int:
@@ -185,10 +213,12 @@ class FlatGroup:
                     return False
             return True
 
-    def begin_window(self) -> bool:
+    def begin_window(self, make_way: MakeWay) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
-        if self.shows_gradients:
-            self.adopt()
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.segments[-1].parameter.grad is not None:
+                self.adopt(make_way)
+        if self.require_alike():
             return False
         self.window += 1
         self.begun += 1
@@ -200,25 +230,54 @@ class FlatGroup:
 
     def give_back(self) -> None:
         """Free the memory of gradients that were cleared, until the next reduction."""
-        if not self.shows_gradients and self._grad is not None:
+        if self._grad is not None and not self.shows_gradients:
             self.uncounted -= self._grad._version
             self._grad = None
+
+    def leave(self) -> None:
+        """The memory that gradients have is not theirs any more; where they were shown, they are to be shown anew."""
+        self.uncounted -= self.grad._version
+        self._grad = None
 
     def _zero_idle(self, gradients: Tensor) -> None:
         for start, stop in self.idle:
             gradients[start:stop].zero_()
 
+    def require_alike(self) -> bool:
+        """:attr:`shows_gradients`, or a ResidencyError if the user has cleared some flat gradients and not the others."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shows = self.segments[-1].parameter.grad is not None
+            for segment in self.segments:
+                if (segment.parameter.grad is not None) is not (shows and segment.shown):
+                    raise self.not_alike()
+            return shows
+
+    def not_alike(self) -> ResidencyError:
+        """What to raise when a part of its flat gradients was cleared or replaced."""
+        return ResidencyError(
+            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared or replaced in `optimizer.param_groups`, and "
+            "others not: which parameters lie in them differs between ranks. Do it to all of a param group, or to "
+            "`parameter.grad`."
+        )
+
     def clear(self) -> None:
         """Take all gradients away from the optimizer."""
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
-                segment.parameter.grad = None
+                segment.parameter.grad, segment.shown = None, False
 
     def show(self, start: int, stop: int) -> None:
         """Show the gradients of elements [start, stop), with those of what is not cut from them, which are zero."""
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 if segment.start < stop and start < segment.stop and segment.parameter.grad is None:
+                    segment.show(self.grad)
+
+    def show_anew(self) -> None:
+        """Gradients that are shown are in other memory now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                if segment.parameter.grad is not None:
                     segment.show(self.grad)
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
@@ -229,14 +288,15 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 if unused and any(start <= segment.start and segment.stop <= stop for start, stop in unused):
-                    segment.parameter.grad = None
+                    segment.parameter.grad, segment.shown = None, False
                 elif segment.parameter.grad is None:
                     segment.show(grad)
 
-    def adopt(self) -> bool:
+    def adopt(self, make_way: MakeWay) -> None:
         """What was put in the place of the optimizer's tensors (`p.data = ...`), or of their gradients, goes to the shards.
 
-        Returns whether there was a gradient.
+        Args:
+            make_way: called before gradients are written, with where some were replaced.
         """
         values = _data_ptr(self.public)
         with torch._C.DisableTorchFunctionSubclass():
@@ -245,13 +305,14 @@ class FlatGroup:
                 if _data_ptr(p) != values + segment.start * self.public.itemsize:
                     segment.view(self.public).copy_(p.detach())
                     p.data = segment.view(self.public)
-            replaced = self.replaced()
+            replaced = self._replaced()
+            if replaced:
+                make_way(self, [segment for segment, _ in replaced])
             for segment, grad in replaced:
                 segment.view(self.grad).copy_(grad.detach())
                 segment.show(self.grad)
-        return bool(replaced)
 
-    def replaced(self) -> list[tuple[Segment, Tensor]]:
+    def _replaced(self) -> list[tuple[Segment, Tensor]]:
         """Gradients that were put in the place of the flat ones; not to be asked with the classes of these."""
         start, found = 0 if self._grad is None else _data_ptr(self._grad), []
         for segment in self.segments:  # not in comprehensions, which are calls
@@ -260,10 +321,10 @@ class FlatGroup:
                 found.append((segment, grad))
         return found
 
-    def guard(self, guarded: bool) -> None:
+    def guard(self, guarded: bool, make_way: MakeWay) -> None:
         """Whether a norm of values, gradients or state is an error: not while the optimizer steps, which may be compiled."""
         assert self.owner is not None
-        self.adopt()
+        self.adopt(make_way)
         for segment in self.segments:
             segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
             grad = segment.parameter.grad
@@ -276,21 +337,24 @@ class FlatGroup:
             for value in self.owner[0].state.get(segment.parameter, {}).values():
                 if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                     value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
-        if guarded and not self.shows_gradients and (cleared := self.segments[-1].parameter.cleared) is not None:
-            cleared()  # by the optimizer itself
+            if guarded and grad is None and segment.shown and segment.parameter.cleared is not None:
+                segment.parameter.cleared(segment.parameter)  # by the optimizer itself, perhaps
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
         assert self.owner is not None  # nobody looks at the segments of a group that is not trained
         optimizer, group = self.owner
-        result = [part for segment in self.segments for part in self._split(segment, edges, optimizer.state)]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = [part for segment in self.segments for part in self._split(segment, edges, optimizer.state)]
         if len(result) == len(self.segments):
             return
-        self.segments = result
+        cut, self.segments = set(self.parameters), result
         # A group may hold the flat tensors of several dtypes: keep the others.
         mine = {p.untyped_storage().data_ptr() for p in self.parameters}
         others = [p for p in group["params"] if p.untyped_storage().data_ptr() not in mine]
         group["params"][:] = [*others, *self.parameters]
+        for parameter in cut.difference(self.parameters):
+            parameter.__class__ = CutParameter
 
     def _split(self, segment: Segment, edges: list[int], states: dict[Tensor, Any]) -> list[Segment]:
         inner = [edge for edge in edges if segment.start < edge < segment.stop]
@@ -300,11 +364,11 @@ class FlatGroup:
         for a, b in zip([segment.start, *inner], [*inner, segment.stop], strict=True):
             parameter = type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad)
             vars(parameter).update(vars(segment.parameter))
-            parts.append(Segment(a, b, parameter))
+            parts.append(Segment(a, b, parameter, segment.shown))
             if segment.parameter.grad is not None:
                 parts[-1].show(self.grad)
             if state is not None:
-                states[parameter] = {k: _part(v, segment, a - segment.start, b - segment.start) for k, v in state.items()}
+                states[parameter] = {k: segment.part(v, a - segment.start, b - segment.start) for k, v in state.items()}
         return parts
 
 
@@ -320,33 +384,3 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
                     segment.parameter.whose = f" of parameters {first!r} to {last!r}"
                     vars(segment.parameter).setdefault("written", None)  # it may be of another class in a step
             group["params"][:] = [p for flat in flats for p in flat.parameters]
-
-
-@dataclass
-class Segment:
-    """Elements ``[start, stop)`` of a flat group, as the optimizer's parameter."""
-
-    start: int
-    stop: int
-    parameter: nn.Parameter = field(repr=False)
-
-    def view(self, flat: Tensor) -> Tensor:
-        """The segment's range of another flat tensor of the group."""
-        return flat[self.start : self.stop]
-
-    def show(self, gradients: Tensor) -> None:
-        """Let the optimizer see its range of the group's ``gradients``."""
-        shown = as_subclass(gradients[self.start : self.stop], FlatGradient)
-        shown.whose, shown.written = self.parameter.whose, self.parameter.written
-        self.parameter.grad = shown
-
-    def has_shape_of(self, value: Tensor) -> bool:
-        """Whether ``value`` has one number for each of its elements."""
-        return value.dim() == 1 and value.numel() == self.stop - self.start
-
-
-def _part(value: Any, segment: Segment, low: int, high: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        return value[low:high] if segment.has_shape_of(value) else value.clone()

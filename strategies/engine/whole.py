@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
+from ..residency.home import ResidencyError
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
 from ..residency.refused_graph import refusing_graph
 from ..residency.resting import NO_GRAPH_TASK, graph_task, keep_engine_last
-from .reduce import Reducer
+from .reduce import Reducer, tensors_in
+from .segments import Segment
 from .shards import Entry, FlatGroup
 from .streams import Lane
 from .unit import Arena, Unit
@@ -84,19 +86,20 @@ class WholeReducer(Reducer):
         self._addresses = [view.data_ptr() for view in self.views]
         self.written = bytearray(b"\1" * len(self.views))  # until gradients are cleared the next one is added
         self.claimed = bytearray(b"\1" * len(units))  # there is no range to claim
-        self._shown: list[Entry] = []
+        self._shown: dict[Entry, None] = {}
         for chunk in (c for u in units for c in u.chunks if c.trained):
             for low, high in chunk.layout.gaps():
                 group, start = chunk.place_of(low)
                 group.idle.append((start, start + high - low))
         # What Python and torch count where nobody keeps a gradient, or a view of one.
         self._references = [getrefcount(self.views[entry.number]) for entry in self._entries]
-        self._tensors = {group: _tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
+        self._tensors = {group: tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
         for group in self._tensors:
             guard_storage(group.grad)
-        self._looked_at = False  # the user asks for the gradient of a flat tensor
         self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
         self._lent: dict[Entry, Tensor] = {}  # see `_assign`
+        self._gone: dict[Entry, None] = {}  # their flat gradient was cleared
+        self._asked: set[nn.Parameter] = set()  # flat tensors whose gradient was looked at since it was assigned
 
     def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
         """Let flat tensors say what is done to their gradients: users may have those of parameters, or have assigned some.
@@ -113,43 +116,45 @@ class WholeReducer(Reducer):
                 segment.parameter.asked, segment.parameter.written = asked, written
                 segment.parameter.cleared, segment.parameter.assigned = partial(cleared, group), partial(assigned, group)
 
-    def _ask(self, adopt: Callable[[], None]) -> None:
+    def _ask(self, adopt: Callable[[], None], flat: nn.Parameter) -> None:
         views, places, lent = self.views, self._addresses, self._lent
         mine = [e for e in self._entries if e.parameter.grad is not None and e.parameter.grad is not lent.get(e)]
-        if any(e.parameter.grad is not views[e.number] or views[e.number].data_ptr() != places[e.number] for e in mine):
-            self._looked_at = True
+        if any(e.parameter.grad is not views[e.number] or views[e.number].data_ptr() != places[e.number] for e in mine) or any(
+            e.parameter.grad is None for e in self._shown
+        ):
+            self.looked_at = True
             try:
                 adopt()
             finally:
-                self._looked_at = False
+                self.looked_at = False
+        self._asked.add(flat)
 
-    def _clear(self, group: FlatGroup) -> None:
-        if not group.shows_gradients:
-            group.clear()  # what came into the list of parameters while it was gone through
-            self._shown = [entry for entry in self._shown if entry.group is not group]
-            for entry in group.entries:
-                self._mine.pop(entry, None)
-                self._lent.pop(entry, None)
-                entry.parameter.grad = None
+    def _clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
+        for entry in group.lying_in([segment for segment in group.segments if segment.parameter is flat]):
+            for found in (self._mine, self._lent, self._shown):
+                found.pop(entry, None)
+            entry.parameter.grad = None
+            self._gone[entry] = None
 
-    def _assign(self, group: FlatGroup) -> None:
+    def _assign(self, group: FlatGroup, flat: nn.Parameter) -> None:
         """Parameters have their parts of what was put in the place of a flat gradient, until the engine takes that over."""
         if graph_task() != NO_GRAPH_TASK:
-            group.adopt()  # the backward that runs adds to it
+            group.adopt(self.make_way)  # the backward that runs adds to it
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            for segment, grad in group.replaced():
-                grad = grad.detach().as_subclass(Tensor).contiguous()
-                for entry in group.owned:
-                    place = entry.part.start - segment.start
-                    if 0 <= place < grad.numel() and entry.parameter.grad is not None:
-                        self._mine.pop(entry, None)
-                        entry.parameter.grad = self._lent[entry] = entry.view(grad, place)
-                        self._leave([entry])  # what was there stays what it was
+        segment = next(segment for segment in group.segments if segment.parameter is flat)
+        guarded = group in self.uncut and flat in self._asked  # `if p.grad is not None:`, which some parameters' is
+        grad = flat.grad.detach().as_subclass(Tensor).contiguous()
+        for entry in group.lying_in([segment]):
+            if guarded and entry.parameter.grad is None:
+                continue
+            self._mine.pop(entry, None)
+            entry.parameter.grad = self._lent[entry] = entry.view(grad, entry.part.start - segment.start)
+            self._shown[entry] = None
+        self._asked.discard(flat)
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
-        self._shown = [entry for entry in self._entries if shown[entry.number]]
+        self._shown = {entry: None for entry in self._entries if shown[entry.number]}
         for entry in self._shown:
             if graphs[entry.number] and entry not in self._mine:
                 grad = refusing_graph(self.views[entry.number], entry.name)
@@ -163,44 +168,88 @@ class WholeReducer(Reducer):
         """Autograd would add to what it finds. The user's hooks are to find it before the engine's takes it away."""
         for entry in self._shown:
             entry.parameter.grad = None
-        self._shown = []
+        self._shown, self._gone, self._asked = {}, {}, set()
         for parameter in self._parameters:
             keep_engine_last(parameter)
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
+        self._shown |= {entry: None for entry in self._entries if entry.parameter.grad is not None}
+        found = dict.fromkeys(e for e in self._gone if e.parameter.grad is None and e.group.shows_gradients)
+        found |= dict.fromkeys(self._replaced())
+        for group in dict.fromkeys(entry.group for entry in found):
+            self._make_room(group, found)
+        self._gone, changed = {}, []
+        for entry in found:
+            grad, view = entry.parameter.grad, self.views[entry.number]
+            moved = view.data_ptr() != self._addresses[entry.number]
+            if grad is view:  # `parameter.grad.data = ...`
+                if entry.group.shows_gradients:  # else it was cleared after that
+                    changed.append((entry, grad.detach()))
+                grad.data = _view(entry, entry.group.grad)
+                continue
+            self._mine.pop(entry, None)
+            if grad is not None and grad.layout == torch.strided and _is_held(entry.parameter):
+                self._mine[entry] = grad, grad.data_ptr()
+            changed.append((entry, grad))
+            del view  # it would count as the user's
+            self._renew(entry) if moved else self._leave([entry])
+        for entry, grad in changed:
+            entry.parameter.grad = None if grad is None else self._grad(entry)
+            if grad is None:
+                self._shown.pop(entry, None)  # found once
+        return changed
+
+    def adopted(self) -> None:
+        """See :meth:`Reducer.adopted`. If somebody keeps what was lent, it has been assigned."""
         sharing = Counter(lent.untyped_storage()._cdata for lent in self._lent.values())
         while self._lent:
             entry, lent = self._lent.popitem()
-            alone = _tensors_in(lent) == sharing[lent.untyped_storage()._cdata] + 1 and getrefcount(lent) == _references
-            if entry.parameter.grad is lent and alone:  # else somebody keeps it: it has been assigned
+            alone = tensors_in(lent) == sharing[lent.untyped_storage()._cdata] + 1 and getrefcount(lent) == _references
+            if entry.parameter.grad is lent and alone:
                 entry.parameter.grad = self._grad(entry)  # which has the values of what was lent by now
                 sharing[lent.untyped_storage()._cdata] -= 1
-        found, shown = [], set(self._shown)
-        self._shown += [e for e in self._entries if e not in shown and e.parameter.grad is not None]
+
+    def _replaced(self) -> list[Entry]:
+        """Parameters whose gradient is another tensor, or none, or in other memory than it was."""
+        found = []
         for entry in self._shown:
             grad, view = entry.parameter.grad, self.views[entry.number]
             mine, address = self._mine.get(entry, (None, 0))
             if grad is not None and grad is mine and grad.data_ptr() == address:
                 continue  # it is compared with what it was
-            if grad is None and self._looked_at:
-                continue  # later: it would cut the list of flat tensors, which the user goes through now
-            moved = view.data_ptr() != self._addresses[entry.number]  # `parameter.grad.data = ...`
-            if grad is not view:
-                self._mine.pop(entry, None)
-                if grad is not None and grad.layout == torch.strided and _is_held(entry.parameter):
-                    self._mine[entry] = grad, grad.data_ptr()
-                found.append((entry, grad))
-                self._renew(entry) if moved else self._leave([entry])
-            elif moved:
-                if entry.group.shows_gradients:  # else it was cleared after that
-                    found.append((entry, grad.detach()))
-                grad.data = _view(entry, entry.group.grad)
-        for entry, grad in found:
-            entry.parameter.grad = None if grad is None else self._grad(entry)
-        gone = {entry for entry, grad in found if grad is None}
-        self._shown = [entry for entry in self._shown if entry not in gone]  # found once
+            if grad is not view or view.data_ptr() != self._addresses[entry.number]:
+                found.append(entry)
         return found
+
+    def _make_room(self, group: FlatGroup, replaced: Collection[Entry]) -> None:
+        """Where gradients are ``replaced`` others are written, or zeros: who has views of those before is to keep them."""
+        if self.captured or not self._is_kept(group):
+            return
+        if left := [entry for entry in self._shown if entry.group is group and entry not in replaced]:
+            name = next(entry.name for entry in replaced if entry.group is group)
+            raise ResidencyError(
+                f"The gradient of parameter {name!r} was cleared or replaced, and that of {left[0].name!r} not, while a tensor "
+                "or array is kept that is a view of either, or was made with `create_graph`: on one rank gradients lie in one "
+                "memory. Keep copies (`p.grad.clone()`), or let go of what is kept (`del`)."
+            )
+        group.leave()
+        group.show_anew()
+        for entry in group.entries:
+            self._renew(entry, replaced)
+
+    def _is_kept(self, group: FlatGroup) -> bool:
+        """Whether somebody has views of its gradients."""
+        memory, mine = group.grad.untyped_storage()._cdata, [entry for entry in group.entries if entry in self._mine]
+        own = [self.views[entry.number] for entry in group.entries] + [self._mine[entry][0] for entry in mine]
+        with torch._C.DisableTorchFunctionSubclass():
+            own += [segment.parameter.grad for segment in group.segments if segment.parameter.grad is not None]
+            there = [each.layout == torch.strided and each.untyped_storage()._cdata == memory for each in own]
+        if tensors_in(group.grad) > self._tensors[group] - len(group.entries) + sum(there):
+            return True
+        del own
+        graphs = [entry for entry in mine if self._mine[entry][0].requires_grad]
+        return any(getrefcount(self._mine[entry][0]) > _references for entry in graphs)
 
     def is_zero(self, group: FlatGroup) -> bool:
         """See :meth:`Reducer.is_zero`."""
@@ -208,13 +257,18 @@ class WholeReducer(Reducer):
 
     def begin_window(self, group: FlatGroup) -> None:
         """See :meth:`Reducer.begin_window`."""
-        entries = group.entries
-        if self.captured or _tensors_in(group.grad) == self._tensors[group]:
-            self._leave(entries)
+        if self.captured or tensors_in(group.grad) == self._tensors[group]:
+            self._leave(group.entries)
         else:
-            group.give_back()  # somebody keeps views of gradients: the memory is theirs
-            for entry in entries:
+            group.leave()  # somebody keeps views of gradients: the memory is theirs
+            for entry in group.entries:
                 self._renew(entry)
+
+    def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
+        """See :meth:`Reducer.make_way`."""
+        replaced = group.lying_in(segments)
+        self._make_room(group, replaced)
+        self._leave(replaced)
 
     def _leave(self, entries: list[Entry]) -> None:
         """Give gradients that somebody keeps memory of their own: the next ones go where they are."""
@@ -223,10 +277,10 @@ class WholeReducer(Reducer):
                 self.views[entry.number].data = self.views[entry.number].clone()
                 self._renew(entry)
 
-    def _renew(self, entry: Entry) -> None:
+    def _renew(self, entry: Entry, replaced: Collection[Entry] = ()) -> None:
         guard_storage(entry.group.grad)
         view = _view(entry, entry.group.grad)
-        if entry.parameter.grad is self.views[entry.number]:
+        if entry.parameter.grad is self.views[entry.number] and entry not in replaced:
             entry.parameter.grad = view
         self.views[entry.number], self._addresses[entry.number] = view, view.data_ptr()
 
@@ -250,12 +304,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def _is_held(parameter: Tensor) -> bool:
     """Whether others than the caller have the gradient of ``parameter``, or a view of it."""
-    return getrefcount(parameter.grad) > _references or _tensors_in(parameter.grad) > 2  # one for who asks
-
-
-def _tensors_in(memory: Tensor) -> int:
-    """How many tensors view the memory of this one, itself included."""
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    return getrefcount(parameter.grad) > _references or tensors_in(parameter.grad) > 2  # one for who asks
 
 
 def _references_alone() -> int:

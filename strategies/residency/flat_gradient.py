@@ -50,6 +50,11 @@ class FlatGradient(Tensor):
                 )
         if func == Tensor.data.__get__:
             func = Tensor.detach  # which counts what is written to it
+        if func == Tensor.data.__set__:
+            raise ResidencyError(
+                f"`.data` of the flat {cls.what}{whose} cannot be set in an optimizer's param groups: others have their "
+                "memory. Write to them in place (`p.grad.copy_(...)`), or assign another tensor (`p.grad = ...`)."
+            )
         with torch._C.DisableTorchFunctionSubclass():
             followed = [(each, each._version) for each in given if each.written is not None]
             result = func(*args, **kwargs or {})
@@ -104,9 +109,9 @@ class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
     whose = ""  # of which parameters
-    asked: Callable[[], None] | None = None  # to be called before somebody looks at its gradient
-    cleared: Callable[[], None] | None = None  # ... when that was taken away
-    assigned: Callable[[], None] | None = None  # ... when another was put in its place
+    asked: Callable[[nn.Parameter], None] | None = None  # to be called, with this tensor, before somebody looks at its gradient
+    cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away, with this tensor
+    assigned: Callable[[nn.Parameter], None] | None = None  # ... when another was put in its place
     written: Callable[[], None] | None = None  # ... when it was changed in place
 
     @classmethod
@@ -114,19 +119,32 @@ class FlatParameter(nn.Parameter):
         """Compute, or raise."""
         if func == Tensor.grad.__get__ and args[0].asked is not None and torch._C._current_graph_task_id() == -1:
             with torch._C.DisableTorchFunctionSubclass():
-                args[0].asked()
+                args[0].asked(args[0])
         if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
             told = args[0].cleared if len(args) == 1 or args[1] is None else args[0].assigned
             if told is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     func(*args)
-                return told()
+                    return told(args[0])
         if func == Tensor.data.__set__:
             raise ResidencyError(
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "
                 "`p.copy_(...)` under `torch.no_grad()`, and keep a copy of what is to come back."
             )
         return FlatValues.__torch_function__(func, types, args, kwargs)
+
+
+class CutParameter(FlatParameter):
+    """A flat tensor that others have taken the place of: parameters in it had no gradient, and are apart since."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Raise."""
+        given = instances((args, kwargs), CutParameter)
+        raise ResidencyError(
+            f"A flat tensor{given[0].whose} was kept, and is not in `optimizer.param_groups` any more: it was cut where "
+            "parameters had no gradient. Read the param groups each time."
+        )
 
 
 def unguarded(state: dict[str, Any]) -> dict[str, Any]:

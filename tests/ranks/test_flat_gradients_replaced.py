@@ -1,4 +1,4 @@
-"""One rank: gradients put in the place of those in `optimizer.param_groups`, which are flat, against plain torch."""
+"""One rank: what is done to the gradients in `optimizer.param_groups`, which are flat, against plain torch."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_zero3.strategies.collectives import LocalCollectives
 from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.residency import ResidencyError
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -29,14 +30,14 @@ class Training:
         options = {"device": torch.device("cpu"), "collectives": LocalCollectives()}
         self.engine = Zero3Engine(self.net, [self.optimizer], **options) if sharded else None
 
-    def backward(self):
+    def backward(self, **options):
         if self.engine is None:
-            self.net(X).square().sum().backward()
+            self.net(X).square().sum().backward(**options)
             return
         with self.engine.step():
             loss = self.net(X).square().sum()
         with self.engine.backward():
-            loss.backward()
+            loss.backward(**options)
 
     @property
     def groups(self):
@@ -159,7 +160,133 @@ def held_over_a_step(t):
     return t.net.a.weight.grad.sum()
 
 
+def assigned_then_looped(t):
+    """Not all have a gradient, and the list is gone through as it is: nothing is changed twice."""
+    t.optimizer.zero_grad()
+    t.net.a.weight.grad = torch.full((3, 3), 8.0)
+    for p in t.optimizer.param_groups[0]["params"]:
+        if p.grad is not None:
+            p.grad.mul_(2)
+    for p in t.groups:
+        p.grad.add_(1)
+    assert t.net.b.weight.grad is None
+    return t.net.a.weight.grad.sum()
+
+
+def assigned_then_replaced(t):
+    t.optimizer.zero_grad()
+    t.net.a.weight.grad = torch.full((3, 3), 8.0)
+    for p in t.optimizer.param_groups[0]["params"]:
+        if p.grad is not None:
+            p.grad = p.grad * 2 + 1
+    assert t.net.b.weight.grad is None
+    return t.net.a.weight.grad.sum()
+
+
+def all_assigned_then_replaced(t):
+    t.optimizer.zero_grad()
+    for p in t.net.parameters():
+        p.grad = torch.full_like(p, 8.0)
+    for p in t.groups:
+        p.grad = p.grad * 2
+    return t.net.unused.weight.grad.sum()
+
+
+def given_to_all(t):
+    """Those that had none, too: it is `parameter.grad` at once, and what the next backward adds to."""
+    t.optimizer.zero_grad()
+    t.net.a.weight.grad = torch.full((3, 3), 8.0)
+    for p in t.optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    seen = t.net.unused.weight.grad.clone()
+    t.backward()
+    return torch.cat([seen.flatten(), t.net.unused.weight.grad.flatten(), t.net.a.weight.grad.flatten()])
+
+
+def given_to_all_one_cleared(t):
+    t.optimizer.zero_grad()
+    for p in t.optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    t.net.b.weight.grad = None
+    t.backward()
+    return t.net.b.weight.grad.clone()
+
+
+def parameter_cleared_then_looped(t):
+    t.net.b.weight.grad = None
+    for p in t.groups:
+        p.grad.mul_(2)
+    assert t.net.b.weight.grad is None
+    t.backward()
+    return t.net.b.weight.grad.clone()
+
+
+def views_kept(t):
+    views = [t.net.a.weight.grad.view(-1), t.net.a.bias.grad[1:], torch.from_numpy(t.net.b.weight.grad.numpy()).flatten()]
+    for p in t.groups:
+        p.grad = torch.ones_like(p)
+    t.optimizer.step()
+    t.backward()
+    return torch.cat(views)
+
+
+def view_kept_of_what_was_cleared(t):
+    view = t.net.b.weight.grad.view(-1)
+    t.net.zero_grad()
+    t.optimizer.zero_grad(set_to_none=False)
+    return view
+
+
+def made_with_a_graph(t):
+    t.backward(create_graph=True)
+    kept = t.net.a.weight.grad
+    for p in t.groups:
+        p.grad = torch.ones_like(p)
+    t.optimizer.step()
+    return kept.detach().clone()
+
+
+def flat_kept(t):
+    kept = t.groups
+    before = [p.grad for p in kept]
+    for p in kept:
+        p.grad = p.grad * 2
+    t.optimizer.step()
+    return sum(grad.pow(2).clone().as_subclass(torch.Tensor).sum() for grad in before)
+
+
+def some_cleared(t):
+    for p in t.of_a:
+        p.grad = None
+    assert t.net.a.weight.grad is None and t.net.b.weight.grad is not None
+    t.backward()
+    return t.net.a.weight.grad.clone()
+
+
+def clipped_while_held(t):
+    """What is assigned has memory of its own, and clipping changes that and the others."""
+    held = torch.full((2, 3), 6.0)
+    t.net.b.weight.grad = held
+    for _ in range(3):
+        nn.utils.clip_grad_norm_(t.net.parameters(), 0.5)
+        held.mul_(3)
+        t.backward()
+    return held
+
+
 PROGRAMS = [
+    assigned_then_looped,
+    assigned_then_replaced,
+    all_assigned_then_replaced,
+    given_to_all,
+    given_to_all_one_cleared,
+    parameter_cleared_then_looped,
+    views_kept,
+    view_kept_of_what_was_cleared,
+    made_with_a_graph,
+    flat_kept,
+    some_cleared,
+    clipped_while_held,
     read,
     doubled,
     written_afterwards,
@@ -187,3 +314,43 @@ def test_as_in_torch(program):
         t.optimizer.step()
         found.append([*t.net.state_dict().values(), torch.zeros(()) if seen is None else seen])
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+def some_cleared_while_a_view_is_kept(t):
+    view = t.net.b.weight.grad.view(-1)
+    t.net.a.zero_grad()
+    t.optimizer.step()
+    return view
+
+
+def the_last_cleared(t):
+    t.groups[-1].grad = None
+    t.optimizer.step()
+
+
+def its_memory_replaced(t):
+    for p in t.groups:
+        p.grad.data = torch.ones_like(p)
+
+
+def a_list_of_before(t):
+    params = list(t.optimizer.param_groups[0]["params"])
+    t.net.b.zero_grad()
+    t.optimizer.step()
+    return [p.grad for p in params]
+
+
+REFUSED = {
+    some_cleared_while_a_view_is_kept: r"'a.weight' was cleared or replaced, and that of 'b.weight' not.*Keep copies",
+    the_last_cleared: r"'a.weight' to 'b.bias' were cleared or replaced.*and others not.*Do it to all of a param group",
+    its_memory_replaced: r"`.data` of the flat gradients of parameters 'a.weight' to 'b.bias' cannot be set.*p.grad.copy_",
+    a_list_of_before: r"'a.weight' to 'b.bias' was kept, and is not in.*Read the param groups each time",
+}
+
+
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_refused(program):
+    t = Training(True)
+    t.backward()
+    with pytest.raises(ResidencyError, match=REFUSED[program]):
+        program(t)

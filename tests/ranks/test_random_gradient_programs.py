@@ -1,0 +1,196 @@
+"""One rank: random programs that read, keep, assign, change and clear gradients, of parameters and in param groups."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero3.strategies.collectives import LocalCollectives
+from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.residency import ResidencyError
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+NAMES = [f"{layer}.{name}" for layer in "abc" for name in ("weight", "bias")]
+# Refused where torch goes on: a view that somebody keeps would be overwritten.
+ALLOWED = "on one rank gradients lie in one memory"
+
+
+class Net(nn.Module):
+    """With a layer that nobody uses, and two that some backwards do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.unused, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x, shortcut):
+        return self.c(x if shortcut else self.b(self.a(x)))
+
+
+class Training:
+    """A model in training, what its user keeps, and what was seen."""
+
+    def __init__(self, sharded, groups, momentum):
+        torch.manual_seed(0)
+        self.net = net = Net()
+        halves = [[*net.a.parameters(), *net.unused.parameters()], [*net.b.parameters(), *net.c.parameters()]]
+        params = halves if groups == 2 else [sum(halves, [])]
+        self.optimizer = torch.optim.SGD([{"params": each} for each in params], lr=0.01, momentum=momentum)
+        options = {"device": torch.device("cpu"), "collectives": LocalCollectives()}
+        self.engine = Zero3Engine(net, [self.optimizer], **options) if sharded else None
+        self.kept, self.new, self.seen = [], [], []
+
+    def flats(self, group):
+        """The tensors of a param group that have a gradient, one after another."""
+        for p in self.optimizer.param_groups[group]["params"]:
+            if p.grad is not None:
+                yield p
+
+    def backward(self, shortcut):
+        if self.engine is None:
+            self.net(X, shortcut).square().sum().backward()
+            return
+        with self.engine.step():
+            loss = self.net(X, shortcut).square().sum()
+        with self.engine.backward():
+            loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+
+    # Gradients of parameters.
+
+    def read(self, name):
+        grad = self.net.get_parameter(name).grad
+        self.seen.append(None if grad is None else grad.clone())
+
+    def keep(self, name, view):
+        if (grad := self.net.get_parameter(name).grad) is not None:
+            self.kept.append(grad if view is None else grad.view(-1)[:2] if view else grad.detach())
+
+    def look_at_kept(self):
+        self.seen += [grad.clone() for grad in self.kept]
+
+    def write_to_kept(self):
+        for grad in self.kept[-1:]:
+            grad.add_(0.5)
+
+    def assign(self, name, value):
+        self.net.get_parameter(name).grad = torch.full_like(self.net.get_parameter(name), value)
+
+    def change(self, name):
+        if (grad := self.net.get_parameter(name).grad) is not None:
+            grad.mul_(3)
+
+    def clear(self, name):
+        self.net.get_parameter(name).grad = None
+
+    def clear_layer(self, layer, to_none):
+        self.net.get_submodule(layer).zero_grad(set_to_none=to_none)
+
+    def clear_model(self, to_none):
+        self.net.zero_grad(set_to_none=to_none)
+
+    # Those in param groups.
+
+    def replace(self, group, value):
+        for p in self.flats(group):
+            p.grad = torch.full_like(p, value)
+
+    def replace_by_more(self, group, value):
+        for p in self.flats(group):
+            p.grad = p.grad * 2 + value
+
+    def replace_and_keep(self, group, value):
+        self.new = []
+        for p in self.flats(group):
+            self.new.append(torch.full_like(p, value))
+            p.grad = self.new[-1]
+
+    def write_to_new(self):
+        for grad in self.new:
+            grad.add_(1)
+
+    def give_all(self, group, value):
+        for p in self.optimizer.param_groups[group]["params"]:
+            p.grad = torch.full_like(p, value)
+
+    def scale(self, group):
+        for p in self.flats(group):
+            p.grad.mul_(2)
+
+    def shift(self, group):
+        for p in self.flats(group):
+            p.grad.add_(1)
+
+    def take_away(self, group):
+        for p in self.optimizer.param_groups[group]["params"]:
+            p.grad = None
+
+    def clear_optimizer(self, to_none):
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+
+def write(rng, groups):
+    """A program: names of methods, with arguments."""
+    a_name, a_flag, a_value = lambda: rng.choice(NAMES), lambda: rng.random() < 0.5, lambda: rng.randint(1, 9)
+    of_a_group = {name: (lambda: rng.randrange(groups),) for name in ("scale", "shift", "take_away")}
+    with_a_value = ("replace", "replace_by_more", "replace_and_keep", "give_all")
+    arguments = {
+        **dict.fromkeys(("step", "clip", "look_at_kept", "write_to_kept", "write_to_new"), ()),
+        "backward": (lambda: rng.random() < 0.25,),
+        "read": (a_name,),
+        "keep": (a_name, lambda: rng.choice([None, False, True])),
+        "assign": (a_name, a_value),
+        "change": (a_name,),
+        "clear": (a_name,),
+        "clear_layer": (lambda: rng.choice("abc"), a_flag),
+        "clear_model": (a_flag,),
+        "clear_optimizer": (a_flag,),
+        **of_a_group,
+        **{name: (lambda: rng.randrange(groups), a_value) for name in with_a_value},
+    }
+    program, in_part = [("backward", False)], False
+    for _ in range(rng.randint(3, 10)):
+        name = rng.choice(list(arguments))
+        call = name, *(argument() for argument in arguments[name])
+        if name in ("assign", "clear", "clear_layer"):
+            in_part = True
+        elif name in ("backward", "step"):
+            in_part = False
+        elif name == "give_all" and in_part:
+            continue  # known: a flat gradient that was looked at is that of parameters that have one
+        program.append(call)
+    return program
+
+
+def run(sharded, groups, momentum, program):
+    t = Training(sharded, groups, momentum)
+    for name, *arguments in program:
+        getattr(t, name)(*arguments)
+    parameters = list(t.net.parameters())
+    grads = [None if p.grad is None else p.grad.clone() for p in parameters]
+    return [*t.seen, *grads, *(p.detach().clone() for p in parameters)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_as_in_torch(groups):
+    rng, refused, right = random.Random(groups), 0, 0
+    for _ in range(600):
+        program, momentum = write(rng, groups), rng.choice([0, 0.9])
+        expected = run(False, groups, momentum, program)
+        try:
+            found = run(True, groups, momentum, program)
+        except ResidencyError as error:
+            assert ALLOWED in str(error), program
+            refused += 1
+            continue
+        for have, want in zip(found, expected, strict=True):
+            assert (have is None) == (want is None), program
+            if want is not None:
+                torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6, msg=lambda m, program=program: f"{m}\n{program}")
+        right += 1
+    assert right > 550 and refused < 50, (right, refused)
