@@ -89,10 +89,10 @@ def require_same_values(everyone: Sequence[Sequence[Written]]) -> None:
     name, what, _ = min(set.union(*sets) - set.intersection(*sets), default=("", "", 0))
     if what == "written":
         raise DivergenceError(
-            f"A forward changed parameter {name!r} in place, and not to the same values on all ranks (as an embedding with "
-            "`max_norm` does, or an initialisation from a rank's own data): it has one value. Compute the change from what all "
-            "ranks have (`torch.distributed.all_reduce`), or make it between steps, in `with strategy.gathered(module, "
-            "modify=True):`, where rank 0's counts (leave `max_norm` out, and renormalise there)."
+            f"A forward, or an evaluation step, changed parameter {name!r} in place, and not to the same values on all ranks "
+            "(as an embedding with `max_norm` does, or an initialisation from a rank's own data): it has one value. Compute "
+            "the change from what all ranks have (`torch.distributed.all_reduce`), or make it between steps, in `with "
+            "strategy.gathered(module, modify=True):`, where rank 0's counts (leave `max_norm` out, and renormalise there)."
         )
     if what == "stored":
         raise DivergenceError(

@@ -195,11 +195,12 @@ class Gradients:
         self.require_not_arrived(entry)
         if not entry.trained and entry.dropped:
             return self._of_dropped(entry, clears)
+        if entry.trained:
+            self._adopt_replaced()
         if not entry.trained or not self.has_gradient(entry):
             return None
         if entry in entry.group.incomplete:
             self.require_complete([entry.group])
-        self._adopt_replaced()
         unit = self._units[entry.unit]
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
@@ -311,9 +312,9 @@ class Gradients:
         for group in now:
             if group.shows_gradients:
                 unused = group.ranges_without(self._shown)
-                for start, stop in unused if group in self.reducer.uncut else ():
-                    with group.written_by_engine():
-                        group.grad[start:stop].zero_()  # what was done to the flat gradient was done to these, too
+                with group.written_by_engine():
+                    for start, stop in unused:
+                        group.grad[start:stop].zero_()  # what was done to a flat gradient before it is cut was done to these
                 group.bind(unused)
         self.reducer.uncut = frozenset()
         return changed
@@ -326,8 +327,9 @@ class Gradients:
 
     def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
         """Gradients in ``segments`` of ``group`` have been put in the place of others, or of none, and are written next."""
-        new, had = [segment for segment in segments if not segment.shown], sum(segment.shown for segment in group.segments)
-        if not self.reducer.whole and len(segments) < max(had, len(group.segments) if new else 0):
+        new = [segment for segment in segments if not segment.shown or segment.parameter.taken]
+        had = sum(segment.shown and not segment.parameter.taken for segment in group.segments)
+        if not self.reducer.whole and (len(segments) < max(had, len(group.segments) if new else 0) or (new and had)):
             raise group.not_alike()
         if not had:
             self._begin_anew(group)

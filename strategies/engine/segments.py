@@ -31,6 +31,7 @@ class Segment:
         shown.whose, shown.written = self.parameter.whose, self.parameter.written
         with torch._C.DisableTorchFunctionSubclass():  # else it would be a user's
             self.parameter.grad, self.shown = shown, True
+        self.parameter.taken = False
 
     def has_shape_of(self, value: Tensor) -> bool:
         """Whether ``value`` has one number for each of its elements."""

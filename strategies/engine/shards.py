@@ -235,9 +235,15 @@ class FlatGroup:
             self._grad = None
 
     def leave(self) -> None:
-        """The memory that gradients have is not theirs any more; where they were shown, they are to be shown anew."""
+        """The memory that gradients have is others' from here on. They have zeros in another, and are shown there."""
         self.uncounted -= self.grad._version
         self._grad = None
+        with self.written_by_engine():
+            self.grad.zero_()  # a backward may add to those that are not shown
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                if segment.parameter.grad is not None:
+                    segment.show(self.grad)
 
     def _zero_idle(self, gradients: Tensor) -> None:
         for start, stop in self.idle:
@@ -255,9 +261,9 @@ class FlatGroup:
     def not_alike(self) -> ResidencyError:
         """What to raise when a part of its flat gradients was cleared or replaced."""
         return ResidencyError(
-            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared or replaced in `optimizer.param_groups`, and "
-            "others not: which parameters lie in them differs between ranks. Do it to all of a param group, or to "
-            "`parameter.grad`."
+            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared, replaced or, where there was none, given in "
+            "`optimizer.param_groups`, and others not: which parameters lie in them differs between ranks. Do it to all of a "
+            "param group, after `zero_grad()` if some have none, or to `parameter.grad`."
         )
 
     def clear(self) -> None:
@@ -271,13 +277,6 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 if segment.start < stop and start < segment.stop and segment.parameter.grad is None:
-                    segment.show(self.grad)
-
-    def show_anew(self) -> None:
-        """Gradients that are shown are in other memory now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for segment in self.segments:
-                if segment.parameter.grad is not None:
                     segment.show(self.grad)
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
@@ -337,8 +336,10 @@ class FlatGroup:
             for value in self.owner[0].state.get(segment.parameter, {}).values():
                 if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                     value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
-            if guarded and grad is None and segment.shown and segment.parameter.cleared is not None:
-                segment.parameter.cleared(segment.parameter)  # by the optimizer itself, perhaps
+            if guarded and grad is None and segment.shown:
+                segment.parameter.taken = True  # by the optimizer itself, perhaps
+                if segment.parameter.cleared is not None:
+                    segment.parameter.cleared(segment.parameter)
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
@@ -382,5 +383,6 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
                 first, last = flat.entries[0].name, flat.entries[-1].name
                 for segment in flat.segments:
                     segment.parameter.whose = f" of parameters {first!r} to {last!r}"
-                    vars(segment.parameter).setdefault("written", None)  # it may be of another class in a step
+                    for name, value in {"written": None, "taken": False}.items():
+                        vars(segment.parameter).setdefault(name, value)  # it may be of another class in a step
             group["params"][:] = [p for flat in flats for p in flat.parameters]

@@ -226,7 +226,8 @@ class WholeReducer(Reducer):
         """Where gradients are ``replaced`` others are written, or zeros: who has views of those before is to keep them."""
         if self.captured or not self._is_kept(group):
             return
-        if left := [entry for entry in self._shown if entry.group is group and entry not in replaced]:
+        left = [e for e in self._shown if e.group is group and e not in replaced and e.parameter.grad is not None]
+        if left:
             name = next(entry.name for entry in replaced if entry.group is group)
             raise ResidencyError(
                 f"The gradient of parameter {name!r} was cleared or replaced, and that of {left[0].name!r} not, while a tensor "
@@ -234,7 +235,6 @@ class WholeReducer(Reducer):
                 "memory. Keep copies (`p.grad.clone()`), or let go of what is kept (`del`)."
             )
         group.leave()
-        group.show_anew()
         for entry in group.entries:
             self._renew(entry, replaced)
 

@@ -110,6 +110,7 @@ class FlatParameter(nn.Parameter):
 
     whose = ""  # of which parameters
     asked: Callable[[nn.Parameter], None] | None = None  # to be called, with this tensor, before somebody looks at its gradient
+    taken = False  # its gradient was cleared since it was shown
     cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away, with this tensor
     assigned: Callable[[nn.Parameter], None] | None = None  # ... when another was put in its place
     written: Callable[[], None] | None = None  # ... when it was changed in place
@@ -121,7 +122,9 @@ class FlatParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 args[0].asked(args[0])
         if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
-            told = args[0].cleared if len(args) == 1 or args[1] is None else args[0].assigned
+            clears = len(args) == 1 or args[1] is None
+            args[0].taken |= clears
+            told = args[0].cleared if clears else args[0].assigned
             if told is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     func(*args)

@@ -394,6 +394,35 @@ class GradAssignedAndScaledInGroups(Graded):
 
 
 @case
+class GradOfSomeAssignedAndReplacedInGroups(Graded):
+    """`p.grad = g` of some after `zero_grad()`, then `p.grad = 2 * p.grad` for all that have one in `optimizer.param_groups`"""
+
+    def between(self, run):
+        kept = [p.grad.clone() for p in run.model.parameters()]
+        run.optimizer.zero_grad()
+        for p, grad in list(zip(run.model.parameters(), kept, strict=True))[::3]:
+            p.grad = grad
+        for group in run.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = 2 * p.grad
+        run.log(*[p.grad for p in run.model.parameters() if p.grad is not None])
+
+
+@case
+class GradGivenToAllInGroups(Graded):
+    """`p.grad = g` for all in `optimizer.param_groups` after `zero_grad()`, read as `parameter.grad`; another backward"""
+
+    def between(self, run):
+        run.optimizer.zero_grad()
+        for group in run.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.full_like(p, 0.01)
+        run.log(*[p.grad for p in run.model.parameters()])
+        self.backward(run, run.step(lambda model: self.loss(model, self.batch(9, run.rank))))
+
+
+@case
 class GradScaledInGroupsOfOneUnit(Graded):
     """`p.grad` read, scaled in `optimizer.param_groups`, read again and assigned, of a model that is one unit"""
 

@@ -414,7 +414,9 @@ class GradientNorms(Module):
     """`grad_norm` in `on_before_optimizer_step`"""
 
     def on_before_optimizer_step(self, optimizer):
-        self.shared += [v.item() if isinstance(v, torch.Tensor) else v for v in grad_norm(self, 2).values()]
+        self.shared += [
+            v.item() if isinstance(v, torch.Tensor) else v for kind in (2, 1, "inf") for v in grad_norm(self, kind).values()
+        ]
 
 
 class ClippedByValue(Module):

@@ -342,7 +342,7 @@ def a_list_of_before(t):
 
 REFUSED = {
     some_cleared_while_a_view_is_kept: r"'a.weight' was cleared or replaced, and that of 'b.weight' not.*Keep copies",
-    the_last_cleared: r"'a.weight' to 'b.bias' were cleared or replaced.*and others not.*Do it to all of a param group",
+    the_last_cleared: r"'a.weight' to 'b.bias' were cleared, replaced or.*and others not.*Do it to all of a param group",
     its_memory_replaced: r"`.data` of the flat gradients of parameters 'a.weight' to 'b.bias' cannot be set.*p.grad.copy_",
     a_list_of_before: r"'a.weight' to 'b.bias' was kept, and is not in.*Read the param groups each time",
 }

@@ -1,13 +1,15 @@
-"""One rank: random programs that read, keep, assign, change and clear gradients, of parameters and in param groups."""
+"""Random programs that read, keep, assign, change and clear gradients, of parameters and in param groups."""
 
 import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_zero3.strategies.collectives import LocalCollectives
-from lightning_zero3.strategies.engine import Zero3Engine
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.engine import Zero3Engine, gathered
 from lightning_zero3.strategies.residency import ResidencyError
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -30,14 +32,14 @@ class Net(nn.Module):
 class Training:
     """A model in training, what its user keeps, and what was seen."""
 
-    def __init__(self, sharded, groups, momentum):
+    def __init__(self, collectives, groups, momentum):
         torch.manual_seed(0)
         self.net = net = Net()
         halves = [[*net.a.parameters(), *net.unused.parameters()], [*net.b.parameters(), *net.c.parameters()]]
         params = halves if groups == 2 else [sum(halves, [])]
         self.optimizer = torch.optim.SGD([{"params": each} for each in params], lr=0.01, momentum=momentum)
-        options = {"device": torch.device("cpu"), "collectives": LocalCollectives()}
-        self.engine = Zero3Engine(net, [self.optimizer], **options) if sharded else None
+        options = {"device": torch.device("cpu"), "collectives": collectives}
+        self.engine = Zero3Engine(net, [self.optimizer], **options) if collectives else None
         self.kept, self.new, self.seen = [], [], []
 
     def flats(self, group):
@@ -134,8 +136,8 @@ class Training:
         self.optimizer.zero_grad(set_to_none=to_none)
 
 
-def write(rng, groups):
-    """A program: names of methods, with arguments."""
+def write(rng, groups, world_size):
+    """A program: names of methods, with arguments. On several ranks without what the guide tells to be different there."""
     a_name, a_flag, a_value = lambda: rng.choice(NAMES), lambda: rng.random() < 0.5, lambda: rng.randint(1, 9)
     of_a_group = {name: (lambda: rng.randrange(groups),) for name in ("scale", "shift", "take_away")}
     with_a_value = ("replace", "replace_by_more", "replace_and_keep", "give_all")
@@ -153,10 +155,16 @@ def write(rng, groups):
         **of_a_group,
         **{name: (lambda: rng.randrange(groups), a_value) for name in with_a_value},
     }
-    program, in_part = [("backward", False)], False
+    program, in_part, flat = [("backward", False)], False, False
     for _ in range(rng.randint(3, 10)):
         name = rng.choice(list(arguments))
         call = name, *(argument() for argument in arguments[name])
+        if world_size > 1:
+            flat = name != "backward" and (flat or name in of_a_group or name in with_a_value or name == "clear_optimizer")
+            if name == "write_to_new" or (flat and name in ("look_at_kept", "write_to_kept")):
+                continue  # these show it when the next backward ends
+            if name == "give_all" and program[-1] != ("clear_optimizer", True):
+                continue  # refused, in the middle of an exchange
         if name in ("assign", "clear", "clear_layer"):
             in_part = True
         elif name in ("backward", "step"):
@@ -167,23 +175,36 @@ def write(rng, groups):
     return program
 
 
-def run(sharded, groups, momentum, program):
-    t = Training(sharded, groups, momentum)
-    for name, *arguments in program:
-        getattr(t, name)(*arguments)
+def run(collectives, groups, momentum, program):
+    t = Training(collectives, groups, momentum)
     parameters = list(t.net.parameters())
-    grads = [None if p.grad is None else p.grad.clone() for p in parameters]
-    return [*t.seen, *grads, *(p.detach().clone() for p in parameters)]
+    try:
+        for name, *arguments in program:
+            getattr(t, name)(*arguments)
+        grads = [None if p.grad is None else p.grad.clone() for p in parameters]
+        with gathered(t.net, modify=False):
+            return [*t.seen, *grads, *(p.detach().clone() for p in parameters)]
+    finally:  # an engine on one rank is told of all backwards until it is freed, and looks for what was assigned
+        for p in [*parameters, *(p for group in t.optimizer.param_groups for p in group["params"])]:
+            p.grad = None
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_as_in_torch(groups):
+def not_empty(*args, make=torch.empty_like, **kwargs):
+    """Memory as others left it."""
+    made = make(*args, **kwargs)
+    return made.fill_(12345.0) if made.is_floating_point() else made
+
+
+def compare(rank, world_size, groups, programs):
+    """How many are right, and refused."""
+    torch.empty_like = not_empty  # as long as the process of a rank lives
     rng, refused, right = random.Random(groups), 0, 0
-    for _ in range(600):
-        program, momentum = write(rng, groups), rng.choice([0, 0.9])
-        expected = run(False, groups, momentum, program)
+    for _ in range(programs):
+        program, momentum = write(rng, groups, world_size), rng.choice([0, 0.9])
+        expected = run(None, groups, momentum, program)
+        collectives = LocalCollectives() if world_size == 1 else make_collectives(dist.group.WORLD, torch.device("cpu"))
         try:
-            found = run(True, groups, momentum, program)
+            found = run(collectives, groups, momentum, program)
         except ResidencyError as error:
             assert ALLOWED in str(error), program
             refused += 1
@@ -193,4 +214,16 @@ def test_as_in_torch(groups):
             if want is not None:
                 torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6, msg=lambda m, program=program: f"{m}\n{program}")
         right += 1
-    assert right > 550 and refused < 50, (right, refused)
+    return right, refused
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_on_one_rank(groups):
+    [(right, refused)] = run_ranks(compare, 1, groups, 600)
+    assert right > 550 and refused < 50
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_on_two_ranks(groups):
+    """Of the same data, so that one process is the reference."""
+    assert run_ranks(compare, 2, groups, 200) == [(200, 0)] * 2

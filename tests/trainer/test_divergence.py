@@ -258,7 +258,7 @@ def _fit_all(rank, world_size, folder):
     for run in (pl.Trainer.fit, pl.Trainer.validate):
         evaluated = WritesWhenEvaluated(differently=True)
         evaluator = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options)
-        with pytest.raises(DivergenceError, match="A forward changed parameter 'table.a' in place"):
+        with pytest.raises(DivergenceError, match="A forward, or an evaluation step, changed parameter 'table.a' in place"):
             run(evaluator, evaluated)
         assert not evaluated.message
     stored = StoresBeforeItEvaluates()
