@@ -75,8 +75,8 @@ What zero3 is known not to see has no row, and numbers are other ones then witho
 that each rank scales by a number of its own; an optimizer's rule that begins later than step 30 and that no option tells of;
 aliases and arrays of buffers from before the model was sharded; writes by address to the copy that `weight.detach()` is outside
 of its layer; what a gradient was that is kept while `backward(create_graph=True)` adds to it; on one rank, until the next
-backward, which parameters of a flat tensor of `param_groups` are without a gradient after `parameter.grad` of others was assigned,
-or theirs cleared (`if p.grad is None: p.grad = ...` passes them over); and, without `debug=True`, extensions that read or write
+backward, which parameters of a flat tensor of `param_groups` have no gradient after `parameter.grad` of others was assigned, or
+theirs cleared (`if p.grad is None: p.grad = ...` passes them over); and, without `debug=True`, extensions that read or write
 weights past torch ([guide](GUIDE.md#parameters)).
 
 The last of the sections is of modules that the Trainer trains for three epochs, on two ranks with different data: fsdp2 is

@@ -18,10 +18,16 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", on_cuda])
-@pytest.mark.parametrize("names", [pytest.param(NAMES[i : i + BATCH], id=NAMES[i]) for i in range(0, len(NAMES), BATCH)])
+ON_A_GPU = [name for name in NAMES if not CASES[name].on_host]
+
+
+def batches(names, device, *marks):
+    found = [names[i : i + BATCH] for i in range(0, len(names), BATCH)]
+    return [pytest.param(batch, device, id=f"{batch[0]}-{device}", marks=marks) for batch in found]
+
+
+@pytest.mark.parametrize(("names", "device"), [*batches(NAMES, "cpu"), *batches(ON_A_GPU, "cuda", *on_cuda.marks)])
 def test_right(names, device):
-    names = [name for name in names if device == "cpu" or not CASES[name].on_host]
     outcomes = run_cases("zero3 group", names, 1, names, device)
     wrong = {name: outcome.detail for name, outcome in outcomes.items() if outcome.kind != "right"}
     assert not wrong, "\n".join(f"{name}: {detail}" for name, detail in wrong.items())
