@@ -193,11 +193,10 @@ class Gradients:
                 )
             self.over = False  # they are gone as the user wants it
         self.require_not_arrived(entry)
-        if not entry.trained and entry.dropped:
-            return self._of_dropped(entry, clears)
-        if entry.trained:
-            self._adopt_replaced()
-        if not entry.trained or not self.has_gradient(entry):
+        if not entry.trained:
+            return self._of_dropped(entry, clears) if entry.dropped else None
+        self._adopt_replaced()
+        if not self.has_gradient(entry):
             return None
         if entry in entry.group.incomplete:
             self.require_complete([entry.group])
@@ -327,18 +326,19 @@ class Gradients:
 
     def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
         """Gradients in ``segments`` of ``group`` have been put in the place of others, or of none, and are written next."""
-        new = [segment for segment in segments if not segment.shown or segment.parameter.taken]
+        replaced = [segment.parameter for segment in segments]
+        new = [segment.parameter for segment in segments if not segment.shown or segment.parameter.taken]
         had = sum(segment.shown and not segment.parameter.taken for segment in group.segments)
-        if not self.reducer.whole and (len(segments) < max(had, len(group.segments) if new else 0) or (new and had)):
+        if not self.reducer.whole and (len(segments) < had or (new and (had or len(segments) < len(group.segments)))):
             raise group.not_alike()
         if not had:
             self._begin_anew(group)
-        self.reducer.make_way(group, segments)
-        for entry in group.lying_in(segments) if self.reducer.whole else group.entries:
+        self.reducer.make_way(group, replaced)
+        for entry in group.lying_in(replaced) if self.reducer.whole else group.entries:
             entry.assigned += 1  # what users hold of the gradient before stays that
+            group.incomplete.discard(entry)
         for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
             self.used[entry.number] = self._shown[entry.number] = 1
-            group.incomplete.discard(entry)
 
     def _begin_anew(self, group: FlatGroup) -> None:
         """The user gives ``group`` gradients, which were cleared."""

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Pending, narrow
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
-from .segments import Segment
 from .shards import Entry, FlatGroup
 from .streams import Lane
 from .unit import Exchange, Unit
@@ -200,8 +199,8 @@ class Reducer:
         if self._lane.on_device:
             _ = group.grad  # allocated on the compute stream, which frees it, and not on the lane
 
-    def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
-        """What the user has put in the place of gradients in ``segments`` comes next: who has these keeps them."""
+    def make_way(self, group: FlatGroup, flats: list[nn.Parameter]) -> None:
+        """What the user has put in the place of the gradients of ``flats`` comes next: who has these keeps them."""
         if tensors_in(group.grad) > 2 and not self.captured:
             group.leave()
 

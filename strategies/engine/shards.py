@@ -156,11 +156,12 @@ class FlatGroup:
         """Its parameters that this rank owns a part of, as they lie in its flat tensor."""
         return sorted((e for e in self.entries if e.part is not None), key=lambda entry: entry.part.start)
 
-    def lying_in(self, segments: list[Segment]) -> list[Entry]:
-        """The parameters of which elements lie in ``segments``."""
+    def lying_in(self, flats: Iterable[Tensor]) -> list[Entry]:
+        """The parameters of which elements lie in ``flats``, which an optimizer sees."""
         found = []
-        for segment in segments:
-            low, high = (bisect_left(self.owned, x, key=lambda entry: entry.part.start) for x in (segment.start, segment.stop))
+        for flat in flats:
+            start = flat.storage_offset()
+            low, high = (bisect_left(self.owned, x, key=lambda e: e.part.start) for x in (start, start + flat.numel()))
             found += self.owned[low:high]
         return found
 
@@ -171,8 +172,8 @@ class FlatGroup:
     def shows_without(self, used: Sequence[int]) -> bool:
         """Whether a flat gradient is shown that is one of those, too."""
         with torch._C.DisableTorchFunctionSubclass():
-            shown = [segment for segment in self.segments if segment.parameter.grad is not None]
-        return not all(used[entry.number] for entry in self.lying_in(shown))
+            shown = [flat for flat in self.parameters if flat.grad is not None]
+            return not all(used[entry.number] for entry in self.lying_in(shown))
 
     @property
     def grad_nbytes(self) -> int:
@@ -324,22 +325,22 @@ class FlatGroup:
         """Whether a norm of values, gradients or state is an error: not while the optimizer steps, which may be compiled."""
         assert self.owner is not None
         self.adopt(make_way)
-        for segment in self.segments:
-            segment.parameter.__class__ = FlatParameter if guarded else nn.Parameter
-            grad = segment.parameter.grad
-            if grad is not None:
-                shown = as_subclass(grad, FlatGradient if guarded else Tensor)
-                if guarded:
-                    shown.whose, shown.written = segment.parameter.whose, segment.parameter.written
-                with torch._C.DisableTorchFunctionSubclass():
-                    segment.parameter.grad = shown
-            for value in self.owner[0].state.get(segment.parameter, {}).values():
-                if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
-                    value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
-            if guarded and grad is None and segment.shown:
-                segment.parameter.taken = True  # by the optimizer itself, perhaps
-                if segment.parameter.cleared is not None:
-                    segment.parameter.cleared(segment.parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                flat = segment.parameter
+                flat.__class__ = FlatParameter if guarded else nn.Parameter
+                if flat.grad is not None:
+                    shown = as_subclass(flat.grad, FlatGradient if guarded else Tensor)
+                    if guarded:
+                        shown.whose, shown.written = flat.whose, flat.written
+                    flat.grad = shown
+                elif guarded and segment.shown:
+                    flat.taken = True  # by the optimizer itself, perhaps
+                    if flat.cleared is not None:
+                        flat.cleared(flat)
+                for value in self.owner[0].state.get(flat, {}).values():
+                    if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
+                        value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""

@@ -20,7 +20,6 @@ from ..residency.past_python import guard_storage
 from ..residency.refused_graph import refusing_graph
 from ..residency.resting import NO_GRAPH_TASK, graph_task, keep_engine_last
 from .reduce import Reducer, tensors_in
-from .segments import Segment
 from .shards import Entry, FlatGroup
 from .streams import Lane
 from .unit import Arena, Unit
@@ -109,19 +108,14 @@ class WholeReducer(Reducer):
             follow: called after flat gradients were changed in place.
         """
         # Weakly: torch keeps gradients where the garbage collector cannot look.
-        asked, written = partial(_weakly(self._ask), _weakly(adopt)), _weakly(follow)
-        cleared, assigned = _weakly(self._clear), _weakly(self._assign)
+        asked, cleared, assigned = partial(_weakly(self._ask), _weakly(adopt)), _weakly(self._clear), _weakly(self._assign)
         for group in self._tensors:
-            for segment in group.segments:
-                segment.parameter.asked, segment.parameter.written = asked, written
-                segment.parameter.cleared, segment.parameter.assigned = partial(cleared, group), partial(assigned, group)
+            for flat in group.parameters:
+                flat.asked, flat.written = partial(asked, group), _weakly(follow)
+                flat.cleared, flat.assigned = partial(cleared, group), partial(assigned, group)
 
-    def _ask(self, adopt: Callable[[], None], flat: nn.Parameter) -> None:
-        views, places, lent = self.views, self._addresses, self._lent
-        mine = [e for e in self._entries if e.parameter.grad is not None and e.parameter.grad is not lent.get(e)]
-        if any(e.parameter.grad is not views[e.number] or views[e.number].data_ptr() != places[e.number] for e in mine) or any(
-            e.parameter.grad is None for e in self._shown
-        ):
+    def _ask(self, adopt: Callable[[], None], group: FlatGroup, flat: nn.Parameter) -> None:
+        if any(self._is_changed(entry) for entry in group.lying_in([flat])):
             self.looked_at = True
             try:
                 adopt()
@@ -129,8 +123,14 @@ class WholeReducer(Reducer):
                 self.looked_at = False
         self._asked.add(flat)
 
+    def _is_changed(self, entry: Entry) -> bool:
+        grad, view = entry.parameter.grad, self.views[entry.number]
+        if grad is None:
+            return entry in self._shown
+        return grad is not self._lent.get(entry) and (grad is not view or view.data_ptr() != self._addresses[entry.number])
+
     def _clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
-        for entry in group.lying_in([segment for segment in group.segments if segment.parameter is flat]):
+        for entry in group.lying_in([flat]):
             for found in (self._mine, self._lent, self._shown):
                 found.pop(entry, None)
             entry.parameter.grad = None
@@ -139,16 +139,15 @@ class WholeReducer(Reducer):
     def _assign(self, group: FlatGroup, flat: nn.Parameter) -> None:
         """Parameters have their parts of what was put in the place of a flat gradient, until the engine takes that over."""
         if graph_task() != NO_GRAPH_TASK:
-            group.adopt(self.make_way)  # the backward that runs adds to it
-            return
-        segment = next(segment for segment in group.segments if segment.parameter is flat)
+            group.adopt(lambda group, segments: self.make_way(group, [segment.parameter for segment in segments]))
+            return  # the backward that runs adds to it
         guarded = group in self.uncut and flat in self._asked  # `if p.grad is not None:`, which some parameters' is
         grad = flat.grad.detach().as_subclass(Tensor).contiguous()
-        for entry in group.lying_in([segment]):
+        for entry in group.lying_in([flat]):
             if guarded and entry.parameter.grad is None:
                 continue
             self._mine.pop(entry, None)
-            entry.parameter.grad = self._lent[entry] = entry.view(grad, entry.part.start - segment.start)
+            entry.parameter.grad = self._lent[entry] = entry.view(grad, entry.part.start - flat.storage_offset())
             self._shown[entry] = None
         self._asked.discard(flat)
 
@@ -264,9 +263,9 @@ class WholeReducer(Reducer):
             for entry in group.entries:
                 self._renew(entry)
 
-    def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
+    def make_way(self, group: FlatGroup, flats: list[nn.Parameter]) -> None:
         """See :meth:`Reducer.make_way`."""
-        replaced = group.lying_in(segments)
+        replaced = group.lying_in(flats)
         self._make_room(group, replaced)
         self._leave(replaced)
 

@@ -1,5 +1,7 @@
 """One rank: what is done to the gradients in `optimizer.param_groups`, which are flat, against plain torch."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -354,3 +356,44 @@ def test_refused(program):
     t.backward()
     with pytest.raises(ResidencyError, match=REFUSED[program]):
         program(t)
+
+
+class Half(nn.Module):
+    """Of each layer a half is in use: the flat tensor of a group is cut at each of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def lines_of_a_step(layers):
+    """That the package runs for the optimizer's step and `zero_grad`, on one rank."""
+    net = nn.Sequential(*[Half() for _ in range(layers)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = Zero3Engine(net, [optimizer], device=torch.device("cpu"), collectives=LocalCollectives())
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return trace if "/strategies/" in frame.f_code.co_filename else None
+
+    for step in range(3):
+        with engine.step():
+            loss = net(X).square().sum()
+        with engine.backward():
+            loss.backward()
+        sys.settrace(trace if step == 2 else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.settrace(None)
+    assert len(optimizer.param_groups[0]["params"]) > layers
+    return lines
+
+
+def test_twice_the_cuts_cost_twice_as_much():
+    few, many = lines_of_a_step(16), lines_of_a_step(32)
+    assert many < 2.2 * few  # a little more than 2, to find a parameter's place among more
