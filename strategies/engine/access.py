@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting
 from ..residency.apart import apart, connected
+from ..residency.flat_gradient import weakly
 from ..residency.home import Home, ResidencyError, about, is_sharded, owner_of, settle
 from ..residency.numbers import take_back
 from ..residency.resting import NO_GRAPH_TASK, graph_task, set_data, set_grad
@@ -38,6 +39,9 @@ class Access:
         self._weights_changed, self.retire = weights_changed, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self.held = HeldGradients(gradients, collectives)
+        groups = dict.fromkeys(group for unit in units for group in unit.groups if not unit.whole)
+        for flat in (flat for group in groups for flat in group.parameters):
+            flat.asked = weakly(self.held.look_again)
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)

@@ -288,6 +288,7 @@ class Zero3Engine:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
         self.guard(optimizer, True)
+        self.access.held.follow_all()  # it may have scaled gradients
         self._adopt_flat_values(self.stepped_by(optimizer))
 
     def hand_over(self, optimizer: Optimizer) -> None:

@@ -95,16 +95,13 @@ class Gradients:
                     for entry in group.entries:
                         if self._shown[entry.number]:
                             group.incomplete.add(entry)
-                        else:
-                            self._drop(entry)
+                            continue
+                        self.used[entry.number] = self.graphs[entry.number] = 0
+                        if entry.part is not None:
+                            entry.part.of(group.grad).zero_()
                 group.left = group.written_by_others
         self._passes += 1
         self.forget()
-
-    def _drop(self, entry: Entry) -> None:
-        self.used[entry.number] = self.graphs[entry.number] = 0
-        if entry.part is not None:
-            entry.part.of(entry.group.grad).zero_()
 
     def show_again(self) -> None:
         """A backward began, and an exception ended it: gradients that were out of its way are there again."""
@@ -195,7 +192,7 @@ class Gradients:
         self.require_not_arrived(entry)
         if not entry.trained:
             return self._of_dropped(entry, clears) if entry.dropped else None
-        self._adopt_replaced()
+        self.adopt_replaced()
         if not self.has_gradient(entry):
             return None
         if entry in entry.group.incomplete:
@@ -273,7 +270,7 @@ class Gradients:
             )
         if grad is not None and grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
-        self._adopt_replaced()
+        self.adopt_replaced()
         self.mark_gradient(entry, grad is not None)
         if grad is None:
             self._full.pop(entry.name, None)
@@ -295,7 +292,7 @@ class Gradients:
 
         Returns those that were put in the place of ordinary parameters' gradients.
         """
-        self._adopt_replaced()
+        self.adopt_replaced()
         changed = self.reducer.changed()  # on one rank, where parameters are ordinary
         for entry, grad in changed:
             if grad is None:
@@ -318,7 +315,7 @@ class Gradients:
         self.reducer.uncut = frozenset()
         return changed
 
-    def _adopt_replaced(self) -> None:
+    def adopt_replaced(self) -> None:
         """Gradients that were put in the place of the flat ones are the flat ones from here on."""
         for group in self._groups:
             group.adopt(self.make_way)
@@ -329,7 +326,8 @@ class Gradients:
         replaced = [segment.parameter for segment in segments]
         new = [segment.parameter for segment in segments if not segment.shown or segment.parameter.taken]
         had = sum(segment.shown and not segment.parameter.taken for segment in group.segments)
-        if not self.reducer.whole and (len(segments) < had or (new and (had or len(segments) < len(group.segments)))):
+        in_part = len(segments) < had or (new and len(segments) < len(group.segments))
+        if not self.reducer.whole and (in_part or (new and had)):
             raise group.not_alike()
         if not had:
             self._begin_anew(group)
@@ -338,7 +336,8 @@ class Gradients:
             entry.assigned += 1  # what users hold of the gradient before stays that
             group.incomplete.discard(entry)
         for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
-            self.used[entry.number] = self._shown[entry.number] = 1
+            present = not self.reducer.whole or entry.parameter.grad is not None
+            self.used[entry.number] = self._shown[entry.number] = present
 
     def _begin_anew(self, group: FlatGroup) -> None:
         """The user gives ``group`` gradients, which were cleared."""

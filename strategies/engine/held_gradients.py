@@ -106,6 +106,15 @@ class HeldGradients:
 
     def keep(self, entry: Entry | None = None) -> None:
         """Somebody looks at gradients (that of ``entry``): store those that were changed without a word; local."""
+        if self._watched:
+            self._gradients.adopt_replaced()  # which is not to be overwritten
+            self._look_at(entry)
+
+    def look_again(self, flat: Tensor) -> None:
+        """Somebody asks for the gradient of ``flat``, to change it perhaps."""
+        self._look_at(None)
+
+    def _look_at(self, entry: Entry | None) -> None:
         for watched in tuple(self._watched.values()) if entry is None else [self._watched.get(entry, [])]:
             for held in tuple(watched):
                 self._look(held)

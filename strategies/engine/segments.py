@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ..residency.flat_gradient import FlatGradient
 from ..residency.resting import as_subclass
 
+_data_ptr = Tensor.data_ptr  # torch's own
+
 
 @dataclass
 class Segment:
@@ -31,7 +33,7 @@ class Segment:
         shown.whose, shown.written = self.parameter.whose, self.parameter.written
         with torch._C.DisableTorchFunctionSubclass():  # else it would be a user's
             self.parameter.grad, self.shown = shown, True
-        self.parameter.taken = False
+            self.parameter.place, self.parameter.taken = _data_ptr(shown), False
 
     def has_shape_of(self, value: Tensor) -> bool:
         """Whether ``value`` has one number for each of its elements."""

@@ -151,18 +151,25 @@ class FlatGroup:
             self.uncounted += self._grad._version
         return self._grad  # type: ignore[return-value]
 
-    @cached_property
+    @property
     def owned(self) -> list[Entry]:
-        """Its parameters that this rank owns a part of, as they lie in its flat tensor."""
-        return sorted((e for e in self.entries if e.part is not None), key=lambda entry: entry.part.start)
+        """Its parameters that this rank owns a part of."""
+        return [entry for entry in self.entries if entry.part is not None]
+
+    @cached_property
+    def _by_place(self) -> list[Entry]:
+        return sorted((e for e in self.entries if e.part is not None or not e.size.numel()), key=self._place)
+
+    def _place(self, entry: Entry) -> int:
+        return self.numel - 1 if entry.part is None else entry.part.start  # one without elements: where the tail is
 
     def lying_in(self, flats: Iterable[Tensor]) -> list[Entry]:
-        """The parameters of which elements lie in ``flats``, which an optimizer sees."""
-        found = []
+        """The parameters of which elements lie in ``flats``, which an optimizer sees, and those that have none, in the last."""
+        found, entries = [], self._by_place
         for flat in flats:
             start = flat.storage_offset()
-            low, high = (bisect_left(self.owned, x, key=lambda e: e.part.start) for x in (start, start + flat.numel()))
-            found += self.owned[low:high]
+            low, high = (bisect_left(entries, edge, key=self._place) for edge in (start, start + flat.numel()))
+            found += entries[low:high]
         return found
 
     def ranges_without(self, used: Sequence[int]) -> list[tuple[int, int]]:
@@ -187,7 +194,7 @@ class FlatGroup:
 
     @contextmanager
     def written_by_engine(self) -> Iterator[None]:
-        """Around what gives one of the gradients a value, and tells those who hold it."""
+        """Around what the engine writes to gradients, which counts as no change of them."""
         before = self.grad._version
         yield
         self.uncounted += self.grad._version - before

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
-from ..residency.home import ResidencyError
+from ..residency.flat_gradient import weakly
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
 from ..residency.refused_graph import refusing_graph
@@ -96,8 +95,8 @@ class WholeReducer(Reducer):
         for group in self._tensors:
             guard_storage(group.grad)
         self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
-        self._lent: dict[Entry, Tensor] = {}  # see `_assign`
-        self._gone: dict[Entry, None] = {}  # their flat gradient was cleared
+        self._lent: dict[Entry, tuple[Tensor, int]] = {}  # see `_assign`; and its address
+        self._gone: dict[Entry, tuple[Tensor, int] | None] = {}  # their flat gradient was cleared, and what they had in `_mine`
         self._asked: set[nn.Parameter] = set()  # flat tensors whose gradient was looked at since it was assigned
 
     def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
@@ -108,10 +107,10 @@ class WholeReducer(Reducer):
             follow: called after flat gradients were changed in place.
         """
         # Weakly: torch keeps gradients where the garbage collector cannot look.
-        asked, cleared, assigned = partial(_weakly(self._ask), _weakly(adopt)), _weakly(self._clear), _weakly(self._assign)
+        asked, cleared, assigned = partial(weakly(self._ask), weakly(adopt)), weakly(self._clear), weakly(self._assign)
         for group in self._tensors:
             for flat in group.parameters:
-                flat.asked, flat.written = partial(asked, group), _weakly(follow)
+                flat.asked, flat.written = partial(asked, group), weakly(follow)
                 flat.cleared, flat.assigned = partial(cleared, group), partial(assigned, group)
 
     def _ask(self, adopt: Callable[[], None], group: FlatGroup, flat: nn.Parameter) -> None:
@@ -125,31 +124,48 @@ class WholeReducer(Reducer):
 
     def _is_changed(self, entry: Entry) -> bool:
         grad, view = entry.parameter.grad, self.views[entry.number]
-        if grad is None:
+        if grad is None or entry in self._mine:  # which may have been changed past torch
             return entry in self._shown
-        return grad is not self._lent.get(entry) and (grad is not view or view.data_ptr() != self._addresses[entry.number])
+        if entry in self._lent:
+            return grad is not self._lent[entry][0] or grad.data_ptr() != self._lent[entry][1]
+        return grad is not view or view.data_ptr() != self._addresses[entry.number] or entry in self._gone
 
     def _clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
         for entry in group.lying_in([flat]):
+            if entry.parameter.grad is not None:
+                self._gone[entry] = self._mine.get(entry)
             for found in (self._mine, self._lent, self._shown):
                 found.pop(entry, None)
             entry.parameter.grad = None
-            self._gone[entry] = None
 
     def _assign(self, group: FlatGroup, flat: nn.Parameter) -> None:
         """Parameters have their parts of what was put in the place of a flat gradient, until the engine takes that over."""
         if graph_task() != NO_GRAPH_TASK:
             group.adopt(lambda group, segments: self.make_way(group, [segment.parameter for segment in segments]))
             return  # the backward that runs adds to it
+        entries, grad = group.lying_in([flat]), flat.grad.detach().as_subclass(Tensor).contiguous()
+        if grad.data_ptr() == group.grad.data_ptr() + flat.storage_offset() * grad.itemsize:
+            for entry in entries:
+                if entry in self._gone:  # it was cleared, and is put back
+                    self._take_back(entry)
+            return  # else `p.grad *= 2`
         guarded = group in self.uncut and flat in self._asked  # `if p.grad is not None:`, which some parameters' is
-        grad = flat.grad.detach().as_subclass(Tensor).contiguous()
-        for entry in group.lying_in([flat]):
-            if guarded and entry.parameter.grad is None:
+        for entry in entries:
+            without_place = entry.part is None and flat.had  # it lies in the tail, which may be shown for others
+            if (guarded or without_place) and entry.parameter.grad is None and entry not in self._gone:
                 continue
             self._mine.pop(entry, None)
-            entry.parameter.grad = self._lent[entry] = entry.view(grad, entry.part.start - flat.storage_offset())
+            self._gone.pop(entry, None)
+            entry.parameter.grad = lent = entry.view(grad, entry.part.start - flat.storage_offset() if entry.part else 0)
+            self._lent[entry] = lent, lent.data_ptr()
             self._shown[entry] = None
         self._asked.discard(flat)
+
+    def _take_back(self, entry: Entry) -> None:
+        if (mine := self._gone.pop(entry)) is not None:
+            self._mine[entry] = mine
+        self._shown[entry] = None
+        entry.parameter.grad = self._grad(entry)
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
@@ -177,16 +193,21 @@ class WholeReducer(Reducer):
         found = dict.fromkeys(e for e in self._gone if e.parameter.grad is None and e.group.shows_gradients)
         found |= dict.fromkeys(self._replaced())
         for group in dict.fromkeys(entry.group for entry in found):
-            self._make_room(group, found)
-        self._gone, changed = {}, []
+            found |= dict.fromkeys(self._make_room(group, found))
+        gone, begun = self._gone, {entry.group for entry in found}
+        self._gone = {e: mine for e, mine in gone.items() if not (e.group in begun or e.group.shows_gradients)}
+        changed: list[tuple[Entry, Tensor | None]] = []
         for entry in found:
             grad, view = entry.parameter.grad, self.views[entry.number]
             moved = view.data_ptr() != self._addresses[entry.number]
-            if grad is view:  # `parameter.grad.data = ...`
+            if grad is view and entry not in gone:  # `parameter.grad.data = ...`
                 if entry.group.shows_gradients:  # else it was cleared after that
                     changed.append((entry, grad.detach()))
                 grad.data = _view(entry, entry.group.grad)
                 continue
+            if grad is view:  # it was cleared, and is put back: the gradient from here on, in memory of its own
+                view.data = view.clone()
+                self._renew(entry, (entry,))
             self._mine.pop(entry, None)
             if grad is not None and grad.layout == torch.strided and _is_held(entry.parameter):
                 self._mine[entry] = grad, grad.data_ptr()
@@ -201,13 +222,15 @@ class WholeReducer(Reducer):
 
     def adopted(self) -> None:
         """See :meth:`Reducer.adopted`. If somebody keeps what was lent, it has been assigned."""
-        sharing = Counter(lent.untyped_storage()._cdata for lent in self._lent.values())
+        sharing = Counter(_memory(lent) for lent, _ in self._lent.values())
         while self._lent:
-            entry, lent = self._lent.popitem()
-            alone = tensors_in(lent) == sharing[lent.untyped_storage()._cdata] + 1 and getrefcount(lent) == _references
-            if entry.parameter.grad is lent and alone:
+            entry, (lent, address) = self._lent.popitem()
+            memory, is_there = _memory(lent), entry.parameter.grad is lent
+            ours = 1 + (lent._base is not None and getrefcount(lent._base) == _references_of_a_base)
+            alone = tensors_in(lent) == sharing[memory] + ours and getrefcount(lent) == _references - (not is_there)
+            if is_there and alone and lent.data_ptr() == address:
                 entry.parameter.grad = self._grad(entry)  # which has the values of what was lent by now
-                sharing[lent.untyped_storage()._cdata] -= 1
+            sharing[memory] -= alone
 
     def _replaced(self) -> list[Entry]:
         """Parameters whose gradient is another tensor, or none, or in other memory than it was."""
@@ -217,33 +240,36 @@ class WholeReducer(Reducer):
             mine, address = self._mine.get(entry, (None, 0))
             if grad is not None and grad is mine and grad.data_ptr() == address:
                 continue  # it is compared with what it was
-            if grad is not view or view.data_ptr() != self._addresses[entry.number]:
+            if grad is not view or view.data_ptr() != self._addresses[entry.number] or entry in self._gone:
                 found.append(entry)
         return found
 
-    def _make_room(self, group: FlatGroup, replaced: Collection[Entry]) -> None:
-        """Where gradients are ``replaced`` others are written, or zeros: who has views of those before is to keep them."""
+    def _make_room(self, group: FlatGroup, replaced: Collection[Entry]) -> list[Entry]:
+        """Where gradients are ``replaced`` others are written, or zeros: who has views of those before is to keep them.
+
+        Returns parameters whose gradients are not replaced, and stay in that memory as if they had been assigned.
+        """
         if self.captured or not self._is_kept(group):
-            return
-        left = [e for e in self._shown if e.group is group and e not in replaced and e.parameter.grad is not None]
-        if left:
-            name = next(entry.name for entry in replaced if entry.group is group)
-            raise ResidencyError(
-                f"The gradient of parameter {name!r} was cleared or replaced, and that of {left[0].name!r} not, while a tensor "
-                "or array is kept that is a view of either, or was made with `create_graph`: on one rank gradients lie in one "
-                "memory. Keep copies (`p.grad.clone()`), or let go of what is kept (`del`)."
-            )
+            return []
+        memory = _memory(group.grad)
+        shown = [e for e in self._shown if e.group is group and e not in replaced and e.parameter.grad is not None]
+        left = [e for e in shown if e.parameter.grad.layout == torch.strided and _memory(e.parameter.grad) == memory]
         group.leave()
         for entry in group.entries:
-            self._renew(entry, replaced)
+            self._renew(entry, {*replaced, *left})
+        with group.written_by_engine():
+            for entry in left:
+                self.views[entry.number].copy_(entry.parameter.grad.detach())
+                self._mine.pop(entry, None)
+        return left
 
     def _is_kept(self, group: FlatGroup) -> bool:
         """Whether somebody has views of its gradients."""
-        memory, mine = group.grad.untyped_storage()._cdata, [entry for entry in group.entries if entry in self._mine]
+        memory, mine = _memory(group.grad), [entry for entry in group.entries if entry in self._mine]
         own = [self.views[entry.number] for entry in group.entries] + [self._mine[entry][0] for entry in mine]
         with torch._C.DisableTorchFunctionSubclass():
             own += [segment.parameter.grad for segment in group.segments if segment.parameter.grad is not None]
-            there = [each.layout == torch.strided and each.untyped_storage()._cdata == memory for each in own]
+            there = [each.layout == torch.strided and _memory(each) == memory for each in own]
         if tensors_in(group.grad) > self._tensors[group] - len(group.entries) + sum(there):
             return True
         del own
@@ -265,11 +291,16 @@ class WholeReducer(Reducer):
 
     def make_way(self, group: FlatGroup, flats: list[nn.Parameter]) -> None:
         """See :meth:`Reducer.make_way`."""
-        replaced = group.lying_in(flats)
+        replaced = dict.fromkeys(group.lying_in(flats))
         self._make_room(group, replaced)
         self._leave(replaced)
+        if type(flats[0]) is nn.Parameter:  # the optimizer did so in its step, where nobody tells
+            for entry in replaced:
+                self._mine.pop(entry, None)
+                self._shown[entry] = None
+                entry.parameter.grad = self.views[entry.number]
 
-    def _leave(self, entries: list[Entry]) -> None:
+    def _leave(self, entries: Iterable[Entry]) -> None:
         """Give gradients that somebody keeps memory of their own: the next ones go where they are."""
         for entry in entries:
             if getrefcount(self.views[entry.number]) != self._references[entry.number] and not self.captured:
@@ -291,16 +322,6 @@ class WholeReducer(Reducer):
                 self.written[entry.number] = 1
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    find = WeakMethod(method)
-
-    def call(*args: object) -> None:
-        if (found := find()) is not None:
-            found(*args)
-
-    return call
-
-
 def _is_held(parameter: Tensor) -> bool:
     """Whether others than the caller have the gradient of ``parameter``, or a view of it."""
     return getrefcount(parameter.grad) > _references or tensors_in(parameter.grad) > 2  # one for who asks
@@ -313,7 +334,17 @@ def _references_alone() -> int:
     return getrefcount(grad)
 
 
+def _references_below() -> int:
+    view = torch.zeros(2).view(1, 2)
+    return getrefcount(view._base)
+
+
+_references_of_a_base = _references_below()  # that Python counts of what only a view of it has
 _references = _references_alone()  # that Python counts of a gradient which a parameter and one variable have
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:

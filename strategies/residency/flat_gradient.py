@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,9 @@ class FlatParameter(nn.Parameter):
 
     whose = ""  # of which parameters
     asked: Callable[[nn.Parameter], None] | None = None  # to be called, with this tensor, before somebody looks at its gradient
-    taken = False  # its gradient was cleared since it was shown
+    place = 0  # address of the gradient that was shown
+    taken = False  # it was cleared since, and not put back
+    had = False  # there was one when one was assigned last
     cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away, with this tensor
     assigned: Callable[[nn.Parameter], None] | None = None  # ... when another was put in its place
     written: Callable[[], None] | None = None  # ... when it was changed in place
@@ -123,7 +126,9 @@ class FlatParameter(nn.Parameter):
                 args[0].asked(args[0])
         if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
             clears = len(args) == 1 or args[1] is None
-            args[0].taken |= clears
+            with torch._C.DisableTorchFunctionSubclass():
+                args[0].had = args[0].grad is not None
+                args[0].taken = clears or (args[0].taken and args[1].data_ptr() != args[0].place)
             told = args[0].cleared if clears else args[0].assigned
             if told is not None:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -144,10 +149,23 @@ class CutParameter(FlatParameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Raise."""
         given = instances((args, kwargs), CutParameter)
+        if func == Tensor.__repr__:
+            return f"<a flat tensor{given[0].whose} that was cut>"
         raise ResidencyError(
             f"A flat tensor{given[0].whose} was kept, and is not in `optimizer.param_groups` any more: it was cut where "
             "parameters had no gradient. Read the param groups each time."
         )
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """``method`` as long as its object lives: torch keeps what tensors have where the garbage collector cannot look."""
+    find = WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (found := find()) is not None:
+            found(*args)
+
+    return call
 
 
 def unguarded(state: dict[str, Any]) -> dict[str, Any]:

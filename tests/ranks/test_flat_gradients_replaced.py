@@ -19,9 +19,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.unused, self.b = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.empty = nn.Parameter(torch.empty(0))
 
     def forward(self, x):
-        return self.b(self.a(x))
+        return self.b(self.a(x)) + self.empty.sum()
 
 
 class Training:
@@ -276,7 +277,163 @@ def clipped_while_held(t):
     return held
 
 
+def some_cleared_while_a_view_is_kept(t):
+    """The view of what is not cleared is the gradient, and that of what is cleared is not."""
+    view, other = t.net.b.weight.grad.view(-1), t.net.a.weight.grad.view(-1)
+    t.net.a.zero_grad()
+    t.backward()
+    view.add_(1)
+    nn.utils.clip_grad_norm_(t.net.parameters(), 0.5)
+    return torch.cat([view, other])
+
+
+def multiplied(t):
+    for p in t.groups:
+        p.grad *= 2
+    kept = t.net.a.weight.grad
+    for p in t.groups:
+        p.grad += 1
+    return kept
+
+
+def put_back(t):
+    kept = [(p, p.grad) for p in t.groups]
+    for p, _ in kept:
+        p.grad = None
+    assert t.net.a.weight.grad is None
+    for p, grad in kept:
+        p.grad = grad
+    t.backward()
+    return t.net.a.weight.grad.clone()
+
+
+def put_back_later(t):
+    kept = [(p, p.grad) for p in t.groups]
+    t.optimizer.zero_grad()
+    t.backward()
+    for p, grad in kept:
+        p.grad = grad
+    return t.net.a.weight.grad.clone()
+
+
+def changed_then_scaled(t):
+    """Whoever holds what was assigned may change it; then all are scaled."""
+    held = [(p, torch.ones_like(p)) for p in t.net.b.parameters()]
+    for p, grad in held:
+        p.grad = grad
+    held[0][1].add_(1)
+    for p in t.groups:
+        p.grad.mul_(3)
+    return held[0][1]
+
+
+def changed_then_replaced(t):
+    held = [(p, torch.ones_like(p)) for p in t.net.b.parameters()]
+    for p, grad in held:
+        p.grad = grad
+    held[0][1].add_(1)
+    for p in t.groups:
+        p.grad = torch.full_like(p, 5.0)
+    held[0][1].add_(1)
+    return held[0][1]
+
+
+def replaced_in_a_step(t):
+    """By the optimizer itself, of which a view is kept, and then it is read."""
+    view = t.net.b.weight.grad.view(-1)
+    original = t.optimizer._init_group
+
+    def init_group(group, *args):
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad = p.grad + 1
+        return original(group, *args)
+
+    t.optimizer._init_group = init_group
+    t.optimizer.step()
+    return torch.cat([view, t.net.b.weight.grad.flatten(), t.net.a.weight.grad.flatten()])
+
+
+def parameters_put_back(t):
+    kept = [p.grad for p in t.net.parameters()]
+    t.optimizer.zero_grad()
+    for p, grad in zip(t.net.parameters(), kept, strict=True):
+        p.grad = grad
+    kept[0].mul_(3)
+    t.backward()
+    return t.net.a.weight.grad.clone()
+
+
+def moved_after_it_was_replaced(t):
+    for p in t.groups:
+        p.grad = p.grad.clamp(-1, 1)
+    t.net.a.bias.grad.data = t.net.a.bias.grad.data * 2
+    return t.net.a.bias.grad
+
+
+def divided_twice(t):
+    """Nobody keeps anything."""
+    for _ in range(2):
+        t.backward()
+        for p in t.groups:
+            p.grad /= 3
+        t.optimizer.step()
+
+
+def centralized(t):
+    """A variable of the loop outlives it."""
+    for p in t.net.parameters():
+        if p.grad is not None:
+            g = p.grad.data
+            if g.dim() > 1:
+                p.grad = g - g.mean(1, keepdim=True)
+    return g
+
+
+def without_elements(t):
+    t.optimizer.zero_grad()
+    t.backward()
+    view = t.net.b.weight.grad.view(-1)
+    for p in t.groups:
+        p.grad = p.grad * 2
+    assert t.net.empty.grad is not None
+    for p in t.groups:
+        p.grad = None
+    assert t.net.empty.grad is None
+    return view
+
+
+def scaled_in_a_step(t):
+    """What the user has assigned and holds is what the optimizer scales."""
+    held = torch.ones(2, 3)
+    t.net.b.weight.grad = held
+    original = t.optimizer._init_group
+
+    def init_group(group, *args):
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        return original(group, *args)
+
+    t.optimizer._init_group = init_group
+    t.optimizer.step()
+    return torch.cat([held, t.net.b.weight.grad])
+
+
 PROGRAMS = [
+    scaled_in_a_step,
+    parameters_put_back,
+    moved_after_it_was_replaced,
+    divided_twice,
+    centralized,
+    without_elements,
+    some_cleared_while_a_view_is_kept,
+    multiplied,
+    put_back,
+    put_back_later,
+    changed_then_scaled,
+    changed_then_replaced,
+    replaced_in_a_step,
     assigned_then_looped,
     assigned_then_replaced,
     all_assigned_then_replaced,
@@ -318,13 +475,6 @@ def test_as_in_torch(program):
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
-def some_cleared_while_a_view_is_kept(t):
-    view = t.net.b.weight.grad.view(-1)
-    t.net.a.zero_grad()
-    t.optimizer.step()
-    return view
-
-
 def the_last_cleared(t):
     t.groups[-1].grad = None
     t.optimizer.step()
@@ -343,10 +493,9 @@ def a_list_of_before(t):
 
 
 REFUSED = {
-    some_cleared_while_a_view_is_kept: r"'a.weight' was cleared or replaced, and that of 'b.weight' not.*Keep copies",
-    the_last_cleared: r"'a.weight' to 'b.bias' were cleared, replaced or.*and others not.*Do it to all of a param group",
-    its_memory_replaced: r"`.data` of the flat gradients of parameters 'a.weight' to 'b.bias' cannot be set.*p.grad.copy_",
-    a_list_of_before: r"'a.weight' to 'b.bias' was kept, and is not in.*Read the param groups each time",
+    the_last_cleared: r"'empty' to 'b.bias' were cleared, replaced or.*and others not.*Do it to all of a param group",
+    its_memory_replaced: r"`.data` of the flat gradients of parameters 'empty' to 'b.bias' cannot be set.*p.grad.copy_",
+    a_list_of_before: r"'empty' to 'b.bias' was kept, and is not in.*Read the param groups each time",
 }
 
 
@@ -370,7 +519,7 @@ class Half(nn.Module):
 
 
 def lines_of_a_step(layers):
-    """That the package runs for the optimizer's step and `zero_grad`, on one rank."""
+    """That the package runs while gradients are replaced, for the optimizer's step and `zero_grad`, on one rank."""
     net = nn.Sequential(*[Half() for _ in range(layers)])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     engine = Zero3Engine(net, [optimizer], device=torch.device("cpu"), collectives=LocalCollectives())
@@ -387,6 +536,9 @@ def lines_of_a_step(layers):
         with engine.backward():
             loss.backward()
         sys.settrace(trace if step == 2 else None)
+        for p in optimizer.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad = p.grad * 2
         optimizer.step()
         optimizer.zero_grad()
         sys.settrace(None)
