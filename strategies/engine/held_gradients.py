@@ -108,7 +108,7 @@ class HeldGradients:
         """Somebody looks at gradients (that of ``entry``): store those that were changed without a word; local."""
         if self._watched:
             self._gradients.adopt_replaced()  # which is not to be overwritten
-            self._look_at(entry)
+        self._look_at(entry)
 
     def look_again(self, flat: Tensor) -> None:
         """Somebody asks for the gradient of ``flat``, to change it perhaps."""
