@@ -32,7 +32,7 @@ class _Recorded:
         self._started, self._recorder = started, recorder
 
     def wait(self) -> Any:
-        """See :meth:`Pending.wait`; the result lies in the same memory in each replay."""
+        """See :meth:`Work.wait`; the result lies in the same memory in each replay."""
         started = self._started
         return self._recorder.call(lambda: started.pop().wait(), [])
 

@@ -1,7 +1,7 @@
 """Finetune a model whose backbone is frozen at first, and average its weights: Lightning's own callbacks, on shards.
 
 python examples/finetune.py                       # 2 processes on the CPU
-python examples/finetune.py --strategy ddp        # the same numbers
+python examples/finetune.py --strategy ddp        # other numbers: ddp does not add up what is unfrozen later over its processes
 """
 
 import argparse

@@ -17,7 +17,7 @@ def by_category(engine: Zero3Engine, optimizers: Sequence[Optimizer], module: nn
     states = [v for o in optimizers for state in o.state.values() for v in state.values()]
     return {
         "parameters": sum(group.data.nbytes for group in engine.groups),
-        "gradients": sum(group.grad_nbytes for group in engine.groups),
+        "gradients": sum(group.allocated.nbytes for group in engine.groups if group.allocated is not None),
         "slots": engine.arena.memory.nbytes + engine.reducer.buffer.nbytes + engine.collectives.nbytes,
         "optimizer_state": sum(v.nbytes for v in states if isinstance(v, Tensor)),
         "buffers": sum(t.nbytes for b in module.buffers() for t in ((b._indices(), b._values()) if b.is_sparse else (b,))),
@@ -42,7 +42,7 @@ def by_unit(engine: Zero3Engine, optimizers: Sequence[Optimizer]) -> dict[str, i
 
 def _of_piece(group: FlatGroup, start: int, stop: int, states: dict[Tensor, dict[str, Any]]) -> int:
     """Elements [start, stop) of a flat group, with their gradients and state."""
-    total = (stop - start) * group.data.itemsize * (2 if group.grad_nbytes else 1)
+    total = (stop - start) * group.data.itemsize * (1 if group.allocated is None else 2)
     for segment in group.segments:
         common = min(stop, segment.stop) - max(start, segment.start)
         for value in states.get(segment.parameter, {}).values() if common > 0 else ():

@@ -99,7 +99,7 @@ def _require_own(optimizer: Optimizer, state: dict[str, Any]) -> None:
             f"This state of {name} is of the same shards, but parameters have been without a gradient since it was taken, and "
             f"{name} steps on those apart: it does not fit any more. Take `optimizer.state_dict()` after such a step. {_ANEW}"
         )
-    whose = "whole parameters" if found is None else f"rank {found['rank']}'s shards, or of other ones"
+    whose = "whole parameters, or of another optimizer" if found is None else f"rank {found['rank']}'s shards, or of other ones"
     raise ValueError(
         f"This state of {name} is of {whose}, and rank {mark['rank']} steps on shards of its own. What "
         f"`optimizer.state_dict()` returns is for the same rank of the same run. {_ANEW}"

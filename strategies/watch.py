@@ -6,7 +6,6 @@ which only writes its position to memory. Processes of one machine see each othe
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import sys
@@ -29,12 +28,12 @@ from torch.distributed import distributed_c10d
 from .collectives import DivergenceError, LocalCollectives, board, first_difference, group, pairwise, shared
 from .collectives.diary import LOOK_FOR
 from .device_waits import DeviceWaits
+from .frames import read_frames
 from .position import Activity, Neighbour, Place, Position, machine
 from .reports import BEAT_S, STOOD_STILL_S, Report, Reports, first_line
 from .symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, aligned
 
 _NOBODY = -1  # alone is behind it
-_LISTING = threading.Lock()
 _SAMPLES = 10  # of the training thread, for each beat
 _INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
 _OURS = os.path.dirname(__file__), os.path.join(os.path.dirname(os.path.dirname(__file__)), "callbacks")
@@ -194,7 +193,10 @@ class Watch:
 
     def _waits(self) -> tuple[str, str]:
         """Where the training thread waits for others, if it does, and the user's line it runs."""
-        frame, waits, code = self._frame(), "", ""
+        return read_frames(self._waits_in)
+
+    def _waits_in(self, frames: dict[int, FrameType]) -> tuple[str, str]:
+        frame, waits = frames.get(self._trained or 0), ""
         while frame is not None:
             file = frame.f_code.co_filename
             if file == distributed_c10d.__file__ or frame.f_code.co_name == "_meet":
@@ -202,23 +204,9 @@ class Watch:
             elif file in _DOORS and (not waits or frame.f_code.co_name == "agree"):
                 waits = ENGINE
             if not file.startswith(_NOT_USER_CODE) and not file.startswith("<"):
-                code = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-                break
+                return waits, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
-        return waits, code
-
-    def _frame(self) -> FrameType | None:
-        """What the training thread runs."""
-        # Where garbage is collected while frames are listed, CPython 3.11 may lock up for ever (python/cpython#106883).
-        with _LISTING:  # the reports' thread asks, too
-            collects = gc.isenabled()
-            if collects:
-                gc.disable()
-            try:
-                return sys._current_frames().get(self._trained or 0)
-            finally:
-                if collects:
-                    gc.enable()
+        return waits, ""
 
     def _beat(self) -> Beat:
         self._number += 1
@@ -335,9 +323,8 @@ class Watch:
     def _end_if_late(self) -> None:
         if time.monotonic() < self._deadline or self._stopping:
             return
-        frame = self._frame()
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        _say(f"Rank {self._rank} did not end by itself; its process is ended here:\n{stack}")
+        stack = read_frames(lambda frames: traceback.format_stack(frames[self._trained]) if self._trained in frames else [])
+        _say(f"Rank {self._rank} did not end by itself; its process is ended here:\n{''.join(stack)}")
         os._exit(1)
 
     def _message(self, verdict: dict[str, Any]) -> str:

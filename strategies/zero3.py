@@ -304,6 +304,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         trainer, module = self._trainer, self.lightning_module
         return (
             module.automatic_optimization
+            and not trainer.fit_loop._skip_backward  # in SWA's last epoch, which clears none
             and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
             and not any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks)
             and not any(is_overridden(hook, module) for hook in ("on_before_zero_grad", "optimizer_zero_grad"))

@@ -25,7 +25,7 @@ LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "lig
 # library. Modules of one row do not import each other.
 LAYERS = [
     # Integers and strings.
-    (["strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
+    (["strategies/frames", "strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
     (["strategies/symptoms"], NOTHING),
     (["strategies/reports"], TORCH),
     (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
@@ -39,7 +39,8 @@ LAYERS = [
     (["strategies/collectives/board"], NOTHING),
     (["strategies/collectives/diary", "strategies/collectives/wire"], TORCH),
     (["strategies/collectives/group"], TORCH),
-    (["strategies/collectives/hybrid", "strategies/collectives/pairwise", "strategies/collectives/timing"], TORCH),
+    (["strategies/collectives/compared", "strategies/collectives/hybrid", "strategies/collectives/pairwise"], TORCH),
+    (["strategies/collectives/timing"], TORCH),
     (["strategies/collectives/shared"], TORCH),
     (["strategies/collectives/door"], TORCH),
     (["strategies/collectives/__init__"], TORCH),
@@ -50,17 +51,16 @@ LAYERS = [
             "strategies/rollcall",
             "strategies/sessions",
             "strategies/engine/streams",
-            "strategies/engine/pages",
+            "strategies/engine/huge_pages",
             "strategies/engine/partition",
             "strategies/residency/resting",
         ],
         TORCH,
     ),
-    (["strategies/residency/numbers"], TORCH),
+    (["strategies/residency/flat_gradient", "strategies/residency/numbers"], TORCH),
     (
         [
             "strategies/rendezvous",
-            "strategies/residency/flat_gradient",
             "strategies/residency/in_use",
             "strategies/residency/past_python",
         ],
@@ -72,8 +72,8 @@ LAYERS = [
     (["strategies/engine/shards"], TORCH),
     (["strategies/engine/chunk"], TORCH),
     (["strategies/engine/unit"], TORCH),
-    (["strategies/engine/checked", "strategies/engine/reduce"], TORCH),
-    (["strategies/engine/whole"], TORCH),
+    (["strategies/engine/debug", "strategies/engine/reduce"], TORCH),
+    (["strategies/engine/one_rank"], TORCH),
     (
         [
             "strategies/engine/agreement",
@@ -83,9 +83,14 @@ LAYERS = [
         ],
         TORCH,
     ),
-    (["strategies/engine/gradients", "strategies/engine/saved"], TORCH),
+    (["strategies/engine/gradients", "strategies/engine/saved_tensors"], TORCH),
     (
-        ["strategies/engine/held_gradients", "strategies/engine/joint", "strategies/engine/kept", "strategies/engine/runs"],
+        [
+            "strategies/engine/held_gradients",
+            "strategies/engine/joint_steps",
+            "strategies/engine/kept_views",
+            "strategies/engine/runs",
+        ],
         TORCH,
     ),
     (["strategies/engine/access"], TORCH),

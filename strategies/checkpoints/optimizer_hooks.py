@@ -8,6 +8,11 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
+NO_STATES = (
+    "it has no optimizer states: those of the last `fit` are gone, as they are when a `validate`, `test` or `predict` begins, "
+    "or spawned processes have ended, so no `fit` can go on from this file. Save before that, or, where weights are all you "
+    "want, with `weights_only=True`."
+)
 _TOLD: WeakSet[type[Optimizer]] = WeakSet()
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import sys
@@ -26,6 +27,7 @@ from .errors import CheckpointError
 from .manifest import MANIFEST, Manifest
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
+_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}  # other errors: this file system, or this kind of file, has no fsync
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
@@ -189,10 +191,17 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make the names in a folder, or the bytes of a file, last through a power cut."""
-    with suppress(OSError):  # not every file system can
+    """Make the names in a folder, or the bytes of a file, last through a power cut, where the file system can.
+
+    Raises:
+        OSError: it could not write them.
+    """
+    try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno in _NOT_WRITTEN:
+            raise

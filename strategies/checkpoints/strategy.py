@@ -29,7 +29,7 @@ from .errors import CheckpointError, together
 from .gather import gather_on_rank_zero
 from .gradients import load_gradients, sliced_gradients
 from .model_state import load_module, load_state_dict, own_values, sliced_state_dict
-from .optimizer_hooks import finish_loading, remarks_on_methods, require_as_many
+from .optimizer_hooks import NO_STATES, finish_loading, remarks_on_methods, require_as_many
 from .optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
 from .options import CheckpointOptions
 from .slices import Flats
@@ -132,6 +132,8 @@ class CheckpointStrategy(ProcessStrategy):
         self._begin(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
         if "optimizer_states" in checkpoint:
+            if not checkpoint["optimizer_states"] and self._trainer.global_step:
+                rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
             self._save_gradients(checkpoint)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
@@ -183,10 +185,7 @@ class CheckpointStrategy(ProcessStrategy):
 
         self.finish_saving()
         prepared = prepare(checkpoint, Path(path))
-        if self._background is None:
-            save(prepared)
-        else:
-            self._background.start(prepared)
+        (save if self._background is None else self._background.start)(prepared)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background; collective.

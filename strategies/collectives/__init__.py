@@ -8,6 +8,7 @@ board                 memory of one machine in which each rank posts the exchang
 ====================  ==================================================================================================
 """
 
+from .compared import ComparedCollectives
 from .diary import (
     ASSIGNED,
     CLEARED,
@@ -23,7 +24,7 @@ from .diary import (
     require_same_values,
 )
 from .door import make_collectives, make_hybrid_collectives
-from .group import GroupCollectives, LocalCollectives, Pending
+from .group import GroupCollectives, LocalCollectives, Pending, Work
 from .pairwise import PairwiseCollectives
 from .shared import SharedMemoryCollectives
 from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
@@ -36,6 +37,7 @@ __all__ = [
     "ROOM",
     "CallTimer",
     "CollectiveTimer",
+    "ComparedCollectives",
     "Diary",
     "DivergenceError",
     "GroupCollectives",
@@ -46,6 +48,7 @@ __all__ = [
     "Pending",
     "Setting",
     "SharedMemoryCollectives",
+    "Work",
     "checksum",
     "digest",
     "first_difference",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .compared import ComparedCollectives
 from .group import GroupCollectives, LocalCollectives
 from .hybrid import HybridCollectives
 from .pairwise import PairwiseCollectives
@@ -24,7 +25,9 @@ def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> L
     backend = dist.get_backend(group)
     if backend == "gloo" and device.type == "cpu":
         return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)
-    return GroupCollectives(group, group if backend in ("gloo", "fake") else _of_hosts(group, device))
+    if backend == "gloo":
+        return ComparedCollectives(group)
+    return GroupCollectives(group, group if backend == "fake" else _of_hosts(group, device))
 
 
 @lru_cache(maxsize=1)  # a process may fit, validate and test many times
@@ -60,5 +63,5 @@ def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalColle
     mesh = _mesh(dist.group.WORLD, device.type, shard_size)
     group = mesh.get_group("shard")
     # All agreement is among everyone, so the shards of NCCL need no group on the host.
-    shards = make_collectives(group, device) if isinstance(everyone, PairwiseCollectives) else GroupCollectives(group)
+    shards = GroupCollectives(group) if type(everyone) is GroupCollectives else make_collectives(group, device)
     return HybridCollectives(shards, everyone, mesh.get_group("replica"))

@@ -5,14 +5,15 @@ Tests substitute the object to count, delay or break a collective.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from .diary import Diary, Meeting
+from .diary import LOOK_FOR, Diary, DivergenceError, Meeting
 from .wire import narrow
 
 # The process group's own methods, under their names before and since torch 2.13: the functions of torch.distributed around
@@ -24,18 +25,39 @@ _GATHER_OPTIONS, _REDUCE_OPTIONS = AllgatherOptions(), ReduceScatterOptions()  #
 _GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = False  # on the current stream
 
 
-class Pending:
-    """A collective in flight. ``wait()`` returns its result and is called once."""
+class Work(Protocol):
+    """A collective in flight: one of these, or of ``torch.distributed``."""
 
-    def __init__(self, result: Tensor, works: list[Any] | None = None) -> None:
+    def wait(self) -> Any:
+        """Block the host (CPU) or the current stream (CUDA) until it is over, and return its result; called once."""
+
+
+class Pending(Work):
+    """Has its result from the start, and waits for ``works``."""
+
+    def __init__(self, result: Tensor, works: Sequence[Work] = ()) -> None:
         self._result = result
-        self._works = works or []
+        self._works = works
 
     def wait(self) -> Tensor:
-        """Block the host (CPU) or the current stream (CUDA) until the result is there."""
+        """See :meth:`Work.wait`."""
         for work in self._works:
             work.wait()
         return self._result
+
+
+class _Shard(tuple[Tensor, Work]):
+    """As :class:`Pending`, of one work. A tuple, because that is made without a Python call, in each reduction."""
+
+    __slots__ = ()
+
+    def wait(self) -> Tensor:
+        """See :meth:`Work.wait`."""
+        self[1].wait()
+        return self[0]
+
+
+_OVER = Pending(torch.empty(0))
 
 
 class LocalCollectives:
@@ -65,11 +87,14 @@ class LocalCollectives:
     def meet(self, meeting: Meeting) -> None:
         """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can be told."""
 
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
-        """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at ``[r * shard, (r + 1) * shard)``."""
-        return Pending(buffer)
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
+        """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at ``[r * shard, (r + 1) * shard)``.
 
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+        What ``wait()`` returns means nothing.
+        """
+        return _OVER
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """Sum ``buffer`` [world_size * shard] over ranks; the result is this rank's shard [shard] of the sum.
 
         The result may be part of ``buffer``, which is overwritten.
@@ -80,11 +105,11 @@ class LocalCollectives:
         """Memory [nbytes, uint8] that :meth:`all_gather` and :meth:`reduce_scatter` are fastest in; collective."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what rank r sends here."""
         return Pending(arriving.copy_(sent))
 
-    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Work:
         """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``; ``room`` as in :func:`narrow`."""
         return _RoundedSum(self, buffer, dtype, room, label)
 
@@ -119,7 +144,7 @@ class _RoundedSum(Pending):
         self._world_size = door.world_size
 
     def wait(self) -> Tensor:
-        """See :meth:`~.group.Pending.wait`."""
+        """See :meth:`Work.wait`."""
         first, *others = self._exchange.wait().view(self._world_size, -1)
         self._result.copy_(first)
         for summand in others:
@@ -139,14 +164,14 @@ class GroupCollectives(LocalCollectives):
         self.rank = self.global_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
         self.diary.progress[1] += 1
         self.diary.trace.append(label)
         work = _all_gather(self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS)
-        return Pending(buffer, [work] if work is not None else None)
+        return _OVER if work is None else work
 
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
         self.diary.progress[1] += 1
         self.diary.trace.append(label)
@@ -154,9 +179,9 @@ class GroupCollectives(LocalCollectives):
         if buffer.is_complex():  # NCCL knows no complex numbers
             own, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
         work = _reduce_scatter(self._group, own, buffer, _REDUCE_OPTIONS)
-        return Pending(shard, [work] if work is not None else None)
+        return _Shard((shard, _OVER if work is None else work))
 
-    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
         self.diary.progress[1] += 1
         self.diary.trace.append(label)
@@ -173,6 +198,16 @@ class GroupCollectives(LocalCollectives):
     def meet(self, meeting: Meeting) -> None:
         """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
         self.diary.trace.append(meeting)
+
+    def require_same_label(self, label: int, rank: int, other: int) -> None:
+        """Raise if ``rank`` exchanges ``other`` and not ``label``."""
+        if other != label:
+            names = dist.get_process_group_ranks(self._group)
+            here, there = names[self.rank], names[rank]
+            raise DivergenceError(
+                f"The ranks run different things: rank {here} is about to {self.diary.describe(label)}, rank {there} to "
+                f"{self.diary.describe(other)}. {LOOK_FOR}"
+            )
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""

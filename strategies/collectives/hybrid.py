@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import LocalCollectives, Pending
+from .group import LocalCollectives, Pending, Work
 
 
 class HybridCollectives(LocalCollectives):
@@ -38,11 +38,11 @@ class HybridCollectives(LocalCollectives):
         """See :class:`LocalCollectives`."""
         return self._shards.nbytes + self._everyone.nbytes
 
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
         return _OverReplicas(self._shards.reduce_scatter(buffer, label), self._replicas)
 
-    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter_in`; between replicas fp32 travels."""
         return _OverReplicas(self._shards.reduce_scatter_in(dtype, buffer, room, label), self._replicas)
 
@@ -50,12 +50,12 @@ class HybridCollectives(LocalCollectives):
 class _OverReplicas(Pending):
     """The sum of a shard over replicas follows the sum inside each."""
 
-    def __init__(self, inside: Pending, replicas: dist.ProcessGroup) -> None:
+    def __init__(self, inside: Work, replicas: dist.ProcessGroup) -> None:
         super().__init__(torch.empty(0))
         self._inside, self._replicas = inside, replicas
 
     def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
+        """See :meth:`Work.wait`."""
         total = self._inside.wait()
         dist.all_reduce(total, group=self._replicas)
         return total

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .diary import LOOK_FOR, DivergenceError, Meeting
-from .group import GroupCollectives, Pending
+from .diary import Meeting
+from .group import GroupCollectives, Pending, Work
 
 # Bound here, so that nobody who watches the group's methods is asked in each exchange.
 _send, _recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
@@ -35,7 +35,6 @@ class PairwiseCollectives(GroupCollectives):
         self._spare: list[Tensor] = []  # for labels to arrive in
         self._votes: dict[int, Tensor] = {}  # number of values -> [world_size, numel]
         self._others = [r for r in range(self.world_size) if r != self.rank]
-        self._names = dist.get_process_group_ranks(group)
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._staged = 0  # bytes of it taken by sums in flight
         self._in_flight = 0
@@ -45,12 +44,12 @@ class PairwiseCollectives(GroupCollectives):
         """See :meth:`LocalCollectives.nbytes`."""
         return self._staging.nbytes
 
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
         shards = buffer.view(self.world_size, -1)
         return Pending(buffer, self._trade(label, self._GATHER, shards, [shards[self.rank]] * self.world_size))
 
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
         self.diary.progress[1] += 1
         tag = self._REDUCE + self._TAGS * label
@@ -60,7 +59,7 @@ class PairwiseCollectives(GroupCollectives):
         works += [_send(self._group, [shards[r]], r, tag) for r in self._others]
         return _OrderedSum(self, tag, shards, staging, works)
 
-    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
         parts, rows = sent.view(self.world_size, -1), arriving.view(self.world_size, -1)
         works = self._trade(label, self._REDUCE, rows, parts)
@@ -88,15 +87,6 @@ class PairwiseCollectives(GroupCollectives):
         works = [_recv(self._control, [t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
         works += [_send(self._control, [mine], r, self._LABEL) for r in self._others]
         return _SameLabel(self, label, theirs, works)
-
-    def require_same_label(self, label: int, rank: int, other: int) -> None:
-        """Raise if ``rank`` exchanges ``other`` and not ``label``."""
-        if other != label:
-            here, there = self._names[self.rank], self._names[rank]
-            raise DivergenceError(
-                f"The ranks run different things: rank {here} is about to {self.diary.describe(label)}, rank {there} to "
-                f"{self.diary.describe(other)}. {LOOK_FOR}"
-            )
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
@@ -150,7 +140,7 @@ class _OrderedSum(Pending):
         self._arriving = [(_recv(door._group, [staging[k]], r, tag), staging[k]) for k, r in enumerate(door._others[:2])]
 
     def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
+        """See :meth:`Work.wait`."""
         self._works[0].wait()
         total, k = None, 0
         for source in range(self._door.world_size):

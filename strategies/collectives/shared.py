@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .board import BOARD_BYTES, Board
 from .diary import Meeting
-from .group import Pending
+from .group import Pending, Work
 from .pairwise import PairwiseCollectives
 
 _BALLOT_BYTES = 1 << 16  # for agreements
@@ -75,7 +75,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         for exchange in tuple(self.unread):
             exchange.read()
 
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Pending:
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
         everyones = self._everyones(buffer)
         if everyones is None:
@@ -83,7 +83,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self.diary.progress[1] += 1
         return _Gather(self, label, buffer, everyones)
 
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
         everyones = self._everyones(buffer)
         if everyones is None:
@@ -92,7 +92,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         mine = [shards[self.rank] for shards in everyones]
         return _Sum(self, label, mine[self.rank], mine)
 
-    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Pending:
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
         everyones = self._everyones(sent)
         if everyones is None:
@@ -165,7 +165,7 @@ class _Gather(_Exchange):
             self._door.unread.remove(self)
 
     def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
+        """See :meth:`Work.wait`."""
         for rank in tuple(self._unread):
             self._expect(rank)
         if self._unread:
@@ -193,7 +193,7 @@ class _Taking(_Exchange):
             self._door.board.finish(self._number)
 
     def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
+        """See :meth:`Work.wait`."""
         door = self._door
         for rank in door.others:
             self._expect(rank)
@@ -226,7 +226,7 @@ class _Maximum(_Exchange):
     """Of votes, element by element."""
 
     def wait(self) -> Tensor:
-        """See :meth:`Pending.wait`."""
+        """See :meth:`Work.wait`."""
         for rank in self._door.others:
             self._expect(rank)
             torch.maximum(self._result, self._parts[rank][: self._result.numel()], out=self._result)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from .group import LocalCollectives, Pending
+from .group import LocalCollectives
 
 
 class HostClock:
@@ -87,8 +88,8 @@ class CallTimer:
                 self._spans.append((begun, self._clock.mark()))
                 if len(self._spans) > 1000:  # nobody asks
                     self.seconds()
-            if self._on_host and isinstance(result, Pending):
-                result.wait = self.timed(result.wait)  # type: ignore[method-assign]
+            if self._on_host and hasattr(result, "wait"):
+                return SimpleNamespace(wait=self.timed(result.wait))
             return result
 
         return timed

@@ -82,7 +82,7 @@ def _agreed_feed(
 def _warn_of_whole_reads(data: str, world_size: int) -> None:
     warnings.warn(
         f'{data}: every rank reads the whole stream and keeps one of {world_size} batches (streams="cut"). If the'
-        ' dataset shards itself by rank already, choose streams="own", or samples are lost.',
+        ' dataset shards itself by rank already, choose `Zero3Strategy(data=DataOptions(streams="own"))`, or samples are lost.',
         stacklevel=3,
     )
 

@@ -15,10 +15,10 @@ resting               the state of a parameter outside its unit's use
 visit                 a unit's turn in backward
 ====================  ==================================================================================================
 
-Read layout, partition, shards, chunk and unit for what there is; engine, hooks, runs, saved, backward, reduce and gradients for
-what happens in a step; access for what is read and written outside of a unit's use. The others can wait: build (set-up),
-buffers, held_gradients, kept (views of weights that outlive their use), agreement (what the ranks compare), joint (steps that
-some ranks do not run), whole (a single rank), checked (debug), and the small ones: order, streams, structure.
+Read layout, partition, shards, chunk and unit for what there is; engine, hooks, runs, saved_tensors, backward, reduce and
+gradients for what happens in a step; access for what is read and written outside of a unit's use. The others can wait: build
+(set-up), buffers, held_gradients, kept_views (that outlive their weights' use), agreement (what the ranks compare), joint_steps
+(that some ranks do not run), one_rank, debug, and the small ones: clearing, huge_pages, order, segments, streams, structure.
 """
 
 from ..residency import ResidencyError, is_sharded

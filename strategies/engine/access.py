@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from .agreement import compare_notes
 from .clearing import clearing
 from .gradients import Gradients
 from .held_gradients import Held, HeldGradients
-from .shards import Entry
+from .shards import Entry, FlatGroup
 from .unit import Unit
 
 
@@ -39,14 +40,26 @@ class Access:
         self._weights_changed, self.retire = weights_changed, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self.held = HeldGradients(gradients, collectives)
-        groups = dict.fromkeys(group for unit in units for group in unit.groups if not unit.whole)
-        for flat in (flat for group in groups for flat in group.parameters):
-            flat.asked = weakly(self.held.look_again)
+        for group in dict.fromkeys(group for unit in units for group in unit.groups):
+            for flat in group.parameters:
+                flat.writing = partial(weakly(self._before_writing), group)
+                if not units[0].whole:
+                    flat.asked = weakly(self.held.look_again)
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
             with torch._C.DisableTorchFunctionSubclass():
                 set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
+
+    def _before_writing(self, group: FlatGroup) -> None:
+        """Users write to flat values of ``group``, perhaps where they have seen a gradient."""
+        for entry in self._gradients.uncut:
+            if entry.group is group and group.shows_gradients and not self._gradients.has_gradient(entry):
+                raise ResidencyError(
+                    f"Values in `optimizer.param_groups` were changed while parameter {entry.name!r} has no gradient and "
+                    "others have one: they lie in one flat tensor, which has one. Step the optimizer, or change the module's "
+                    "parameters in `with strategy.gathered(module, modify=True):`."
+                )
 
     def compare_notes(self) -> None:
         """See :meth:`~.residency.home.Home.compare_notes`."""
@@ -74,11 +87,8 @@ class Access:
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.residency.home.Home.write`."""
         entry = self._entries[id(parameter)]
-        unit = self._units[entry.unit]
         value = value.detach().broadcast_to(entry.size)
-        if not unit.whole:  # else there are no other ranks
-            stored = value.to(entry.group.data.device, entry.dtype)
-            self._collectives.diary.wrote(entry.name, stored, self.in_step)
+        self._collectives.diary.wrote(entry.name, value.to(entry.group.data.device, entry.dtype), self.in_step)
         entry.store(value, entry.group.data)
         self._weights_changed([entry])
 
@@ -109,6 +119,8 @@ class Access:
         if entry.trained:  # no optimizer would read another one's
             with apart():
                 self._gradients.settle(entry.name)
+                if not self.held.is_shown(entry, grad):  # as after `parameter.grad *= 2`
+                    self._gradients.reducer.retire(entry)
                 self._gradients.assign(entry, grad)
             entry.assigned += 1
             if grad is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,16 +10,17 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from ..frames import read_frames
 from ..residency.home import ResidencyError
 from ..residency.resting import get_grad, set_grad
 from .access import Access
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
-from .joint import JointSteps
+from .joint_steps import JointSteps
 from .order import BackwardSchedule
 from .runs import WAITING, Run, current_run, watch_runs
-from .saved import SavedTensors
+from .saved_tensors import SavedTensors
 from .unit import Unit
 
 
@@ -121,8 +121,8 @@ class Backward:
                 WAITING.remove(self.told)
 
     def before_run(self, run: Run) -> None:
-        """See :class:`~.runs.Runner`. Those of other threads join with their first gradient, if that is one of ours."""
-        if get_ident() != self.thread and self.thread not in sys._current_frames():
+        """``run`` begins. Those of other threads join with their first gradient, if that is one of ours."""
+        if get_ident() != self.thread and read_frames(lambda frames: self.thread not in frames):
             self.thread = get_ident()  # that one has ended
         if self.active or self._run is not None or get_ident() != self.thread:
             return  # who has begun a pass ends it
@@ -135,7 +135,7 @@ class Backward:
         run.runners.append(self)
 
     def after_run(self) -> None:
-        """See :class:`~.runs.Runner`."""
+        """The run that it has joined is over."""
         if self.active or (self.opened and self._accumulates):
             self.end()
         else:
@@ -143,7 +143,7 @@ class Backward:
         self._run = None
 
     def fail_run(self, run: Run) -> None:
-        """See :class:`~.runs.Runner`."""
+        """An exception has ended ``run``, which it may not have joined."""
         joined = self._run is run
         if not joined and (self._run is not None or get_ident() != self.thread):
             return  # another thread's, of other parameters
@@ -196,7 +196,7 @@ class Backward:
             self.begin()
         # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
         # gathers the one after it ahead.
-        while self.schedule.pending(unit.index):
+        while self.schedule.left[unit.index]:
             passed = self.schedule.advance()
             self._visit(self._units[passed])
             if passed == unit.index:
@@ -205,20 +205,16 @@ class Backward:
 
     def recompute(self, unit: Unit) -> None:
         """A checkpoint runs ``unit`` again: what it saves must stay until the backward that reads it is over."""
-        if unit.gather():
-            unit.use()
+        if unit.use():
             self._recomputed.append(unit)
 
     def _visit(self, unit: Unit) -> None:
         if unit is self._current:
             return
         self._leave()
-        self._current, self._holds = unit, unit.gather()
-        if self._holds:
-            unit.use()
-        following = self.schedule.upcoming()
-        if following is not None:
-            self._units[following].gather(ahead=True)
+        self._current, self._holds = unit, unit.use()
+        if self.schedule.coming:
+            self._units[self.schedule.coming[-1]].gather(ahead=True)
 
     def _leave(self) -> None:
         unit, self._current = self._current, None
@@ -229,7 +225,7 @@ class Backward:
         if self._recomputed:
             self._drop_recomputed([unit])  # another's may still come, and by a way that nobody announces
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
-        if unit.trained and not unit.nested and not self.schedule.pending(unit.index):
+        if unit.trained and not unit.nested and not self.schedule.left[unit.index]:
             self.added |= self._accumulates
             self._reducer.reduce(unit)
 
@@ -251,7 +247,7 @@ class Backward:
 
         Other ranks may need units that the loss of this one does not depend on (or none at all).
         """
-        while self.schedule.upcoming() is not None:
+        while self.schedule.coming:
             self._visit(self._units[self.schedule.advance()])
         self._leave()
         self._drop_recomputed(self._units)

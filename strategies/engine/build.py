@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from ..collectives import LocalCollectives
 from ..residency.flat_gradient import FlatParameter
 from ..residency.home import about, home_of, is_sharded, unsettle
-from .checked import CheckedUnit
 from .chunk import Chunk
+from .debug import CheckedUnit
 from .layout import ChunkLayout
+from .one_rank import WholeUnit
 from .partition import UnitModules
 from .shards import Entry, FlatGroup, GroupKey
 from .unit import Unit
-from .whole import WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 
@@ -61,7 +61,7 @@ def build_units(
     slot_dtype: SlotDtype,
     wire_dtype: SlotDtype,
     collectives: LocalCollectives,
-    debug: bool = False,
+    debug: bool,
 ) -> tuple[list[Unit], list[FlatGroup]]:
     """Lay every unit out; nothing is allocated yet."""
     groups: dict[GroupKey, FlatGroup] = {}

@@ -21,11 +21,6 @@ class OwnedPiece:
     place: slice  # in the flat tensor
     window: int = 0  # in which its gradient was last written, see FlatGroup; 0: never
 
-    def is_first_in_window(self) -> bool:
-        """Whether its gradient is still that of an earlier window; asked once, before it is written."""
-        earlier, self.window = self.window, self.group.window
-        return earlier != self.window
-
 
 class Chunk:
     """See the module's docstring."""

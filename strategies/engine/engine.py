@@ -26,19 +26,19 @@ from .buffers import Buffers
 from .build import SlotDtype, build_units, check_memory, check_same_structure, fill_shards, optimizer_groups
 from .gradients import Gradients
 from .hooks import copy_views, install, transform, watch_outputs
-from .joint import JointSteps
-from .kept import copy_to_read, note, note_kept
+from .joint_steps import JointSteps
+from .kept_views import copy_to_read, note, note_kept
 from .layout import ArenaLayout
+from .one_rank import WholeReducer
 from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
 from .runs import ignore_runs
-from .saved import WATCHING, SavedTensors
+from .saved_tensors import WATCHING, SavedTensors
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
 from .unit import Arena, Unit
-from .whole import WholeReducer
 
 
 class Zero3Engine:
@@ -57,7 +57,7 @@ class Zero3Engine:
         slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by default.
         wire_dtype: dtype in which a parameter travels to an fp32 slot, from its name and itself; fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
-        debug: poison given-up slots and look for lost writes; all slots then have memory of their own. See :mod:`~.checked`.
+        debug: poison given-up slots and look for lost writes; all slots then have memory of their own. See :mod:`~.debug`.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on every rank.
 
     Raises:
@@ -118,7 +118,7 @@ class Zero3Engine:
         for unit, region in zip(self.units, layout.regions, strict=True):
             unit.connect(self.collectives, gather, self.arena, region)
         if whole:
-            self.reducer: Reducer = WholeReducer(self.units)
+            self.reducer: Reducer = WholeReducer(self.units, self.collectives)
         else:
             self.reducer = Reducer(self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype)
             for unit in self.units:
@@ -181,7 +181,7 @@ class Zero3Engine:
             if gradients_over:
                 self.gradients.take_away()
                 self.access.held.keep()  # lets go of them
-            if self._root is not None and self._root.gather():
+            if self._root is not None:
                 self._root.use()
             with self._saved.watch():
                 yield
@@ -289,6 +289,8 @@ class Zero3Engine:
         self._stepping = None
         self.guard(optimizer, True)
         self.access.held.follow_all()  # it may have scaled gradients
+        for group in self._groups_of(optimizer):
+            group.version = group.public._version
         self._adopt_flat_values(self.stepped_by(optimizer))
 
     def hand_over(self, optimizer: Optimizer) -> None:
@@ -299,6 +301,7 @@ class Zero3Engine:
 
     def guard(self, optimizer: Optimizer, guarded: bool) -> None:
         """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps, which may be compiled."""
+        self.reducer.apart.clear()
         for group in self._groups_of(optimizer):
             group.guard(guarded, self.gradients.make_way)
 
@@ -329,7 +332,7 @@ class Zero3Engine:
         found = dict.fromkeys(changed)
         for group in self.groups:
             if group.version != group.public._version:
-                group.version = group.public._version
+                group.adopt_values()
                 found.update(dict.fromkeys(group.entries))
         if found:
             self.weights_changed(found)
@@ -363,9 +366,8 @@ class Zero3Engine:
         if self.collectives.diary.stored and not (self.access.in_step or unit.lent):
             with apart():  # where no rank but this one has stored anything, the next exchange of the others tells
                 compare_notes(self.collectives)
-        if not unit.gather():
+        if not unit.use():
             return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
-        unit.use()
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)

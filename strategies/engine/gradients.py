@@ -32,11 +32,11 @@ class Gradients:
         self.arrived = bytearray(self.used)  # of each: in the backward that runs
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
+        self.uncut: dict[Entry, None] = {}  # may have none, and lie in a flat tensor that shows those of others in there
         self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
         self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
         self._unread = False  # they were gathered for a `zero_grad`, which looks at no values
-        self._when_held: dict[FlatGroup, int] = {}  # `written_by_others` when gradients were held
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
@@ -49,7 +49,7 @@ class Gradients:
         muted, shown = frozenset[int](), []
         self.arrived[:] = bytes(len(self.arrived))
         for group in self._groups:
-            if self.reducer.held and group.shows_gradients and self._when_held[group] != group.written_by_others:
+            if self.reducer.held and group.shows_gradients:
                 self.reducer.drop_zeroed(group)
             shown.append(not group.begin_window(self.make_way))
             if not shown[-1]:
@@ -160,9 +160,8 @@ class Gradients:
                 del self._sums[entry]  # cleared since
         found = [entry for entry in by_number if entry in self._sums and entry.group in groups]
         totals = torch.stack([self._sums[entry][1] for entry in found]).tolist() if found else []
-        names = [f"{ASSIGNED}{entry.name!r}" for entry in found]
-        groups_of = [entry.group.key.group or 0 for entry in found]
-        return [(optimizer, g, name, total) for g, name, total in zip(groups_of, names, totals, strict=True)]
+        named = [(e.group.key.group or 0, f"{ASSIGNED}{e.name!r}") for e in found]
+        return [(optimizer, *name, total) for name, total in zip(named, totals, strict=True)]
 
     def _look_for_zeros(self, group: FlatGroup) -> None:
         """Gradients that were incomplete are cleared by `zero_grad(set_to_none=False)`, too."""
@@ -228,6 +227,7 @@ class Gradients:
         self.require_not_arrived(entry)
         if not (to_none or self.announced):
             return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
+        self.reducer.retire(entry)
         self.assign(entry, None)
         entry.assigned += 1
         return None
@@ -294,15 +294,13 @@ class Gradients:
         """
         self.adopt_replaced()
         changed = self.reducer.changed()  # on one rank, where parameters are ordinary
-        for entry, grad in changed:
-            if grad is None:
-                self.mark_gradient(entry, False)  # all of them before any is written: a group may have none left
+        for entry in [entry for entry, grad in changed if grad is None]:
+            self.mark_gradient(entry, False)  # all of them before any is written: a group may have none left
         for entry, grad in changed:
             self.assign(entry, grad)
         # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know their parts.
         now = [group for group in dict.fromkeys(self._assigned) if not group.switched_off]
         if self.reducer.looked_at:  # later: it would cut the list of flat tensors, which the user goes through now
-            self.reducer.uncut = frozenset(group for group in now if group.shows_without(self._shown))
             return changed
         self._assigned = [group for group in self._assigned if group not in now]
         for group in now:
@@ -311,37 +309,36 @@ class Gradients:
                 with group.written_by_engine():
                     for start, stop in unused:
                         group.grad[start:stop].zero_()  # what was done to a flat gradient before it is cut was done to these
+                if not all(self._shown[group.numbers]):  # alike on all ranks, which `unused` is not
+                    self.reducer.outdate(group, "parameters in it had no gradient")
                 group.bind(unused)
-        self.reducer.uncut = frozenset()
+        self.uncut = {entry: None for entry in self.uncut if entry.group in self._assigned}
         return changed
 
     def adopt_replaced(self) -> None:
-        """Gradients that were put in the place of the flat ones are the flat ones from here on."""
+        """Gradients that an optimizer, in its step, has put in the place of the flat ones are these from here on."""
         for group in self._groups:
             group.adopt(self.make_way)
-        self.reducer.adopted()
 
     def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
-        """Gradients in ``segments`` of ``group`` have been put in the place of others, or of none, and are written next."""
-        replaced = [segment.parameter for segment in segments]
-        new = [segment.parameter for segment in segments if not segment.shown or segment.parameter.taken]
-        had = sum(segment.shown and not segment.parameter.taken for segment in group.segments)
-        in_part = len(segments) < had or (new and len(segments) < len(group.segments))
-        if not self.reducer.whole and (in_part or (new and had)):
-            raise group.not_alike()
-        if not had:
+        """An optimizer has put gradients in ``segments`` of ``group`` in the place of others, or of none; they come next."""
+        new = [segment.parameter for segment in segments if not segment.shown]
+        if not (had := sum(segment.shown for segment in group.segments)):
             self._begin_anew(group)
-        self.reducer.make_way(group, replaced)
-        for entry in group.lying_in(replaced) if self.reducer.whole else group.entries:
+        if not self.reducer.whole and (len(segments) != (had or len(group.segments)) or (new and had)):
+            raise group.not_alike()
+        for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
+            self.used[entry.number] = self._shown[entry.number] = True
+        lying = group.lying_in(segment.parameter for segment in segments) if self.reducer.whole else group.entries
+        self.reducer.make_way(group, replaced := [entry for entry in lying if self._shown[entry.number]])
+        for entry in replaced:
             entry.assigned += 1  # what users hold of the gradient before stays that
             group.incomplete.discard(entry)
-        for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
-            present = not self.reducer.whole or entry.parameter.grad is not None
-            self.used[entry.number] = self._shown[entry.number] = present
 
     def _begin_anew(self, group: FlatGroup) -> None:
         """The user gives ``group`` gradients, which were cleared."""
         group.begun += 1
+        group.over = []
         group.incomplete.clear()
         self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
 
@@ -359,7 +356,7 @@ class Gradients:
                 group.bind([] if all(flags) else group.ranges_without(used))
             else:
                 group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
-        self._when_held = {group: group.written_by_others for group in self._groups} if self.reducer.held else {}
+        self.reducer.note_held(self._groups)
 
     def has_gradient(self, entry: Entry) -> bool:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
@@ -384,16 +381,20 @@ class Gradients:
         if not group.shows_gradients:
             if not present:
                 return
+            group.over += [] if self.reducer.whole else [f"the gradient of parameter {entry.name!r} was assigned since"]
             self._begin_anew(group)
             group.clear()
             self.reducer.begin_window(group)
             group.grad.zero_()
-            group.segments[-1].show(group.grad)
+            group.segments[-1].show(group.grad, group.over)
+            self.uncut |= dict.fromkeys(group.entries)
         if present and entry.part is not None:
             group.show(entry.part.start, entry.part.stop)  # `zero_grad(set_to_none=False)` looks for it there
         self.used[entry.number] = self._shown[entry.number] = present
         group.incomplete.discard(entry)
         if any(self._shown[group.numbers]):
             self._assigned.append(group)
+            if not present:
+                self.uncut[entry] = None
         else:
             group.clear()

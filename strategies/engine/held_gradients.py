@@ -18,10 +18,11 @@ from ..residency.given_out import same_bits
 from ..residency.home import ResidencyError
 from ..residency.refused_graph import refusing_graph
 from ..residency.resting import ShardedCopy, as_subclass, told_of_gradient
+from .clearing import clearing
 from .gradients import Gradients
+from .reduce import tensors_in
 from .shards import Entry
 
-_count_sharers = torch._C._storage_Use_Count  # tensors that share a storage, and one for who asks
 _array = Tensor.numpy  # torch's own
 
 
@@ -64,6 +65,11 @@ class HeldGradients:
             with torch.set_grad_enabled(tensor.requires_grad):
                 shown = self._shown[entry] = ShardedCopy.of(tensor, told, entry.parameter, held)
         return shown
+
+    def is_shown(self, entry: Entry, grad: Tensor | None) -> bool:
+        """Whether ``grad`` is what `p.grad` is already."""
+        held = grad.held if isinstance(grad, ShardedCopy) and grad.parameter is entry.parameter else None
+        return held is not None and self._is_current(entry, held.since)
 
     def lose_graph(self, entry: Entry) -> None:
         """What `p.grad` is from here on was not made with create_graph."""
@@ -111,7 +117,11 @@ class HeldGradients:
         self._look_at(entry)
 
     def look_again(self, flat: Tensor) -> None:
-        """Somebody asks for the gradient of ``flat``, to change it perhaps."""
+        """Somebody asks for the gradient of ``flat``, to change it perhaps, or to keep it."""
+        self._gradients.reducer.apart.clear()
+        if self._gradients.reducer.held and clearing() is None:
+            with apart():
+                self._gradients.settle("")
         self._look_at(None)
 
     def _look_at(self, entry: Entry | None) -> None:
@@ -131,7 +141,9 @@ class HeldGradients:
         if not self._is_current(entry, held.since):
             return  # it was cleared or replaced: an ordinary tensor, as in torch
         if copy.parameter is not None and not held.tensor.is_set_to(plain := as_subclass(copy, Tensor)):
-            copy.held = held = self._read[entry] = Held(entry, plain, held.since)  # it was given other memory
+            entry.assigned += 1  # what others have of the memory of before is the gradient no more
+            since = self._known[entry] = self._gradients.since(entry)
+            copy.held = held = self._read[entry] = Held(entry, plain, since)  # it was given other memory
             self._shown[entry] = copy
         self._store(held)
 
@@ -256,7 +268,7 @@ class HeldGradients:
 
 def _is_shared(tensor: Tensor, ours: int) -> bool:
     """Whether others than ``ours`` have the memory of ``tensor``."""
-    return tensor.layout != torch.strided or _count_sharers(tensor.untyped_storage()._cdata) > ours + 1
+    return tensor.layout != torch.strided or tensors_in(tensor) > ours + 1
 
 
 def _fingerprint(tensor: Tensor) -> int:

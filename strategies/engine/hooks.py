@@ -42,8 +42,7 @@ def install(
     ``dropped`` gets the name of the first parameter that has a gradient and no optimizer.
     """
     _script_copies()
-    # The graph of a compiled module ends in both.
-    enter, leave = torch.compiler.disable(enter_forward), torch.compiler.disable(leave_forward)
+    enter, leave = _outside_of_graphs(enter_forward), _outside_of_graphs(leave_forward)
     handles = []
     for module in unit.members:
         # First in, last out: the user's own hooks find ordinary parameters.
@@ -55,6 +54,20 @@ def install(
     others = [e for e in unit.entries if not (e.trained or unit.whole) and (e.dtype.is_floating_point or e.dtype.is_complex)]
     handles += [_on_grad(entry.parameter, collector(unit, index)) for index, entry in enumerate(unit.trained)]
     return handles + [_on_grad(entry.parameter, _dropper(entry, dropped)) for entry in others]
+
+
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Before ``function`` the graph of a compiled module ends. Where nothing is compiled it is called at once.
+
+    That is `torch.compiler.disable`, which would take two more calls in each forward of a unit.
+    """
+    disabled, compiles = torch.compiler.disable(function), torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @torch._dynamo.decorators.skip
+    def call(*args: Any) -> Any:
+        return function(*args) if compiles() is None else disabled(*args)
+
+    return call
 
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
@@ -196,6 +209,8 @@ def copy_views(
     outputs: Any, in_slot: Callable[[Tensor], bool], copied: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> tuple[Any, list[Tensor]]:
     """``outputs`` with copies of the views of weights in it, whose memory another unit may take; and these views."""
+    if isinstance(outputs, Tensor):  # most are
+        return (copied(outputs), [outputs]) if in_slot(outputs) else (outputs, [])
     views = [tensor for tensor in instances(outputs, Tensor) if in_slot(tensor)]
     return _replace(outputs, lambda tensor: copied(tensor) if in_slot(tensor) else tensor) if views else outputs, views
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 
 class ForwardOrder:
     """Remembers which unit followed which, to gather the next one ahead.
@@ -12,7 +14,7 @@ class ForwardOrder:
         foresees: else nothing is gathered ahead, so that where ranks part is where one gathers another unit.
     """
 
-    def __init__(self, foresees: bool = True) -> None:
+    def __init__(self, foresees: bool) -> None:
         self._foresees, self._next = foresees, dict[int, int]()
         self._last: int | None = None
 
@@ -34,32 +36,28 @@ class BackwardSchedule:
     Collectives must be issued in the same order by every rank, but a rank may skip a unit that others visit (its loss
     does not depend on it there). Walking this list to its end, a rank takes part in the collectives of all visits, its own
     or not.
+
+    Attributes:
+        coming: units of the visits still to come, the next one last.
+        left: unit -> how many of them are its.
     """
 
     def __init__(self) -> None:
-        self._tape: list[int] = []  # visits still to come, the next one last
-        self._left: dict[int, int] = {}  # unit -> how many of them are its
+        self.coming: list[int] = []
+        self.left: dict[int, int] = defaultdict(int)
 
     def record(self, unit: int) -> None:
         """The forward of ``unit`` made outputs that need gradients; the newest is visited first."""
-        self._tape.append(unit)
-        self._left[unit] = self._left.get(unit, 0) + 1
+        self.coming.append(unit)
+        self.left[unit] += 1
 
     def clear(self) -> None:
         """Forget the pass."""
-        self._tape.clear()
-        self._left.clear()
+        self.coming.clear()
+        self.left.clear()
 
     def advance(self) -> int:
         """Take the next visit whatever it is; return its unit."""
-        unit = self._tape.pop()
-        self._left[unit] -= 1
+        unit = self.coming.pop()
+        self.left[unit] -= 1
         return unit
-
-    def upcoming(self) -> int | None:
-        """The unit of the next visit."""
-        return self._tape[-1] if self._tape else None
-
-    def pending(self, unit: int) -> bool:
-        """Whether ``unit`` is to be visited again."""
-        return bool(self._left.get(unit))

@@ -10,12 +10,13 @@ there stays until it is asked for: one reduction for all of them, at the price o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..collectives import LocalCollectives, Pending, narrow
+from ..collectives import LocalCollectives, Work, narrow
+from ..residency.given_out import storage_of
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
 from .shards import Entry, FlatGroup
@@ -53,7 +54,7 @@ class _Range:
             self.chunks.append((chunk, part))
             self.views += chunk.views(part)
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
-        self.pending: list[Pending] = []  # in flight
+        self.pending: list[Work] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
 
 
@@ -74,7 +75,7 @@ class Reducer:
     held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
     captured = False  # graphs write to the gradients where they are now
     looked_at = False  # the user asks for the gradient of a flat tensor
-    uncut: frozenset[FlatGroup] = frozenset()  # where such a one shows parameters that have none, too
+    apart: set[FlatGroup]  # of which no user has a flat gradient that is one still
     lasting: bool  # cleared gradients keep their memory: somebody has its address, or a device's allocator might cut it up
     inspect: Callable[[Unit, Tensor], None] | None = None  # looks at a unit's gradients before they are sent
 
@@ -97,6 +98,8 @@ class Reducer:
         views = {e.number: view for u in trained for e, view in zip(u.trained, self._ranges[u.index].views, strict=True)}
         self.views = [views[number] for number in range(len(views))]
         self.written, self.claimed = bytearray(len(views)), bytearray(len(units))
+        self.apart: set[FlatGroup] = set()
+        self._when_held: dict[FlatGroup, int] = {}  # `written_by_others` when gradients were held
         self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None
@@ -107,7 +110,8 @@ class Reducer:
         for other in sorted(self._open, key=lambda opened: opened.unit.index):  # alike on all ranks
             if overlap(other.region, place.region):
                 self.reduce(other.unit)
-        if self._flying is not None and overlap(self._flying.region, place.region):
+        flying, region = self._flying, place.region  # `overlap`, without a call
+        if flying is not None and flying.region.start < region.stop and region.start < flying.region.stop:
             self.finish()  # hazard: overwriting gradients that are being sent
         self.claimed[index] = 1
         self._open.append(place)
@@ -119,7 +123,8 @@ class Reducer:
             return
         if not self.claimed[unit.index]:
             self.claim(unit.index)
-        self.finish()
+        if self._flying is not None:
+            self.finish()
         if unit.announce is not None:
             unit.announce(unit, Exchange.REDUCE)
         for entry, view in zip(unit.trained, place.views, strict=True):
@@ -128,29 +133,36 @@ class Reducer:
             self.written[entry.number] = 0
         for gap in place.gaps:
             gap.zero_()
-        with self._lane.fork():
-            for _, part in place.chunks:
-                if self.inspect is not None:
-                    self.inspect(unit, part)
-                label = unit.labels[Exchange.REDUCE]
-                if self._wire_dtype is None or part.dtype != torch.float32:
-                    place.pending.append(self._collectives.reduce_scatter(part, label))
-                else:
-                    place.pending.append(self._collectives.reduce_scatter_in(self._wire_dtype, part, self._lane.room, label))
-            if self._lane.on_device:
+        if self._lane.on_device:
+            with self._lane.fork():
+                self._send(place)
                 self._accumulate(place)
-            self._mark = self._lane.mark()
+                self._mark = self._lane.mark()
+        else:
+            self._send(place)
         self.claimed[unit.index], self._flying = 0, place
         self._open.remove(place)
         if unit.announce is not None:
             self.finish()  # ranks that assist do so at once, and may wait until all have their sums
+
+    def _send(self, place: _Range) -> None:
+        label = place.unit.labels[Exchange.REDUCE]
+        for _, part in place.chunks:
+            if self.inspect is not None:
+                self.inspect(place.unit, part)
+            if self._wire_dtype is None or part.dtype != torch.float32:
+                work = self._collectives.reduce_scatter(part, label)
+            else:
+                work = self._collectives.reduce_scatter_in(self._wire_dtype, part, self._lane.room, label)
+            place.pending.append(work)
 
     def finish(self) -> None:
         """Wait for what is in flight and add it to the flat gradients."""
         place, self._flying = self._flying, None
         if place is not None:
             self._accumulate(place)
-            self._lane.join(self._mark)  # hazard: the buffer's next gradients, or the optimizer, before the sum is there
+            if self._lane.on_device:
+                self._lane.join(self._mark)  # hazard: the buffer's next gradients, or the optimizer, before the sum is there
 
     def _accumulate(self, place: _Range) -> None:
         scale = 1.0 / (self._collectives.world_size * self._collectives.replicas)
@@ -161,8 +173,9 @@ class Reducer:
             if dropped:
                 continue
             for piece in chunk.owned:
-                target, part = piece.group.grad[piece.place], total[piece.inside]
-                first = piece.is_first_in_window()
+                group, part = piece.group, total[piece.inside]
+                target = (group.grad if group.allocated is None else group.allocated)[piece.place]
+                first, piece.window = piece.window != group.window, group.window
                 if target.dtype != part.dtype:
                     part.mul_(scale)
                     target.copy_(part) if first else target.add_(narrow(part, target.dtype, self._lane.room))
@@ -170,42 +183,70 @@ class Reducer:
                     torch.mul(part, scale, out=target)
                 else:
                     target.add_(part, alpha=scale)
-                piece.group.uncounted += 1  # the engine's write: ranks have another number of them
+                group.uncounted += 1  # the engine's write: ranks have another number of them
 
     def zero_untouched(self) -> None:
         """Gradients of units that no backward reached since they were cleared are zero, not what they were."""
         for place in self._ranges.values():
             for chunk, _ in place.chunks:
                 for piece in chunk.owned:
-                    if piece.is_first_in_window():
+                    if piece.window != piece.group.window:
+                        piece.window = piece.group.window
                         piece.group.grad[piece.place].zero_()
                         piece.group.uncounted += 1
 
     def is_zero(self, group: FlatGroup) -> bool:
-        """Whether the gradients of ``group`` are zero on all ranks; collective."""
-        return not self._collectives.all_reduce(group.grad.count_nonzero())
+        """Whether the gradients of ``group`` that the optimizer sees are zero on all ranks; collective."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = [segment.view(group.grad) for segment in group.segments if segment.parameter.grad is not None]
+        return not self._collectives.all_reduce(sum(view.count_nonzero() for view in shown))
+
+    def note_held(self, groups: Sequence[FlatGroup]) -> None:
+        """Flat gradients of ``groups``, if any are held, show those of before."""
+        self._when_held = {group: group.written_by_others for group in groups} if self.held else {}
+        for group in self._when_held:
+            self.outdate(group, "what a backward since has added to it is held (`reduce_once=True`)")
 
     def drop_zeroed(self, group: FlatGroup) -> None:
-        """The optimizer's tensors were written to while gradients are held, which are not yet there; collective."""
+        """Drop what is held of ``group`` if `zero_grad(set_to_none=False)` has cleared those of before; collective then."""
+        if self._when_held[group] == group.written_by_others:
+            return
         if not self.is_zero(group):
             raise RuntimeError(
                 f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in `optimizer.param_groups` "
                 "between micro-batches that are reduced later (`reduce_once=True`). Change `parameter.grad`, or clear them."
             )
-        group.clear()  # by `zero_grad(set_to_none=False)`
+        self.written[group.numbers] = bytes(len(group.entries))  # they go, and zeros stay
 
     def begin_window(self, group: FlatGroup) -> None:
         """The gradients of ``group`` were cleared, and the next ones are on their way."""
-        if self._lane.on_device:
+        if group.allocated is not None and tensors_in(group.allocated) > 2 and not self.captured:  # one for who asks
+            group.give_back()  # who has those of before keeps them
+        if self.lasting:
             _ = group.grad  # allocated on the compute stream, which frees it, and not on the lane
 
-    def make_way(self, group: FlatGroup, flats: list[nn.Parameter]) -> None:
-        """What the user has put in the place of the gradients of ``flats`` comes next: who has these keeps them."""
-        if tensors_in(group.grad) > 2 and not self.captured:
-            group.leave()
+    def retire(self, entry: Entry) -> None:
+        """The user gives ``entry`` another gradient, or none: flat gradients that are kept do not show it, and say so."""
+        group = entry.group
+        if group not in self.apart and group.shows_gradients:
+            self.apart.add(group)  # until one is read again
+            self.outdate(group, f"the gradient of parameter {entry.name!r} was assigned or cleared since")
+            if not self.whole:
+                self.make_way(group)  # an optimizer may have one in its state
 
-    def adopted(self) -> None:
-        """It has been written."""
+    def outdate(self, group: FlatGroup, why: str) -> None:
+        """Flat gradients that are kept are those of ``group`` no more, and say so."""
+        group.over.append(why)
+        group.over = []
+        group.show_anew()
+
+    def make_way(self, group: FlatGroup, entries: Sequence[Entry] = ()) -> None:
+        """Others are written in the place of gradients of ``group`` (of ``entries``): who has these keeps them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [segment.parameter.grad for segment in group.segments if segment.parameter.grad is not None]
+            ours = 2 + sum(storage_of(grad) == storage_of(group.grad) for grad in grads)  # itself, and one for who asks
+        if tensors_in(group.grad) > ours and not self.captured:
+            group.leave()
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Gradients are complete, some of ``graphs``: made with create_graph. A resting parameter's are read in access.py."""
@@ -221,7 +262,8 @@ class Reducer:
         """After an exception: forget gradients that were not sent, and those that are on their way."""
         if self._flying is not None:
             self._flying.dropped = True  # not awaited here: the other ranks may never send
-            self._lane.join(self._mark)  # hazard: on a device its sum is on the way into gradients that are cleared next
+            if self._lane.on_device:
+                self._lane.join(self._mark)  # hazard: on a device its sum is on the way into gradients that are cleared next
         self.held = False
         for place in self._open:
             self.claimed[place.unit.index] = 0

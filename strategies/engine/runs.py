@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, wraps
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 
 from ..residency.resting import NO_GRAPH_TASK, graph_task
 from .hooks import transform
-from .saved import run_watched
-
-
-class Runner(Protocol):
-    """Who is told of runs; see :class:`~.backward.Backward`."""
-
-    def before_run(self, run: Run) -> None:
-        """One begins; told to those in ``WAITING``."""
-
-    def after_run(self) -> None:
-        """It is over; told to those that have joined."""
-
-    def fail_run(self, run: Run) -> None:
-        """An exception has ended it; told to all."""
+from .saved_tensors import run_watched
 
 
 class Run:
@@ -37,15 +24,15 @@ class Run:
     """
 
     def __init__(self, accumulates: bool) -> None:
-        self.accumulates, self.runners = accumulates, list[Runner]()
+        self.accumulates, self.runners = accumulates, list[Any]()
 
 
 _RUNNING: dict[int, Run] = {}  # by the thread that has begun it
-_RUNNERS: list[ref[Runner]] = []
-WAITING: list[ref[Runner]] = []  # to be told before a run begins; in the same order on all ranks
+_RUNNERS: list[ref[Any]] = []  # each a `backward.Backward`
+WAITING: list[ref[Any]] = []  # to be told before a run begins; in the same order on all ranks
 
 
-def watch_runs(runner: Runner) -> ref[Runner]:
+def watch_runs(runner: Any) -> ref[Any]:
     """Tell ``runner`` of runs for as long as it lives. Returns what may be put in ``WAITING``."""
     for runners in (_RUNNERS, WAITING):
         runners[:] = [there for there in runners if there() is not None]
@@ -54,7 +41,7 @@ def watch_runs(runner: Runner) -> ref[Runner]:
     return _RUNNERS[-1]
 
 
-def ignore_runs(told: ref[Runner]) -> None:
+def ignore_runs(told: ref[Any]) -> None:
     """Tell it of no more."""
     for runners in (_RUNNERS, WAITING):
         runners[:] = [there for there in runners if there is not told]

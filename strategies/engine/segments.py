@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..residency.flat_gradient import FlatGradient
 from ..residency.resting import as_subclass
 
-_data_ptr = Tensor.data_ptr  # torch's own
-
 
 @dataclass
 class Segment:
@@ -21,19 +19,18 @@ class Segment:
     start: int
     stop: int
     parameter: nn.Parameter = field(repr=False)
-    shown: bool = False  # the engine has shown a gradient of it, which the user may have cleared or replaced since
+    shown: bool = False  # the engine has shown a gradient of it, which the user may have cleared since
 
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
 
-    def show(self, gradients: Tensor) -> None:
-        """Let the optimizer see its range of the group's ``gradients``."""
+    def show(self, gradients: Tensor, over: list[str]) -> None:
+        """Let the optimizer see its range of the group's ``gradients``; see :attr:`FlatGradient.over`."""
         shown = as_subclass(gradients[self.start : self.stop], FlatGradient)
-        shown.whose, shown.written = self.parameter.whose, self.parameter.written
+        shown.whose, shown.written, shown.over = self.parameter.whose, self.parameter.written, over
         with torch._C.DisableTorchFunctionSubclass():  # else it would be a user's
             self.parameter.grad, self.shown = shown, True
-            self.parameter.place, self.parameter.taken = _data_ptr(shown), False
 
     def has_shape_of(self, value: Tensor) -> bool:
         """Whether ``value`` has one number for each of its elements."""

@@ -28,8 +28,8 @@ from ..residency.flat_gradient import CutParameter, FlatGradient, FlatParameter,
 from ..residency.home import ResidencyError
 from ..residency.in_use import class_while_used
 from ..residency.resting import RestingParameter, as_subclass
+from .huge_pages import MANY, advise_huge_pages
 from .layout import Span
-from .pages import MANY, advise_huge_pages
 from .segments import Segment
 
 _data_ptr = Tensor.data_ptr  # torch's own
@@ -110,7 +110,6 @@ class FlatGroup:
     public: Tensor  # the same memory as the optimizer sees it
     version: int  # of `public`, when it was last known what is written there
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
-    idle: list[tuple[int, int]]  # [start, stop) that no gradient is written to; scaling an infinite norm leaves NaN there
     window: int  # counts the times that gradients were started afresh by a backward
     begun: int  # ... or by a user, who assigned one
     incomplete: set[Entry]  # whose gradients may have a part of a pass in them that an exception ended
@@ -123,7 +122,9 @@ class FlatGroup:
         self.trained = key.optimizer is not None
         self.numel, self.window, self.begun, self.segments, self.entries = 0, 0, 0, [], []
         self.incomplete, self.left, self.muted = set(), 0, False
-        self._grad: Tensor | None = None
+        self.allocated: Tensor | None = None  # the memory of `grad`
+        self.looked = 0  # `written_by_others` when the elements that no parameter owns were zero
+        self.over: list[str] = []  # see `FlatGradient.over`
         self.uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
         self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
 
@@ -134,7 +135,6 @@ class FlatGroup:
         tail = 16 // self.key.dtype.itemsize
         self.numel += tail
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
-        self.idle = [(self.numel - tail, self.numel)]
         self.public = self.data.data
         self.version = self.public._version
         self.segments = [Segment(0, self.numel, FlatParameter(self.public, requires_grad=self.trained))]
@@ -142,14 +142,14 @@ class FlatGroup:
     @property
     def grad(self) -> Tensor:
         """The gradients [numel], of the same dtype; None where the group is not ``trained``."""
-        if self._grad is None and self.trained:
+        if self.allocated is None and self.trained:
             with torch._C._InferenceMode(False):  # versions are asked for, also where a rank assists in an evaluation
-                self._grad = torch.empty_like(self.data)
+                self.allocated = torch.empty_like(self.data)
             if self.numel >= MANY:
-                advise_huge_pages(self._grad)
-            self._zero_idle(self._grad)
-            self.uncounted += self._grad._version
-        return self._grad  # type: ignore[return-value]
+                advise_huge_pages(self.allocated)
+            self._zero_idle(self.allocated)
+            self.uncounted += self.allocated._version
+        return self.allocated  # type: ignore[return-value]
 
     @property
     def owned(self) -> list[Entry]:
@@ -176,21 +176,10 @@ class FlatGroup:
         """[start, stop) of parameters without a gradient on any rank, as ``used`` says by number."""
         return [(entry.part.start, entry.part.stop) for entry in self.owned if not used[entry.number]]
 
-    def shows_without(self, used: Sequence[int]) -> bool:
-        """Whether a flat gradient is shown that is one of those, too."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shown = [flat for flat in self.parameters if flat.grad is not None]
-            return not all(used[entry.number] for entry in self.lying_in(shown))
-
-    @property
-    def grad_nbytes(self) -> int:
-        """Bytes that gradients take now."""
-        return 0 if self._grad is None else self._grad.nbytes
-
     @property
     def written_by_others(self) -> int:
         """How often others than the engine have written to the gradients, to clip them or so."""
-        return (0 if self._grad is None else self._grad._version) - self.uncounted
+        return (0 if self.allocated is None else self.allocated._version) - self.uncounted
 
     @contextmanager
     def written_by_engine(self) -> Iterator[None]:
@@ -230,32 +219,46 @@ class FlatGroup:
             return False
         self.window += 1
         self.begun += 1
+        self.over = []
         self.incomplete.clear()
-        if self._grad is not None:
-            with self.written_by_engine():
-                self._zero_idle(self._grad)
+        if self.allocated is not None and self.looked != self.allocated._version - self.uncounted:
+            self._clear_idle()
         return True
 
     def give_back(self) -> None:
         """Free the memory of gradients that were cleared, until the next reduction."""
-        if self._grad is not None and not self.shows_gradients:
-            self.uncounted -= self._grad._version
-            self._grad = None
+        if self.allocated is not None and not self.shows_gradients:
+            self.uncounted -= self.allocated._version
+            self.allocated = None
 
     def leave(self) -> None:
-        """The memory that gradients have is others' from here on. They have zeros in another, and are shown there."""
-        self.uncounted -= self.grad._version
-        self._grad = None
+        """The memory that gradients have is others' from here on. They are copied to another, and shown there."""
+        before, self.allocated, self.over = self.grad, None, []
+        self.uncounted -= before._version
         with self.written_by_engine():
-            self.grad.zero_()  # a backward may add to those that are not shown
-        with torch._C.DisableTorchFunctionSubclass():
-            for segment in self.segments:
-                if segment.parameter.grad is not None:
-                    segment.show(self.grad)
+            self.grad.copy_(before)
+        self.show_anew()
 
-    def _zero_idle(self, gradients: Tensor) -> None:
-        for start, stop in self.idle:
-            gradients[start:stop].zero_()
+    def show_anew(self) -> None:
+        """In other tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in (each for each in self.segments if each.parameter.grad is not None):
+                segment.show(self.grad, self.over)
+
+    @cached_property
+    def _idle(self) -> Tensor:
+        """[few, int64] places of elements that no parameter owns. What others write to all reaches them, too."""
+        parts = [entry.part for entry in self._by_place if entry.part is not None]
+        edges = zip([0, *(part.stop for part in parts)], [*(part.start for part in parts), self.numel], strict=True)
+        return torch.cat([torch.arange(start, stop, device=self.data.device) for start, stop in edges])
+
+    def _clear_idle(self) -> None:
+        """Of gradients, when others have written to them: scaling by NaN leaves NaN."""
+        self._zero_idle(self.grad.data)  # else it would count as a change of what autograd has saved
+        self.looked = self.written_by_others
+
+    def _zero_idle(self, flat: Tensor) -> None:
+        flat.view(torch.uint8).view(-1, flat.itemsize).index_fill_(0, self._idle, 0)  # as bytes, of whatever dtype
 
     def require_alike(self) -> bool:
         """:attr:`shows_gradients`, or a ResidencyError if the user has cleared some flat gradients and not the others."""
@@ -269,9 +272,9 @@ class FlatGroup:
     def not_alike(self) -> ResidencyError:
         """What to raise when a part of its flat gradients was cleared or replaced."""
         return ResidencyError(
-            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared, replaced or, where there was none, given in "
-            "`optimizer.param_groups`, and others not: which parameters lie in them differs between ranks. Do it to all of a "
-            "param group, after `zero_grad()` if some have none, or to `parameter.grad`."
+            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared in `optimizer.param_groups`, or replaced or "
+            "given by the optimizer in its step, and others not: which parameters lie in them differs between ranks. Do it to "
+            "all of a param group, or to `parameter.grad`."
         )
 
     def clear(self) -> None:
@@ -285,7 +288,7 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 if segment.start < stop and start < segment.stop and segment.parameter.grad is None:
-                    segment.show(self.grad)
+                    segment.show(self.grad, self.over)
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
         """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop) ranges."""
@@ -297,14 +300,10 @@ class FlatGroup:
                 if unused and any(start <= segment.start and segment.stop <= stop for start, stop in unused):
                     segment.parameter.grad, segment.shown = None, False
                 elif segment.parameter.grad is None:
-                    segment.show(grad)
+                    segment.show(grad, self.over)
 
     def adopt(self, make_way: MakeWay) -> None:
-        """What was put in the place of the optimizer's tensors (`p.data = ...`), or of their gradients, goes to the shards.
-
-        Args:
-            make_way: called before gradients are written, with where some were replaced.
-        """
+        """What was put in the place of flat tensors or gradients goes to the shards; ``make_way`` comes before gradients do."""
         values = _data_ptr(self.public)
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
@@ -317,11 +316,18 @@ class FlatGroup:
                 make_way(self, [segment for segment, _ in replaced])
             for segment, grad in replaced:
                 segment.view(self.grad).copy_(grad.detach())
-                segment.show(self.grad)
+                segment.show(self.grad, self.over)
+        if self.allocated is not None and self.looked != self.allocated._version - self.uncounted:
+            self._clear_idle()
+
+    def adopt_values(self) -> None:
+        """Others than an optimizer in its step have written to the values."""
+        self.version = self.public._version
+        self._zero_idle(self.data)
 
     def _replaced(self) -> list[tuple[Segment, Tensor]]:
-        """Gradients that were put in the place of the flat ones; not to be asked with the classes of these."""
-        start, found = 0 if self._grad is None else _data_ptr(self._grad), []
+        """Gradients that an optimizer has put in the place of the flat ones; not to be asked with the classes of these."""
+        start, found = 0 if self.allocated is None else _data_ptr(self.allocated), []
         for segment in self.segments:  # not in comprehensions, which are calls
             grad = segment.parameter.grad
             if grad is not None and _data_ptr(grad) != start + segment.start * self.public.itemsize:
@@ -339,12 +345,10 @@ class FlatGroup:
                 if flat.grad is not None:
                     shown = as_subclass(flat.grad, FlatGradient if guarded else Tensor)
                     if guarded:
-                        shown.whose, shown.written = flat.whose, flat.written
+                        shown.whose, shown.written, shown.over = flat.whose, flat.written, self.over
                     flat.grad = shown
-                elif guarded and segment.shown:
-                    flat.taken = True  # by the optimizer itself, perhaps
-                    if flat.cleared is not None:
-                        flat.cleared(flat)
+                elif guarded and segment.shown and flat.cleared is not None:
+                    flat.cleared(flat)  # by the optimizer itself, perhaps
                 for value in self.owner[0].state.get(flat, {}).values():
                     if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                         value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
@@ -375,7 +379,7 @@ class FlatGroup:
             vars(parameter).update(vars(segment.parameter))
             parts.append(Segment(a, b, parameter, segment.shown))
             if segment.parameter.grad is not None:
-                parts[-1].show(self.grad)
+                parts[-1].show(self.grad, self.over)
             if state is not None:
                 states[parameter] = {k: segment.part(v, a - segment.start, b - segment.start) for k, v in state.items()}
         return parts
@@ -391,6 +395,5 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
                 first, last = flat.entries[0].name, flat.entries[-1].name
                 for segment in flat.segments:
                     segment.parameter.whose = f" of parameters {first!r} to {last!r}"
-                    for name, value in {"written": None, "taken": False}.items():
-                        vars(segment.parameter).setdefault(name, value)  # it may be of another class in a step
+                    vars(segment.parameter).setdefault("written", None)  # it may be of another class in a step
             group["params"][:] = [p for flat in flats for p in flat.parameters]

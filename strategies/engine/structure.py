@@ -11,7 +11,7 @@ from torch import nn
 class Structure:
     """Remembers which objects a model consists of. A check compares identities only, and costs microseconds."""
 
-    def __init__(self, model: nn.Module, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: nn.Module, changed: Callable[[], None]) -> None:
         """``changed`` is called when a check finds other modules, or names."""
         self.model, self._changed = model, changed
         self._look()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import LocalCollectives, Pending, widen
+from ..collectives import LocalCollectives, Work, widen
 from ..residency.apart import apart
 from ..residency.given_out import Alias
 from ..residency.home import ResidencyError
@@ -50,13 +50,13 @@ class Arena:
     """The memory of all slots, and who has it."""
 
     memory: Tensor  # [bytes]
-    holders: list[Unit] = field(default_factory=list)  # whose values are in their slots, or on their way there; always few
+    holders: list[Unit] = field(default_factory=list)  # whose values are in their slots, or come; few (or all, on one rank)
     in_use: list[Unit] = field(default_factory=list)  # those among them whose memory no other unit may take
     spilled: tuple[Unit, Tensor] | None = None  # what was gathered for single reads, while another one has the memory
 
 
 class Mark:
-    """Stands for a unit in each :class:`~.saved.SavedSlot`: its references tell how many tensors autograd saves in the slot."""
+    """Stands for a unit in each ``SavedSlot``: its references tell how many tensors autograd saves in the slot."""
 
     __slots__ = ("unit",)
 
@@ -75,7 +75,7 @@ class Unit:
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
-    note_kept: Callable[[Unit, bool], None]  # see kept.py
+    note_kept: Callable[[Unit, bool], None]  # see kept_views.py
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
         self.index, self.chunks = index, chunks
@@ -90,10 +90,10 @@ class Unit:
         self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
         self.in_arrays, self.mark = [], Mark()
         self.mark.unit = self
-        self.noted: dict[int, Any] = {}  # views of its slot that others hold, by their ids; see kept.py
+        self.noted: dict[int, Any] = {}  # views of its slot that others hold, by their ids; see kept_views.py
         self.lifted: dict[str, tuple[Tensor, Tensor]] = {}  # parameters that hold full-precision values, and their place here
         self._master: dict[str, Tensor] = {}  # what they are taken from
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
         self._filled: torch.cuda.Event | None = None  # where the lane has filled the slot
 
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
@@ -162,7 +162,7 @@ class Unit:
     def _start(self) -> None:
         if self.announce is not None:
             self.announce(self, Exchange.SLOT)
-        # This overwrites memory that autograd may have saved views of; see saved.py. No torch.func transform is to see it.
+        # This overwrites what autograd may have saved views of; see saved_tensors.py. No torch.func transform is to see it.
         with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
             if self._lane.on_device:
                 with self._lane.fork():
@@ -200,13 +200,14 @@ class Unit:
             self._pending = []
             self.phase = Phase.READY
 
-    def use(self) -> None:
-        """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
+    def use(self) -> bool:
+        """The parameters are ordinary and full from here to the matching :meth:`unuse`; False as of :meth:`gather`."""
+        self._collectives.diary.progress[0] = self.index
+        if (self.phase is Phase.RESTING or self.lent) and not self.gather():
+            return False
         if self.phase is Phase.GATHERING:
             self.arrive()
         if not self.pins:
-            if self.phase is not Phase.READY:
-                raise RuntimeError(f"Unit {self.name} is used while {self.phase.value}; this is a bug in lightning_zero3.")
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
             self.in_arrays.clear()  # made of a view that was kept: what follows is about that
@@ -218,6 +219,7 @@ class Unit:
             for place in tuple(self.noted.values()):  # a view may die meanwhile
                 place.show(True)
         self.pins += 1
+        return True
 
     def unuse(self, failed: bool = False) -> None:
         """End of one use, which an exception may have ``failed``. The values stay in the slot until another unit takes it."""
@@ -249,7 +251,7 @@ class Unit:
 
     def lift(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
-        if self.phase is not Phase.IN_USE or self.lent:
+        if self.phase is not Phase.IN_USE:
             return  # their values are full already
         self._master = self._master or self.values()
         with torch._C._DisableFuncTorch():  # a transform would wrap what the parameter is to hold

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .functions import instances
+from .functions import instances, written
+from .given_out import storage_of
 from .home import ResidencyError
 
 _NORMS = frozenset(
@@ -20,7 +21,8 @@ _NORMS = frozenset(
     "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile argmax argmin prod logsumexp softmax "
     "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity einsum tensordot linalg_vecdot "
     "mse_loss l1_loss smooth_l1_loss huber_loss pairwise_distance cdist topk kthvalue sort cumsum histc "
-    "log_softmax softmin layer_norm group_norm rms_norm instance_norm batch_norm cumprod "
+    "log_softmax softmin layer_norm group_norm rms_norm instance_norm batch_norm cumprod logcumsumexp "
+    "argsort msort flip roll cummax cummin "
     "item tolist numpy __array__ equal allclose".split()
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of a GradScaler
@@ -32,6 +34,7 @@ class FlatGradient(Tensor):
     what = "gradients"
     whose = ""  # of which parameters
     written: Callable[[], None] | None = None  # to be called when it was changed in place
+    over: Sequence[str] = ()  # why it is the gradient no more; one list for all in its memory
     instead = "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or `self.clip_gradients`"
 
     @classmethod
@@ -52,11 +55,14 @@ class FlatGradient(Tensor):
         if func == Tensor.data.__get__:
             func = Tensor.detach  # which counts what is written to it
         if func == Tensor.data.__set__:
-            raise ResidencyError(
-                f"`.data` of the flat {cls.what}{whose} cannot be set in an optimizer's param groups: others have their "
-                "memory. Write to them in place (`p.grad.copy_(...)`), or assign another tensor (`p.grad = ...`)."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
+            given[0].set_()
+        for each in given:
+            if each.over:
+                raise ResidencyError(
+                    f"A flat gradient{each.whose} was kept, and {each.over[0]}. Read `p.grad` again, or keep a copy."
+                )
+        changes = bool(instances(written(func, args, kwargs or {}), FlatGradient))  # which get no graph: `p.grad.add_(p)`
+        with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(torch.is_grad_enabled() and not changes):
             followed = [(each, each._version) for each in given if each.written is not None]
             result = func(*args, **kwargs or {})
             if name == _UNSCALE:
@@ -64,14 +70,38 @@ class FlatGradient(Tensor):
             for each, version in followed:
                 if each._version != version:
                     each.written()
-            made = [each for each in (result if isinstance(result, tuple) else (result,)) if type(each) is Tensor]
-            if any(each.numel() < given[0].numel() for each in made) and not name.startswith("new"):
-                raise cls.refusal(name, whose)  # some of the elements, or computed over several
-            if name.startswith("_foreach") and result is not None:
+            if name.startswith("_foreach") and result is not None:  # those over several elements are refused above
                 return [cls.of(each, whose) for each in result]
-            # torch.compile asks for `_base` until it is no view.
-            shared = func is Tensor.detach and given[0].written or None
-            return cls.of(result, whose, shared) if type(result) is Tensor and func != Tensor._base.__get__ else result
+            made = [each for each in (result if isinstance(result, tuple) else (result,)) if type(each) is Tensor]
+            less = any(each.layout != torch.strided or each.numel() < given[0].numel() for each in made)
+            if less and not name.startswith("new"):
+                raise cls.refusal(name, whose)  # some of the elements, or computed over several
+            if type(result) is not Tensor or func == Tensor._base.__get__:  # torch.compile asks for that until it is no view
+                return result
+            return cls.of(result, whose, given[0] if storage_of(result) == storage_of(given[0]) else None)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Of these methods torch does not tell."""
+        raise ResidencyError(
+            f"The memory of flat {self.what}{self.whose} cannot be exchanged in an optimizer's param groups: others have it. "
+            "Change it in place (`p.grad.copy_(...)`)."
+        )
+
+    resize_ = resize_as_ = set_
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatGradient:
+        """This rank's elements, in memory of their own: a state dict that was copied can be loaded again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = self.detach().clone()
+        memo[id(self)] = found = self.of(copied, self.whose)
+        return found
+
+    def __copy__(self) -> FlatGradient:
+        return self.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.as_subclass(self, Tensor).__reduce_ex__(protocol)
 
     @classmethod
     def refusal(cls, name: str, whose: str) -> ResidencyError:
@@ -82,10 +112,12 @@ class FlatGradient(Tensor):
         )
 
     @classmethod
-    def of(cls, tensor: Tensor, whose: str, written: Callable[[], None] | None = None) -> FlatGradient:
-        """``tensor``, of which parameters it is, and what to call when it was changed."""
+    def of(cls, tensor: Tensor, whose: str, same: Tensor | None = None) -> FlatGradient:
+        """``tensor``, of which parameters it is, and another one in its memory."""
         flat = Tensor.as_subclass(tensor, cls)
-        flat.whose, flat.written = whose, written
+        flat.whose = whose
+        if isinstance(same, FlatGradient):
+            flat.written, flat.over = same.written, same.over
         return flat
 
 
@@ -110,13 +142,11 @@ class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
     whose = ""  # of which parameters
+    over = ()  # it never is
     asked: Callable[[nn.Parameter], None] | None = None  # to be called, with this tensor, before somebody looks at its gradient
-    place = 0  # address of the gradient that was shown
-    taken = False  # it was cleared since, and not put back
-    had = False  # there was one when one was assigned last
-    cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away, with this tensor
-    assigned: Callable[[nn.Parameter], None] | None = None  # ... when another was put in its place
-    written: Callable[[], None] | None = None  # ... when it was changed in place
+    cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away
+    writing: Callable[[], None] | None = None  # ... before somebody writes to its values
+    written: Callable[[], None] | None = None  # ... when its gradient was changed in place
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -125,21 +155,43 @@ class FlatParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 args[0].asked(args[0])
         if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
-            clears = len(args) == 1 or args[1] is None
-            with torch._C.DisableTorchFunctionSubclass():
-                args[0].had = args[0].grad is not None
-                args[0].taken = clears or (args[0].taken and args[1].data_ptr() != args[0].place)
-            told = args[0].cleared if clears else args[0].assigned
-            if told is not None:
-                with torch._C.DisableTorchFunctionSubclass():
-                    func(*args)
-                    return told(args[0])
+            return args[0]._set_grad(*args[1:])
+        for flat in instances(written(func, args, kwargs or {}), FlatParameter):
+            if flat.writing is not None:
+                flat.writing()
         if func == Tensor.data.__set__:
             raise ResidencyError(
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others have their memory. Write "
                 "`p.copy_(...)` under `torch.no_grad()`, and keep a copy of what is to come back."
             )
         return FlatValues.__torch_function__(func, types, args, kwargs)
+
+    def _set_grad(self, grad: Tensor | None = None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if grad is not None and self.asked is not None:
+                self.asked(self)
+            if grad is None:
+                self.grad = None
+                if self.cleared is not None:
+                    self.cleared(self)
+            elif not isinstance(grad, Tensor):
+                self.grad = grad  # torch says so
+            elif self.grad is None or not _is_same(grad, self.grad) or getattr(grad, "over", ()):  # not `p.grad *= 2`
+                raise ResidencyError(
+                    f"Another tensor was assigned to the gradient{self.whose} in `optimizer.param_groups`, which hold flat "
+                    "shards. Change it in place (`p.grad.copy_(...)`), or assign to the gradients of the module's parameters "
+                    "(`for p in module.parameters(): p.grad = ...`)."
+                )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ResidencyError(
+            f"An optimizer that holds flat shards{self.whose} was pickled. Save its `state_dict()`, which is of this rank's "
+            "elements, or `trainer.save_checkpoint(path)`, which loads on any number of ranks."
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.layout == torch.strided and one.is_set_to(other) and one.is_conj() == other.is_conj()
 
 
 class CutParameter(FlatParameter):

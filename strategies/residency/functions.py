@@ -12,7 +12,7 @@ T = TypeVar("T")
 METADATA = frozenset(
     f"{name}.__get__"
     for name in "shape ndim device layout requires_grad is_leaf grad_fn names output_nr _version retains_grad volatile "
-    "is_nonzero is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_nested is_ipu is_vulkan "
+    "is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_nested is_ipu is_vulkan "
     "is_maia is_mtia is_xla _backward_hooks _post_accumulate_grad_hooks".split()
 ) | frozenset(
     "size dim ndimension numel nelement stride __len__ __hash__ get_device is_contiguous is_floating_point is_complex "

@@ -69,6 +69,14 @@ is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter (restin
 about = _SHARDED.__getitem__  # what is known of one that is
 
 
+# Added to what is told of a parameter.
+IN_COMPILED_CODE = (
+    "torch.compile takes the memory of what compiled code reads, and has parameters of layers that run in it alone. Read it in "
+    "a function with `@torch.compiler.disable`, compile layers one by one (`for block in blocks: block.compile()`), and put a "
+    "checkpoint around each, not around compiled code that runs several."
+)
+
+
 class ResidencyError(RuntimeError):
     """A sharded parameter was read or written where its value is not there."""
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from .flat_gradient import FlatGradient, FlatParameter, FlatValues
 from .functions import in_words, instances, name_of, replaced
 from .given_out import OF_MEMORY, SLOTS, Alias, GuardedStorage, is_gathered, note, storage_of, watch
 from .home import ResidencyError, describe, is_sharded
@@ -77,7 +78,7 @@ def _wrap_storages() -> None:
 def _wrap_all() -> None:
     for name in _EXCHANGES.split():
         if hasattr(dist.ProcessGroup, name):
-            _wrap(dist.ProcessGroup, name, _asked, _NOTHING if name == "send" else slice(1, 2))
+            _wrap(dist.ProcessGroup, name, _exchanged, _NOTHING if name == "send" else slice(1, 2))
     _wrap(torch._C.ScriptFunction, "__call__", _asked)
     _wrap(torch._C.ScriptMethod, "__call__", _method)
     _wrap(eager_transforms, "_wrap_for_grad", _lifted)  # for grad, vjp, jacrev, hessian, jvp
@@ -170,6 +171,17 @@ def _replace_imported() -> None:
             for name, value in tuple(vars(module).items()):
                 if id(value) in _IMPORTED:
                     vars(module)[name] = _IMPORTED[id(value)][1]
+
+
+def _exchanged(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Ranks would put elements of different parameters together."""
+    if args[0].size() > 1:
+        given = (*args, *kwargs.values())
+        for flat in instances(given, FlatGradient):
+            raise flat.refusal(name_of(call), flat.whose)
+        for flat in instances(given, FlatParameter):
+            raise FlatValues.refusal(name_of(call), flat.whose)
+    return _asked(call, function, args, kwargs)
 
 
 def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .functions import ABOUT_ITSELF, KINDS, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
 from .given_out import OF_MEMORY, GuardedStorage
-from .home import ResidencyError, about, describe, home_of, is_sharded, owner_of
+from .home import IN_COMPILED_CODE, ResidencyError, about, describe, home_of, is_sharded, owner_of
 
 # Torch's own, past the classes below.
 set_data = Tensor.data.__set__  # the parameter gets other memory
@@ -354,9 +354,9 @@ _CHANGE = (
 
 def refusal(name: str, parameter: nn.Parameter) -> ResidencyError:
     """What to raise when the function ``name`` would touch the memory of ``parameter``."""
+    rest = IN_COMPILED_CODE if TracingContext.try_get() else f"Inside a step read `parameter.detach()` and {_CHANGE}"
     return ResidencyError(
-        f"{in_words(name)} would touch the memory of parameter {describe(parameter)}, which is sharded over the ranks. Inside "
-        f"a step read `parameter.detach()` and {_CHANGE}"
+        f"{in_words(name)} would touch the memory of parameter {describe(parameter)}, which is sharded over the ranks. {rest}"
     )
 
 

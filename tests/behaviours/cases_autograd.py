@@ -842,6 +842,59 @@ class CompiledModelAfterSetUp(Compiled):
 
 
 @case
+class CompiledModelThatReadsAWeight(Compiled):
+    """`torch.compile` of the whole model, which reads the weight of another layer (aot_eager)"""
+
+    refused = r"'stem\.weight'.*torch.compile takes the memory.*`@torch.compiler.disable`"
+
+    class Tied(Chain):
+        def forward(self, x):
+            return super().forward(x) @ self.stem.weight
+
+    def model(self):
+        return self.Tied()
+
+    def prepare(self, model):
+        model.compile(backend="aot_eager")
+
+
+@case
+class CompiledModelThatReadsAWeightOutside(CompiledModelThatReadsAWeight):
+    """`torch.compile` of the whole model, which reads that weight in a function with `torch.compiler.disable` (aot_eager)"""
+
+    refused = None
+
+    class Tied(Chain):
+        def forward(self, x):
+            return self.out(super().forward(x))
+
+        @torch.compiler.disable
+        def out(self, x):
+            return x @ self.stem.weight
+
+
+@case
+class CheckpointOfCompiledBlocks(Compiled):
+    """A checkpoint around a compiled sequence of several units (aot_eager)"""
+
+    refused = r"'blocks\.\d\.\w+\.\w+'.*put a checkpoint around each, not around compiled code that runs several"
+
+    class Compiled(Chain):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*self.blocks)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.blocks, self.stem(x), use_reentrant=False))
+
+    def model(self):
+        return self.Compiled()
+
+    def prepare(self, model):
+        model.blocks.compile(backend="aot_eager")
+
+
+@case
 class Scripted(Case):
     """`torch.jit.script`ed sub-modules inside Python blocks"""
 

@@ -397,6 +397,8 @@ class GradAssignedAndScaledInGroups(Graded):
 class GradOfSomeAssignedAndReplacedInGroups(Graded):
     """`p.grad = g` of some after `zero_grad()`, then `p.grad = 2 * p.grad` for all that have one in `optimizer.param_groups`"""
 
+    refused = refused_on_one = "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
+
     def between(self, run):
         kept = [p.grad.clone() for p in run.model.parameters()]
         run.optimizer.zero_grad()
@@ -412,6 +414,8 @@ class GradOfSomeAssignedAndReplacedInGroups(Graded):
 @case
 class GradGivenToAllInGroups(Graded):
     """`p.grad = g` for all in `optimizer.param_groups` after `zero_grad()`, read as `parameter.grad`; another backward"""
+
+    refused = refused_on_one = "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
 
     def between(self, run):
         run.optimizer.zero_grad()

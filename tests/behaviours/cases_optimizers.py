@@ -1,5 +1,6 @@
 """Optimizers, their groups and what is done to them during training."""
 
+import copy
 import re
 import warnings
 
@@ -762,4 +763,21 @@ class OptimizerStateReset(Case):
     def train(self, run):
         super().train(run)
         run.optimizer.state.clear()
+        super().train(run)
+
+
+@case
+class OptimizerStateCopied(Case):
+    """A deep copy of `optimizer.state_dict()`, loaded some steps later; one of the optimizer, which steps nothing"""
+
+    def optimizers(self, model):
+        return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+    def train(self, run):
+        super().train(run)
+        kept = copy.deepcopy(run.optimizer.state_dict())
+        super().train(run)
+        copied = copy.deepcopy(run.optimizer)
+        copied.step()
+        run.optimizer.load_state_dict(kept)
         super().train(run)

@@ -464,7 +464,7 @@ class DebuggedRun(Zero3Run):
     debug = True
 
     def set_up(self) -> None:
-        from lightning_zero3.strategies.engine.checked import CheckedUnit
+        from lightning_zero3.strategies.engine.debug import CheckedUnit
 
         super().set_up()
         assert all(type(unit) is CheckedUnit for unit in self.engine.units)
@@ -484,8 +484,18 @@ class GroupRun(Zero3Run):
         return GroupCollectives(group, dist.group.WORLD)
 
 
+class ComparedRun(Zero3Run):
+    """Through the door of gloo with CUDA tensors."""
+
+    def door(self, device: torch.device) -> Any:
+        from lightning_zero3.strategies.collectives import ComparedCollectives
+
+        return ComparedCollectives(dist.group.WORLD)
+
+
 ENGINES: dict[str, type[Run]] = {
     "zero3": Zero3Run,
+    "zero3 compared": ComparedRun,
     "zero3 debug": DebuggedRun,
     "zero3 group": GroupRun,
     "ddp": DdpRun,

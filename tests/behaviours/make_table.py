@@ -74,10 +74,14 @@ a forward are refused, and a selective checkpoint around several layers, which c
 What zero3 is known not to see has no row, and numbers are other ones then without a word: tensors of `optimizer.param_groups`
 that each rank scales by a number of its own; an optimizer's rule that begins later than step 30 and that no option tells of;
 aliases and arrays of buffers from before the model was sharded; writes by address to the copy that `weight.detach()` is outside
-of its layer; what a gradient was that is kept while `backward(create_graph=True)` adds to it; on one rank, until the next
-backward, which parameters of a flat tensor of `param_groups` have no gradient after `parameter.grad` of others was assigned, or
-theirs cleared (`if p.grad is None: p.grad = ...` passes them over); and, without `debug=True`, extensions that read or write
-weights past torch ([guide](GUIDE.md#parameters)).
+of its layer; what a gradient was that is kept while `backward(create_graph=True)` adds to it; other tensors in the memory of
+`x` after `p.grad.data = x`, and in that of an optimizer's state which it has made a gradient (`p.grad = state["ema"]`); until
+the next backward or step, which parameters of a flat tensor of `param_groups` have no gradient, after others' were assigned or
+theirs were cleared (`if p.grad is None:` passes them over); that a tensor of `param_groups` is flat, where code asks for its
+dimensions (`if p.grad.dim() > 1:`); between ranks, in a gradient that was kept from before a step, what an optimizer writes
+to `p.grad.data` in that; for a GradScaler, that what a division by gradients leaves where no parameter is (0/0, after
+`p.grad.div_(p.grad.abs())`) is none of them; and, without `debug=True`, extensions that read or write weights past torch
+([guide](GUIDE.md#parameters)).
 
 The last of the sections is of modules that the Trainer trains for three epochs, on two ranks with different data: fsdp2 is
 `ModelParallelStrategy` there. They are compared, in losses and weights, with one process that trains on the joined batches, or

@@ -216,8 +216,9 @@ class DataOfGroupsChanged(Module):
 
 
 class GradientsOfGroupsReplaced(Module):
-    """In the middle of a window, where the next backward adds to them."""
+    """In the middle of a window, where the next backward would add to them."""
 
+    refused = "assigned to the gradient of parameters 'net.* in `optimizer.param_groups`.*p.grad.copy_.*module.parameters"
     options = {"accumulate_grad_batches": 2}
 
     def on_after_backward(self):

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import pickle
 
 import torch
 
@@ -128,6 +129,43 @@ class StatePutBack(Module):
             self.kept = torch.load(kept, weights_only=True)
         if self.current_epoch == 2:
             optimizer.load_state_dict(self.kept)
+
+
+class StateCopied(StatePutBack):
+    """A deep copy of what each rank has, with moments."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_train_epoch_start(self):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.current_epoch == 1:
+            self.kept = copy.deepcopy(optimizer.state_dict())
+        if self.current_epoch == 2:
+            optimizer.load_state_dict(self.kept)
+
+
+class StateOfACopiedOptimizer(StateCopied):
+    """The whole optimizer is copied; what it returns is of its own tensors."""
+
+    refused = "This state of AdamW is of whole parameters, or of another optimizer, and rank . steps on shards of its own"
+
+    def on_train_epoch_start(self):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.current_epoch == 1:
+            copied = copy.deepcopy(optimizer)
+            copied.step()
+            self.kept = copied.state_dict()
+        if self.current_epoch == 2:
+            optimizer.load_state_dict(self.kept)
+
+
+class PickledOptimizer(StateCopied):
+    refused = "An optimizer that holds flat shards of parameters 'net.* was pickled.*`trainer.save_checkpoint"
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            pickle.dumps(self.optimizers(use_pl_optimizer=False))
 
 
 class StateOfRankZero(Module):

@@ -46,7 +46,9 @@ def anonymous():
 @contextmanager
 def growth(into, name):
     """Note by how much the process grows at most, looked at all the time."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else it would grow into memory that training gave back
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(-3, 2**17)  # M_MMAP_THRESHOLD, which else grows: what is freed is the kernel's again at once, and not counted
+    libc.malloc_trim(0)  # else it would grow into memory that training gave back
     before, peak, over = anonymous(), [0], threading.Event()
 
     def look():

@@ -119,3 +119,29 @@ def count(rank, world_size, folder):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fresh_optimizers_and_another_number(world_size, tmp_path):
     assert all(run_ranks(count, world_size, str(tmp_path)))
+
+
+class Evaluated(Shuffled):
+    validation_step = Shuffled.training_step
+
+
+def save_after_each(rank, world_size, folder):
+    runner, module = trainer(zero3(unit_policy=None), world_size, limit_val_batches=1.0), Evaluated()
+    found = {}
+    for name, run in {"fit": runner.fit, "validate": runner.validate}.items():
+        run(module, module.train_dataloader())
+        for weights_only in (False, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                runner.save_checkpoint(f"{folder}/{name}.ckpt", weights_only)
+            found[name, weights_only] = [str(w.message) for w in caught if "no optimizer states" in str(w.message)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_without_optimizer_states_is_told_of(world_size, tmp_path):
+    """They end with an evaluation, with zero3 as with Lightning's FSDP; whoever saves then wants to know."""
+    for rank, found in enumerate(run_ranks(save_after_each, world_size, str(tmp_path))):
+        told = found.pop(("validate", False))
+        assert len(told) == (rank == 0) and all("weights_only=True" in text for text in told)
+        assert not any(found.values())

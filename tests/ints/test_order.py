@@ -6,7 +6,7 @@ from lightning_zero3.strategies.engine.order import BackwardSchedule, ForwardOrd
 
 
 def test_forward_learns_the_order_and_follows_changes():
-    order = ForwardOrder()
+    order = ForwardOrder(foresees=True)
     order.begin()
     assert [order.enter(u) for u in (0, 1, 2)] == [None, None, None]
     order.begin()
@@ -20,7 +20,7 @@ def test_forward_learns_the_order_and_follows_changes():
 
 
 def test_forward_of_a_unit_twice_in_a_row():
-    order = ForwardOrder()
+    order = ForwardOrder(foresees=True)
     order.begin()
     assert [order.enter(u) for u in (0, 0, 1)] == [None, None, None]
     assert order.enter(0) == 1
@@ -32,11 +32,11 @@ def test_backward_is_the_reverse():
     schedule = BackwardSchedule()
     for unit in (0, 1, 2, 1):
         schedule.record(unit)
-    for expected, following, once_more in ((1, 2, True), (2, 1, True), (1, 0, False), (0, None, False)):
+    for expected, following, once_more in ((1, [2], True), (2, [1], True), (1, [0], False), (0, [], False)):
         assert schedule.advance() == expected
-        assert schedule.upcoming() == following
-        assert schedule.pending(1) == once_more
-    assert not schedule.pending(0)  # one more visit of it would be outside the schedule
+        assert schedule.coming[-1:] == following
+        assert bool(schedule.left[1]) == once_more
+    assert not schedule.left[0]  # one more visit of it would be outside the schedule
 
 
 def test_a_cleared_schedule_has_no_visits():
@@ -44,9 +44,9 @@ def test_a_cleared_schedule_has_no_visits():
     for unit in (0, 1):
         schedule.record(unit)
     schedule.clear()
-    assert (schedule.upcoming(), schedule.pending(0), schedule.pending(1)) == (None, False, False)
+    assert (schedule.coming, schedule.left[0], schedule.left[1]) == ([], 0, 0)
     schedule.record(1)
-    assert (schedule.advance(), schedule.upcoming(), schedule.pending(1)) == (1, None, False)
+    assert (schedule.advance(), schedule.coming, schedule.left[1]) == (1, [], 0)
 
 
 def test_forwards_after_a_backward_are_what_the_next_one_visits():
@@ -54,13 +54,13 @@ def test_forwards_after_a_backward_are_what_the_next_one_visits():
     schedule = BackwardSchedule()
     for unit in (0, 1):
         schedule.record(unit)
-    assert [schedule.advance(), schedule.advance(), schedule.upcoming()] == [1, 0, None]
+    assert [schedule.advance(), schedule.advance(), schedule.coming] == [1, 0, []]
     for again in (1, 2):
         for _ in range(again):
             schedule.record(1)
-        assert not schedule.pending(0)
+        assert not schedule.left[0]
         assert [schedule.advance() for _ in range(again)] == [1] * again
-        assert (schedule.upcoming(), schedule.pending(1)) == (None, False)
+        assert (schedule.coming, schedule.left[1]) == ([], 0)
 
 
 def test_every_rank_takes_every_visit_whatever_it_skips():
@@ -72,13 +72,13 @@ def test_every_rank_takes_every_visit_whatever_it_skips():
                 schedule.record(unit)
             visits = []
             for unit in (u for u, mine in zip(reversed(tape), used, strict=True) if mine):
-                while schedule.pending(unit):
+                while schedule.left[unit]:
                     visits.append(schedule.advance())
                     if visits[-1] == unit:
                         break
             assert visits == [*reversed(tape)][: len(visits)]
-            assert schedule.upcoming() == ([*reversed(tape), None][len(visits)])
-            while schedule.upcoming() is not None:
+            assert schedule.coming == list(tape[: len(tape) - len(visits)])
+            while schedule.coming:
                 visits.append(schedule.advance())
             assert visits == [*reversed(tape)]
-            assert not any(schedule.pending(u) for u in range(3))
+            assert not any(schedule.left.values())

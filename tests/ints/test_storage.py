@@ -2,6 +2,7 @@
 
 import errno
 import os
+from functools import partial
 
 import pytest
 
@@ -178,3 +179,21 @@ def test_a_link_leads_to_a_whole_checkpoint_at_any_moment(tmp_path, monkeypatch)
     storage.retire(old)
     assert {path.name for path in tmp_path.iterdir()} <= {"last.ckpt", "step=2.ckpt", ".removed"}
     assert storage.last_complete(tmp_path, besides=link) is None, "the link's target is no other checkpoint"
+
+
+def test_what_the_disk_did_not_take_is_an_error(tmp_path, monkeypatch):
+    """And the file that had the name stays; a file system that has no fsync is none."""
+
+    def fail(number, descriptor):
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "one.ckpt"
+    path.write_text("before")
+    storage.begin(path).write_text("after")
+    monkeypatch.setattr(os, "fsync", partial(fail, errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.commit(storage.stage_of(path), path)
+    assert path.read_text() == "before"
+    monkeypatch.setattr(os, "fsync", partial(fail, errno.EINVAL))
+    storage.commit(storage.stage_of(path), path)
+    assert path.read_text() == "after"

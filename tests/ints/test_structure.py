@@ -9,7 +9,7 @@ from lightning_zero3.strategies.engine.structure import Structure
 def test_a_container_in_the_memory_of_the_one_before():
     model = nn.Module()
     model.body = nn.Sequential(nn.Linear(4, 4))
-    structure = Structure(model)
+    structure = Structure(model, lambda: None)
     structure.check()
     new = nn.Linear(4, 4)
     del model.body

@@ -26,9 +26,9 @@ and with accumulation. Tensors below 1 KiB (votes, norms, flags) are not counted
 units make no more. The one that is left on the CPU, for each param group, is of gradients: kept between steps they would take
 4Ψ/N bytes while activations take the most, which FSDP2's, freed as well, do not. On one rank there is none. Bytes sent and
 copied are those of messages between two ranks; in shared memory, the default on one machine, nothing is sent, and a gather
-copies all of a unit once. The aim for Python calls was 150; a group for each unit and mixed precision take more: 12 for the
-group (its memory of gradients, window and tensors), 40 for a check of autocast in each of seven modules (28) and for the
-norms' own exchanges (12).
+copies all of a unit once. The bound for Python calls is 150 in each case; a group for each unit takes 13 (its memory of
+gradients, window and tensors), mixed precision 32: four to see in each of seven modules whether autocast is on, and four for
+the norms' own exchanges.
 
 Numbers: `tests/trainer/test_parity.py` compares runs on several ranks in float64 with one process on the joined batches, to
 1e-13, and in fp32 with `ddp`, gradients to 1e-6 of a tensor's largest element (two tests to 2e-6, where terms cancel: found
@@ -140,7 +140,7 @@ def python_rows():
     """Rows of what a step of a unit costs the host."""
     import test_contracts as c
 
-    rows, why = [], {"fp32": "34 tensors saved and read; 9 gradients; 36 for 3 exchanges; 30 for hooks and order. FSDP2: 1223"}
+    rows, why = [], {"fp32": "34 tensors saved and read; 9 gradients; 19 for 3 exchanges; 22 for hooks and order. FSDP2: 1223"}
     why["a group each"] = "the same, with a param group for each unit"
     why["bf16-mixed"] = "each module asks whether autocast is on, and norms travel by themselves, in fp32"
     for kind, most in c.MOST_CALLS.items():

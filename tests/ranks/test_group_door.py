@@ -68,8 +68,10 @@ def test_training_is_that_of_one_process(name, world_size):
 def exchanges_alone(rank, world_size, device):
     group = dist.new_group(backend="nccl") if device == "cuda" else dist.group.WORLD
     door, values = GroupCollectives(group, dist.group.WORLD), torch.arange(12.0, device=device) / 7
+    gathered = values.clone()
+    door.all_gather(gathered.view(torch.uint8)).wait()
     found = {
-        "gathered": door.all_gather(values.clone().view(torch.uint8)).wait().view(torch.float32),
+        "gathered": gathered,
         "summed": door.reduce_scatter(values.clone()).wait(),
         "summed in float64": door.reduce_scatter(values.double()).wait(),
         "summed, complex": door.reduce_scatter(torch.complex(values, -values)).wait(),

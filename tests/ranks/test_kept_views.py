@@ -39,10 +39,10 @@ VARIANTS = {
 
 def count_looks():
     """A list that has one item for each generation of objects that was looked through, and for each collection."""
-    from lightning_zero3.strategies.engine import kept
+    from lightning_zero3.strategies.engine import kept_views
 
     looks = []
-    kept.gc = SimpleNamespace(
+    kept_views.gc = SimpleNamespace(
         get_objects=lambda of: looks.append(of) or gc.get_objects(of),
         collect=lambda: looks.append("all") or gc.collect(),
         isenabled=lambda: True,
@@ -852,7 +852,7 @@ def test_one_of_a_rounded_weight_can_be_read_and_a_write_is_an_error():
 
 def test_what_a_thread_holds_for_a_moment_is_waited_for():
     # Those of a process group hold what they have exchanged, in C++, a moment after they have said that they are done.
-    from lightning_zero3.strategies.engine.kept import _is_free_soon
+    from lightning_zero3.strategies.engine.kept_views import _is_free_soon
 
     held = [5, 5, 4]
     assert _is_free_soon(SimpleNamespace(viewers=lambda: held.pop(0), usual=4)) and not held

@@ -104,7 +104,7 @@ def _padding_after_nan(rank, world_size):
     optimizer.zero_grad()
     _backward(engine, model, x if rank else x * torch.nan, explicit=True)
     clipping.clip_gradients(optimizer, 0.1)
-    assert group.grad.isnan().all(), "scaled by NaN: the padding, too"
+    assert group.grad[~padding].isnan().all() and not group.grad[padding].any()  # all was scaled by NaN
     optimizer.zero_grad()  # the step is skipped, as a scaler would
     _backward(engine, model, x, explicit=True)
     assert not group.grad[padding].any()

@@ -9,7 +9,7 @@ import torch
 from ranks import test_memory
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine.pages import advise_huge_pages
+from lightning_zero3.strategies.engine.huge_pages import advise_huge_pages
 
 pytestmark = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has pages of one size only"

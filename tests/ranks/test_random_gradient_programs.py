@@ -51,7 +51,7 @@ class Training:
         self.optimizer = Halving([{"params": each} for each in params], lr=0.01, momentum=momentum)
         options = {"device": torch.device("cpu"), "collectives": collectives}
         self.engine = Zero3Engine(net, [self.optimizer], **options) if collectives else None
-        self.kept, self.new, self.held, self.seen = [], [], torch.zeros(1), []
+        self.kept, self.kept_flats, self.held, self.seen = [], [], torch.zeros(1), []
 
     def flats(self, group):
         """The tensors of a param group that have a gradient, one after another."""
@@ -74,6 +74,20 @@ class Training:
 
     def clip(self):
         nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+
+    def owned(self, p, group):
+        """1 where an element of ``p`` is one of a parameter."""
+        if self.engine is None:
+            return torch.ones_like(p)
+        (flat,) = (flat for flat in self.engine.groups if flat.key.group == group)
+        owned = torch.zeros(flat.numel)
+        for entry in flat.owned:
+            owned[entry.part.start : entry.part.stop] = 1
+        return owned[p.storage_offset() :][: p.numel()]
+
+    def added(self, total):
+        """Over the ranks, which have shards."""
+        return self.engine.collectives.all_reduce(total) if self.engine else total
 
     # Gradients of parameters.
 
@@ -125,27 +139,20 @@ class Training:
 
     # Those in param groups.
 
-    def replace(self, group, value):
+    def set(self, group, value):
         for p in self.flats(group):
-            p.grad = torch.full_like(p, value)
+            p.grad.copy_(torch.full_like(p, value))
 
-    def replace_by_more(self, group, value):
-        for p in self.flats(group):
-            p.grad = p.grad * 2 + value
+    def keep_all(self, group):
+        self.kept_flats = [(p.grad, self.owned(p, group)) for p in self.flats(group)]
 
-    def replace_and_keep(self, group, value):
-        self.new = []
-        for p in self.flats(group):
-            self.new.append(torch.full_like(p, value))
-            p.grad = self.new[-1]
+    def look_at_all_kept(self):
+        total = sum((grad.pow(2) * owned).as_subclass(torch.Tensor).sum() for grad, owned in self.kept_flats)
+        self.seen.append(self.added(torch.as_tensor(total)))
 
-    def write_to_new(self):
-        for grad in self.new:
-            grad.add_(1)
-
-    def give_all(self, group, value):
-        for p in self.optimizer.param_groups[group]["params"]:
-            p.grad = torch.full_like(p, value)
+    def write_to_all_kept(self):
+        for grad, _ in self.kept_flats:
+            grad.add_(0.5)
 
     def scale(self, group):
         for p in self.flats(group):
@@ -159,12 +166,17 @@ class Training:
         for p in self.flats(group):
             p.grad *= 2
 
-    def put_back(self, group):
-        kept = [(p, p.grad) for p in self.flats(group)]
-        for p, _ in kept:
-            p.grad = None
-        for p, grad in kept:
-            p.grad = grad
+    def shift_and_clip(self, group):
+        """What no parameter owns is shifted, too, and is no part of the norm."""
+        for p in self.flats(group):
+            p.grad.add_(0.1)
+        if self.engine:
+            self.engine.adopt_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            flats = [p.grad for p in self.optimizer.param_groups[group]["params"] if p.grad is not None]
+            norm = self.added(sum((grad.pow(2).sum() for grad in flats), torch.zeros(()))).sqrt()
+        for p in self.flats(group):
+            p.grad.mul_(0.5 / (norm + 1e-6))
 
     def take_away(self, group):
         for p in self.optimizer.param_groups[group]["params"]:
@@ -177,10 +189,9 @@ class Training:
 def write(rng, groups, world_size):
     """A program: names of methods, with arguments. On several ranks without what the guide tells to be different there."""
     a_name, a_flag, a_value = lambda: rng.choice(NAMES), lambda: rng.random() < 0.5, lambda: rng.randint(1, 9)
-    of_a_group = {name: (lambda: rng.randrange(groups),) for name in ("scale", "shift", "multiply", "put_back", "take_away")}
-    with_a_value = ("replace", "replace_by_more", "replace_and_keep", "give_all")
+    of_a_group = "scale", "shift", "multiply", "shift_and_clip", "take_away"
     arguments = {
-        **dict.fromkeys(("clip", "look_at_kept", "write_to_kept", "write_to_new", "write_to_held"), ()),
+        **dict.fromkeys(("clip", "look_at_kept", "write_to_kept", "write_to_held"), ()),
         "step": (a_flag,),
         "replace_by_what_they_were": (lambda: rng.choice([0, 3]),),
         "backward": (lambda: rng.random() < 0.25,),
@@ -193,29 +204,29 @@ def write(rng, groups, world_size):
         "clear_layer": (lambda: rng.choice("abc"), a_flag),
         "clear_model": (a_flag,),
         "clear_optimizer": (a_flag,),
-        **of_a_group,
-        **{name: (lambda: rng.randrange(groups), a_value) for name in with_a_value},
+        **dict.fromkeys(of_a_group, (lambda: rng.randrange(groups),)),
+        "set": (lambda: rng.randrange(groups), a_value),
     }
-    program, in_part, flat, held = [("backward", False)], False, False, False
+    if rng.random() < 0.3:  # of parameters nothing is kept or assigned: else flat gradients that are kept refuse to be used
+        for name in [name for name in arguments if name.startswith(("assign", "write", "change", "clear_", "replace"))]:
+            del arguments[name]
+        del arguments["clear"]
+        arguments |= {"clear_optimizer": (a_flag,), "look_at_all_kept": (), "write_to_all_kept": ()}
+        arguments |= {"keep_all": (lambda: rng.randrange(groups),)}
+    program, flat, held, lost = [("backward", False)], False, False, False
     for _ in range(rng.randint(3, 10)):
         name = rng.choice(list(arguments))
         call = name, *(argument() for argument in arguments[name])
         if world_size > 1:
-            flat = name != "backward" and (flat or name in of_a_group or name in with_a_value or name == "clear_optimizer")
-            if name == "write_to_new" or (flat and name in ("look_at_kept", "write_to_kept", "write_to_held")):
+            flat = name != "backward" and (flat or name in (*of_a_group, "set", "clear_optimizer", "write_to_all_kept"))
+            lost |= flat and (name in ("take_away", "assign") or name.startswith(("clear", "replace")))
+            if lost and name in ("look_at_kept", "write_to_kept"):
+                continue  # refused: changed in param groups, and then cleared or replaced, before these had followed
+            if flat and name in ("look_at_kept", "write_to_kept", "write_to_held"):
                 continue  # these show it when the next backward ends
             held = name == "assign_and_hold" or (held and name != "replace_by_what_they_were")
             if name == "write_to_held" and not held:
                 continue  # `p.grad` was another tensor with the same values
-            given = name == "give_all" and program[-1] != ("clear_optimizer", True)
-            if given or (name == "put_back" and program[-1] != ("backward", False)):
-                continue  # refused, in the middle of an exchange
-        if name in ("assign", "assign_and_hold", "clear", "clear_layer", "clear_model", "replace_by_what_they_were"):
-            in_part = True
-        elif name in ("backward", "step"):
-            in_part = False
-        elif name == "give_all" and in_part:
-            continue  # known: a flat gradient that was looked at is that of parameters that have one
         program.append(call)
     return program
 
@@ -247,7 +258,11 @@ def compare(rank, world_size, groups, programs):
         program, momentum = write(rng, groups, world_size), rng.choice([0, 0.9])
         expected = run(None, groups, momentum, program)
         collectives = LocalCollectives() if world_size == 1 else make_collectives(dist.group.WORLD, torch.device("cpu"))
-        found = run(collectives, groups, momentum, program)
+        try:
+            found = run(collectives, groups, momentum, program)
+        except Exception as error:
+            error.add_note(str(program))
+            raise
         for have, want in zip(found, expected, strict=True):
             assert (have is None) == (want is None), program
             if want is not None:

@@ -100,8 +100,50 @@ def median_of_a_vector():
     optimizer._gather_flat_grad().median()
 
 
-def used_before_gathered():
-    engine_of()[2].units[1].use()
+def differentiated():
+    model, optimizer, engine = engine_of(nn.Linear(6, 6))
+
+    def backward():
+        with engine.backward():
+            loss_of(model, engine).backward()
+
+    backward()
+    return model[0], optimizer.param_groups[0]["params"], backward
+
+
+def flat_gradients_added_up():
+    _, flats, _ = differentiated()
+    for p in flats:
+        dist.all_reduce(p.grad)
+
+
+def flat_gradient_kept_while_one_was_cleared():
+    layer, flats, backward = differentiated()
+    layer.weight.grad = None
+    kept = [p.grad for p in flats if p.grad is not None]
+    backward()
+    kept[0].mul_(10)
+
+
+def flat_gradient_kept_while_others_were_put_back():
+    layer, flats, _ = differentiated()
+    kept, grads = [p.grad for p in flats], [p.grad for p in layer.parameters()]
+    for p in flats:
+        p.grad = None
+    for p, grad in zip(layer.parameters(), grads, strict=True):
+        p.grad = grad
+    kept[0].mul_(10)
+
+
+def flat_values_sent():
+    _, optimizer, _ = engine_of(nn.Linear(4, 4))
+    for p in optimizer.param_groups[0]["params"]:
+        dist.broadcast(p.data, 0)
+
+
+def flat_tensor_sent():
+    _, optimizer, _ = engine_of(nn.Linear(4, 4))
+    dist.broadcast(optimizer.param_groups[0]["params"][0], 0)
 
 
 def gradient_of_another_shape():
@@ -127,6 +169,19 @@ SHARDED = [
         ResidencyError,
         r"`copy_` would touch .*'0\.weight'.*under `torch\.no_grad\(\)`",
     ),
+    (flat_gradients_added_up, ResidencyError, r"`allreduce` would be of the gradients of parameters '0\.weight' to '0\.bias'"),
+    (
+        flat_gradient_kept_while_one_was_cleared,
+        ResidencyError,
+        r"A flat gradient of .*'0\.weight' to '0\.bias' was kept, and parameters in it had no gradient\. Read `p\.grad` again",
+    ),
+    (
+        flat_gradient_kept_while_others_were_put_back,
+        ResidencyError,
+        r"A flat gradient of .*'0\.weight' to '0\.bias' was kept, and the gradient of parameter '0\.weight' was assigned",
+    ),
+    (flat_values_sent, ResidencyError, r"`broadcast` would be of the values of parameters '0\.weight' to '0\.bias'"),
+    (flat_tensor_sent, ResidencyError, r"`broadcast` would be of the values of parameters '0\.weight' to '0\.bias'"),
     (gradient_of_another_shape, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
     (gradient_turned, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
     (gathered_in_its_forward, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
@@ -144,7 +199,6 @@ SHARDED = [
     (model_gone, ResidencyError, r"Parameter '0\.weight' \(unit 0\) outlived the model.*strategy\.gathered"),
     (regrouped_beside_lbfgs, ValueError, "Param groups cannot be edited beside LBFGS: its history"),
     (median_of_a_vector, NotImplementedError, "LBFGS takes the `median` of a vector that is sharded over the ranks"),
-    (used_before_gathered, RuntimeError, "Unit 1 is used while resting; this is a bug"),
 ]
 
 

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from helpers.contracts import WIDTH, Block, build
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, saved
+from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, saved_tensors
 from lightning_zero3.strategies.residency.functions import name_of
 
 
@@ -60,7 +60,7 @@ def two_engines(rank, world_size, again):
         other, second, _ = built(rank, world_size)
         pairs = [(model, first), (other, second)]
     for order in ((first, second), (second, first)):
-        saved.WATCHING = [engine._saved for engine in order]  # a set, whose order is another one on each rank
+        saved_tensors.WATCHING = [engine._saved for engine in order]  # a set, whose order is another one on each rank
         for each, engine in pairs:
             torch.testing.assert_close(gradient(each, engine.step, engine.backward), expected)
     if not again:

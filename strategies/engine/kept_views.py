@@ -24,7 +24,7 @@ from ..residency.given_out import storage_of
 from ..residency.home import ResidencyError, home_of
 from ..residency.numbers import class_at_rest, hide, show
 from ..residency.resting import NO_GRAPH_TASK, Absent, ShardedCopy, graph_task, shield, told_of_value, writes_to
-from .saved import SavedSlot, copy_of, kept_view, parts_of, unit_of
+from .saved_tensors import SavedSlot, copy_of, kept_view, parts_of, unit_of
 from .unit import Unit
 
 

@@ -1,5 +1,6 @@
 """One rank: what is done to the gradients in `optimizer.param_groups`, which are flat, against plain torch."""
 
+import pickle
 import sys
 
 import pytest
@@ -55,85 +56,44 @@ class Training:
 
 def read(t):
     for p in t.groups:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     return t.net.a.weight.grad.sum()
 
 
 def doubled(t):
     for p in t.groups:
-        p.grad = p.grad * 2
+        p.grad.copy_(p.grad * 2)
     return t.net.b.weight.grad.clone()
-
-
-def written_afterwards(t):
-    """`p.grad` is what was put there."""
-    new = [torch.zeros_like(p) for p in t.groups]
-    for p, g in zip(t.groups, new, strict=True):
-        p.grad = g
-    for p, g in zip(t.groups, new, strict=True):
-        assert p.grad is g
-        g.add_(1)
-    return t.net.a.weight.grad.sum()
 
 
 def replaced_twice(t):
     for p in t.groups:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     t.net.a.weight.grad.mul_(3)
     t.net.b.weight.grad = torch.full((2, 3), 7.0)
     for p in t.of_a:
-        p.grad = p.grad * 2
+        p.grad.copy_(p.grad * 2)
     return t.net.a.weight.grad.sum() + t.net.b.weight.grad.sum()
-
-
-def held_before(t):
-    kept = t.net.a.weight.grad
-    for p in t.groups:
-        p.grad = torch.ones_like(p)
-    return kept
-
-
-def kept_while_new(t):
-    """It is the gradient, of later backwards, too."""
-    for p in t.groups:
-        p.grad = torch.full_like(p, 4.0)
-    kept, row = t.net.a.weight.grad, t.net.b.weight.grad[0]
-    t.backward()
-    return torch.cat([kept.flatten(), row])
-
-
-def kept_and_written(t):
-    for p in t.groups:
-        p.grad = torch.full_like(p, 4.0)
-    kept = t.net.a.weight.grad
-    t.backward()
-    kept.add_(1)
 
 
 def another_assigned(t):
     for p in t.net.b.parameters():
         p.grad = torch.full_like(p, 5.0)
     for p in t.of_a:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     return t.net.b.weight.grad.sum()
 
 
 def another_cleared(t):
     t.net.b.zero_grad()
     for p in t.of_a:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     assert t.net.b.weight.grad is None
-
-
-def expanded(t):
-    for p in t.groups:
-        p.grad = torch.ones(1).expand(p.shape)
-    return t.net.b.weight.grad.sum()
 
 
 def accumulated_to(t):
     for p in t.groups:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     t.backward()
     return t.net.a.weight.grad.sum()
 
@@ -141,7 +101,7 @@ def accumulated_to(t):
 def in_a_hook(t):
     def replace(grad):
         for p in t.of_a:
-            p.grad = torch.ones_like(p)
+            p.grad.copy_(torch.ones_like(p))
 
     t.net.b.weight.register_hook(replace)
     t.backward()
@@ -176,45 +136,6 @@ def assigned_then_looped(t):
     return t.net.a.weight.grad.sum()
 
 
-def assigned_then_replaced(t):
-    t.optimizer.zero_grad()
-    t.net.a.weight.grad = torch.full((3, 3), 8.0)
-    for p in t.optimizer.param_groups[0]["params"]:
-        if p.grad is not None:
-            p.grad = p.grad * 2 + 1
-    assert t.net.b.weight.grad is None
-    return t.net.a.weight.grad.sum()
-
-
-def all_assigned_then_replaced(t):
-    t.optimizer.zero_grad()
-    for p in t.net.parameters():
-        p.grad = torch.full_like(p, 8.0)
-    for p in t.groups:
-        p.grad = p.grad * 2
-    return t.net.unused.weight.grad.sum()
-
-
-def given_to_all(t):
-    """Those that had none, too: it is `parameter.grad` at once, and what the next backward adds to."""
-    t.optimizer.zero_grad()
-    t.net.a.weight.grad = torch.full((3, 3), 8.0)
-    for p in t.optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    seen = t.net.unused.weight.grad.clone()
-    t.backward()
-    return torch.cat([seen.flatten(), t.net.unused.weight.grad.flatten(), t.net.a.weight.grad.flatten()])
-
-
-def given_to_all_one_cleared(t):
-    t.optimizer.zero_grad()
-    for p in t.optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    t.net.b.weight.grad = None
-    t.backward()
-    return t.net.b.weight.grad.clone()
-
-
 def parameter_cleared_then_looped(t):
     t.net.b.weight.grad = None
     for p in t.groups:
@@ -227,7 +148,7 @@ def parameter_cleared_then_looped(t):
 def views_kept(t):
     views = [t.net.a.weight.grad.view(-1), t.net.a.bias.grad[1:], torch.from_numpy(t.net.b.weight.grad.numpy()).flatten()]
     for p in t.groups:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     t.optimizer.step()
     t.backward()
     return torch.cat(views)
@@ -244,18 +165,73 @@ def made_with_a_graph(t):
     t.backward(create_graph=True)
     kept = t.net.a.weight.grad
     for p in t.groups:
-        p.grad = torch.ones_like(p)
+        p.grad.copy_(torch.ones_like(p))
     t.optimizer.step()
     return kept.detach().clone()
 
 
 def flat_kept(t):
-    kept = t.groups
-    before = [p.grad for p in kept]
-    for p in kept:
-        p.grad = p.grad * 2
+    """It is `p.grad`, which is changed in place."""
+    before = [p.grad for p in t.groups]
+    for p in t.groups:
+        p.grad *= 2
     t.optimizer.step()
     return sum(grad.pow(2).clone().as_subclass(torch.Tensor).sum() for grad in before)
+
+
+def flat_kept_of_what_is_assigned(t):
+    """It was `p.grad`, before parameters got others, one changes of its own, and the step scales them."""
+    before = [p.grad for p in t.groups]
+    for p in t.net.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 100
+    t.net.b.bias.grad.add_(1)
+    nn.utils.clip_grad_norm_(t.net.parameters(), 0.5)
+    return sum(grad.pow(2).clone().as_subclass(torch.Tensor).sum() for grad in before)
+
+
+def assigned_and_kept_then_cleared(t):
+    """Who keeps flat gradients, and who keeps what was assigned, while others are cleared."""
+    held = t.net.b.weight.grad = torch.full((2, 3), 6.0)
+    before = [p.grad for p in t.groups]
+    t.net.a.weight.grad = None
+    for p in t.groups:
+        p.grad.mul_(2)
+    del before
+    return held
+
+
+def list_after_one_was_cleared(t):
+    """None of the list is one of before."""
+    t.net.b.bias.grad = None
+    torch._foreach_mul_([p.grad for p in t.groups], 0.5)
+
+
+def list_after_one_was_assigned(t):
+    t.net.b.bias.grad = torch.ones(2)
+    nn.utils.clip_grad_value_(t.groups, 0.5)
+
+
+def decayed_in_place(t):
+    """With gradients enabled, by values that need them."""
+    for p in t.groups:
+        p.grad.add_(p, alpha=0.01)
+
+
+def norm_after_a_shift(t):
+    """Elements that no parameter owns have been shifted, too."""
+    for p in t.groups:
+        p.grad.add_(0.5)
+    t.engine and t.engine.adopt_gradients()
+    with torch.no_grad():
+        return sum(p.grad.as_subclass(torch.Tensor).pow(2).sum() for p in t.groups)
+
+
+def changed_by_a_list(t):
+    """Out of place, of tensors of different sizes."""
+    flats = t.groups
+    doubled = torch._foreach_mul([p.grad for p in flats], 2)
+    torch._foreach_copy_([p.grad for p in flats], doubled)
 
 
 def some_cleared(t):
@@ -296,26 +272,6 @@ def multiplied(t):
     return kept
 
 
-def put_back(t):
-    kept = [(p, p.grad) for p in t.groups]
-    for p, _ in kept:
-        p.grad = None
-    assert t.net.a.weight.grad is None
-    for p, grad in kept:
-        p.grad = grad
-    t.backward()
-    return t.net.a.weight.grad.clone()
-
-
-def put_back_later(t):
-    kept = [(p, p.grad) for p in t.groups]
-    t.optimizer.zero_grad()
-    t.backward()
-    for p, grad in kept:
-        p.grad = grad
-    return t.net.a.weight.grad.clone()
-
-
 def changed_then_scaled(t):
     """Whoever holds what was assigned may change it; then all are scaled."""
     held = [(p, torch.ones_like(p)) for p in t.net.b.parameters()]
@@ -324,17 +280,6 @@ def changed_then_scaled(t):
     held[0][1].add_(1)
     for p in t.groups:
         p.grad.mul_(3)
-    return held[0][1]
-
-
-def changed_then_replaced(t):
-    held = [(p, torch.ones_like(p)) for p in t.net.b.parameters()]
-    for p, grad in held:
-        p.grad = grad
-    held[0][1].add_(1)
-    for p in t.groups:
-        p.grad = torch.full_like(p, 5.0)
-    held[0][1].add_(1)
     return held[0][1]
 
 
@@ -364,13 +309,6 @@ def parameters_put_back(t):
     return t.net.a.weight.grad.clone()
 
 
-def moved_after_it_was_replaced(t):
-    for p in t.groups:
-        p.grad = p.grad.clamp(-1, 1)
-    t.net.a.bias.grad.data = t.net.a.bias.grad.data * 2
-    return t.net.a.bias.grad
-
-
 def divided_twice(t):
     """Nobody keeps anything."""
     for _ in range(2):
@@ -395,7 +333,7 @@ def without_elements(t):
     t.backward()
     view = t.net.b.weight.grad.view(-1)
     for p in t.groups:
-        p.grad = p.grad * 2
+        p.grad.copy_(p.grad * 2)
     assert t.net.empty.grad is not None
     for p in t.groups:
         p.grad = None
@@ -420,25 +358,37 @@ def scaled_in_a_step(t):
     return torch.cat([held, t.net.b.weight.grad])
 
 
+def learned_rate(t):
+    """Of the gradients of before autograd has saved a view, when the next ones are computed."""
+    rate = torch.full((), 0.1, requires_grad=True)
+    for _ in range(3):
+        updates = [rate * p.grad for p in t.groups]
+        t.optimizer.zero_grad()
+        t.backward()
+        for update, p in zip(updates, t.groups, strict=True):
+            update.backward(-p.grad)
+    return rate.grad
+
+
 PROGRAMS = [
+    learned_rate,
+    list_after_one_was_cleared,
+    list_after_one_was_assigned,
+    decayed_in_place,
+    flat_kept_of_what_is_assigned,
+    assigned_and_kept_then_cleared,
+    norm_after_a_shift,
+    changed_by_a_list,
     scaled_in_a_step,
     parameters_put_back,
-    moved_after_it_was_replaced,
     divided_twice,
     centralized,
     without_elements,
     some_cleared_while_a_view_is_kept,
     multiplied,
-    put_back,
-    put_back_later,
     changed_then_scaled,
-    changed_then_replaced,
     replaced_in_a_step,
     assigned_then_looped,
-    assigned_then_replaced,
-    all_assigned_then_replaced,
-    given_to_all,
-    given_to_all_one_cleared,
     parameter_cleared_then_looped,
     views_kept,
     view_kept_of_what_was_cleared,
@@ -448,14 +398,9 @@ PROGRAMS = [
     clipped_while_held,
     read,
     doubled,
-    written_afterwards,
     replaced_twice,
-    held_before,
-    kept_while_new,
-    kept_and_written,
     another_assigned,
     another_cleared,
-    expanded,
     accumulated_to,
     in_a_hook,
     deleted,
@@ -492,9 +437,119 @@ def a_list_of_before(t):
     return [p.grad for p in params]
 
 
+def set_in_place(t):
+    for p in t.groups:
+        p.grad.set_(torch.ones_like(p))
+
+
+def replaced(t):
+    for p in t.groups:
+        p.grad = p.grad * 2
+
+
+def given(t):
+    t.optimizer.zero_grad()
+    for p in t.optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+
+
+def put_back(t):
+    kept = [(p, p.grad) for p in t.groups]
+    t.optimizer.zero_grad()
+    for p, grad in kept:
+        p.grad = grad
+
+
+def put_back_later(t):
+    kept = [(p, p.grad) for p in t.groups]
+    t.optimizer.zero_grad()
+    t.backward()
+    for p, grad in kept:
+        p.grad = grad
+
+
+def kept_and_put_back(t):
+    """Parameters have others by then."""
+    kept = [(p, p.grad) for p in t.groups]
+    for p in t.net.parameters():
+        p.grad = torch.ones_like(p)
+    for p, grad in kept:
+        p.grad = grad
+
+
+def swapped(t):
+    first, *_, last = t.groups
+    first.grad, last.grad = last.grad, first.grad
+
+
+def sparse(t):
+    for p in t.groups:
+        p.grad.to_sparse()
+
+
+def decayed_beside_assigned(t):
+    """All others have no gradient, and lie beside `a.weight`, which has one."""
+    t.optimizer.zero_grad()
+    t.net.a.weight.grad = torch.ones(3, 3)
+    with torch.no_grad():
+        for p in t.groups:
+            p.mul_(0.5)
+
+
+def strided(t):
+    for p in t.groups:
+        p.grad = torch.complex(p.grad, p.grad).real
+
+
+def stepped_by_hand(t):
+    """`b.bias` has no gradient, and lies beside others that have."""
+    t.net.b.bias.grad = None
+    with torch.no_grad():
+        for p in t.groups:
+            p.sub_(p.grad + 0.5, alpha=0.1)
+
+
+def kept_while_one_was_cleared(t):
+    """In torch there is none of `a.weight` among them."""
+    t.net.a.weight.grad = None
+    kept = [p.grad for p in t.groups]
+    t.backward()
+    for grad in kept:
+        grad.mul_(10)
+
+
+def kept_while_one_was_assigned(t):
+    """In torch it is that of `a.weight` alone."""
+    t.optimizer.zero_grad()
+    t.net.a.weight.grad = torch.ones(3, 3)
+    kept = [p.grad for p in t.groups]
+    t.backward()
+    for grad in kept:
+        grad.mul_(10)
+
+
+def pickled(t):
+    pickle.dumps(t.optimizer)
+
+
+ASSIGNED = r"assigned to the gradient of parameters 'empty' to 'b.bias'.*p.grad.copy_.*module.parameters\(\): p.grad ="
 REFUSED = {
-    the_last_cleared: r"'empty' to 'b.bias' were cleared, replaced or.*and others not.*Do it to all of a param group",
-    its_memory_replaced: r"`.data` of the flat gradients of parameters 'empty' to 'b.bias' cannot be set.*p.grad.copy_",
+    the_last_cleared: r"'empty' to 'b.bias' were cleared in.*and others not.*Do it to all of a param group",
+    its_memory_replaced: r"The memory of flat gradients of parameters 'empty' to 'b.bias' cannot be exchanged.*p.grad.copy_",
+    set_in_place: r"The memory of flat gradients of parameters 'empty' to 'b.bias' cannot be exchanged.*p.grad.copy_",
+    replaced: ASSIGNED,
+    given: ASSIGNED,
+    put_back: ASSIGNED,
+    put_back_later: ASSIGNED,
+    kept_and_put_back: ASSIGNED,
+    strided: ASSIGNED,
+    swapped: ASSIGNED,
+    sparse: r"`to_sparse` would be of the gradients of parameters 'empty' to 'b.bias'.*Use the module's parameters",
+    decayed_beside_assigned: r"Values in.*while parameter 'empty' has no gradient and others have one.*strategy.gathered",
+    stepped_by_hand: r"Values in.*while parameter 'b.bias' has no gradient and others have one.*strategy.gathered",
+    kept_while_one_was_cleared: r"'empty' to 'b.bias' was kept, and parameters in it had no gradient.*Read `p.grad` again",
+    kept_while_one_was_assigned: r"'empty' to 'b.bias' was kept, and parameters in it had no gradient.*Read `p.grad` again",
+    pickled: r"holds flat shards of parameters 'empty' to 'b.bias' was pickled.*state_dict.*save_checkpoint",
     a_list_of_before: r"'empty' to 'b.bias' was kept, and is not in.*Read the param groups each time",
 }
 
@@ -538,7 +593,7 @@ def lines_of_a_step(layers):
         sys.settrace(trace if step == 2 else None)
         for p in optimizer.param_groups[0]["params"]:
             if p.grad is not None:
-                p.grad = p.grad * 2
+                p.grad.copy_(p.grad * 2)
         optimizer.step()
         optimizer.zero_grad()
         sys.settrace(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from sys import getrefcount
@@ -14,10 +13,11 @@ from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
 from ..residency.flat_gradient import weakly
+from ..residency.given_out import storage_of
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
 from ..residency.refused_graph import refusing_graph
-from ..residency.resting import NO_GRAPH_TASK, graph_task, keep_engine_last
+from ..residency.resting import keep_engine_last
 from .reduce import Reducer, tensors_in
 from .shards import Entry, FlatGroup
 from .streams import Lane
@@ -32,7 +32,7 @@ class WholeUnit(Unit):
     def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
         """See :meth:`Unit.connect`."""
         arena.holders.append(self)
-        self._collectives, self._lane = collectives, lane
+        self._collectives = collectives
         self._views = [(entry, _view(entry, entry.group.data)) for entry in self.entries]
         for entry, view in self._views:
             entry.parameter.data = view
@@ -45,10 +45,12 @@ class WholeUnit(Unit):
         """Always there."""
         return True
 
-    def use(self, filled: bool = True) -> None:
+    use = gather
+
+    def release(self, filled: bool = True) -> None:
         """Nothing to do, for this and what is named below; ``filled`` is that of :meth:`replayed`."""
 
-    unuse = rest = release = arrive = replayed = use
+    unuse = rest = arrive = replayed = release
 
     def refresh(self, changed: Sequence[Entry]) -> None:
         """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
@@ -75,7 +77,8 @@ class WholeReducer(Reducer):
 
     whole = lasting = True
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
+        self._collectives = collectives
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._ranges, self._open, self._flying = {}, [], None  # nothing waits, and nothing is on its way
         self._parameters = [entry.parameter for unit in units for entry in unit.entries]
@@ -85,19 +88,14 @@ class WholeReducer(Reducer):
         self.written = bytearray(b"\1" * len(self.views))  # until gradients are cleared the next one is added
         self.claimed = bytearray(b"\1" * len(units))  # there is no range to claim
         self._shown: dict[Entry, None] = {}
-        for chunk in (c for u in units for c in u.chunks if c.trained):
-            for low, high in chunk.layout.gaps():
-                group, start = chunk.place_of(low)
-                group.idle.append((start, start + high - low))
         # What Python and torch count where nobody keeps a gradient, or a view of one.
         self._references = [getrefcount(self.views[entry.number]) for entry in self._entries]
         self._tensors = {group: tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
         for group in self._tensors:
             guard_storage(group.grad)
         self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
-        self._lent: dict[Entry, tuple[Tensor, int]] = {}  # see `_assign`; and its address
-        self._gone: dict[Entry, tuple[Tensor, int] | None] = {}  # their flat gradient was cleared, and what they had in `_mine`
-        self._asked: set[nn.Parameter] = set()  # flat tensors whose gradient was looked at since it was assigned
+        self.apart = set()
+        self._gone: dict[Entry, None] = {}  # their flat gradient was cleared
 
     def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
         """Let flat tensors say what is done to their gradients: users may have those of parameters, or have assigned some.
@@ -107,65 +105,36 @@ class WholeReducer(Reducer):
             follow: called after flat gradients were changed in place.
         """
         # Weakly: torch keeps gradients where the garbage collector cannot look.
-        asked, cleared, assigned = partial(weakly(self._ask), weakly(adopt)), weakly(self._clear), weakly(self._assign)
+        asked, cleared = partial(weakly(self._ask), weakly(adopt)), weakly(self._clear)
         for group in self._tensors:
             for flat in group.parameters:
                 flat.asked, flat.written = partial(asked, group), weakly(follow)
-                flat.cleared, flat.assigned = partial(cleared, group), partial(assigned, group)
+                flat.cleared = partial(cleared, group)
 
     def _ask(self, adopt: Callable[[], None], group: FlatGroup, flat: nn.Parameter) -> None:
-        if any(self._is_changed(entry) for entry in group.lying_in([flat])):
+        # Lists of gradients begin with the first: none in it is to be one of before.
+        first = flat is group.segments[0].parameter
+        if any(self._is_changed(entry) for entry in (group.entries if first else group.lying_in([flat]))):
             self.looked_at = True
             try:
                 adopt()
             finally:
                 self.looked_at = False
-        self._asked.add(flat)
+        self.apart.clear()
 
     def _is_changed(self, entry: Entry) -> bool:
         grad, view = entry.parameter.grad, self.views[entry.number]
         if grad is None or entry in self._mine:  # which may have been changed past torch
             return entry in self._shown
-        if entry in self._lent:
-            return grad is not self._lent[entry][0] or grad.data_ptr() != self._lent[entry][1]
         return grad is not view or view.data_ptr() != self._addresses[entry.number] or entry in self._gone
 
     def _clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
         for entry in group.lying_in([flat]):
             if entry.parameter.grad is not None:
-                self._gone[entry] = self._mine.get(entry)
-            for found in (self._mine, self._lent, self._shown):
+                self._gone[entry] = None
+            for found in (self._mine, self._shown):
                 found.pop(entry, None)
             entry.parameter.grad = None
-
-    def _assign(self, group: FlatGroup, flat: nn.Parameter) -> None:
-        """Parameters have their parts of what was put in the place of a flat gradient, until the engine takes that over."""
-        if graph_task() != NO_GRAPH_TASK:
-            group.adopt(lambda group, segments: self.make_way(group, [segment.parameter for segment in segments]))
-            return  # the backward that runs adds to it
-        entries, grad = group.lying_in([flat]), flat.grad.detach().as_subclass(Tensor).contiguous()
-        if grad.data_ptr() == group.grad.data_ptr() + flat.storage_offset() * grad.itemsize:
-            for entry in entries:
-                if entry in self._gone:  # it was cleared, and is put back
-                    self._take_back(entry)
-            return  # else `p.grad *= 2`
-        guarded = group in self.uncut and flat in self._asked  # `if p.grad is not None:`, which some parameters' is
-        for entry in entries:
-            without_place = entry.part is None and flat.had  # it lies in the tail, which may be shown for others
-            if (guarded or without_place) and entry.parameter.grad is None and entry not in self._gone:
-                continue
-            self._mine.pop(entry, None)
-            self._gone.pop(entry, None)
-            entry.parameter.grad = lent = entry.view(grad, entry.part.start - flat.storage_offset() if entry.part else 0)
-            self._lent[entry] = lent, lent.data_ptr()
-            self._shown[entry] = None
-        self._asked.discard(flat)
-
-    def _take_back(self, entry: Entry) -> None:
-        if (mine := self._gone.pop(entry)) is not None:
-            self._mine[entry] = mine
-        self._shown[entry] = None
-        entry.parameter.grad = self._grad(entry)
 
     def show(self, shown: bytes, graphs: bytes) -> None:
         """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
@@ -183,7 +152,7 @@ class WholeReducer(Reducer):
         """Autograd would add to what it finds. The user's hooks are to find it before the engine's takes it away."""
         for entry in self._shown:
             entry.parameter.grad = None
-        self._shown, self._gone, self._asked = {}, {}, set()
+        self._shown, self._gone = {}, {}
         for parameter in self._parameters:
             keep_engine_last(parameter)
 
@@ -192,10 +161,12 @@ class WholeReducer(Reducer):
         self._shown |= {entry: None for entry in self._entries if entry.parameter.grad is not None}
         found = dict.fromkeys(e for e in self._gone if e.parameter.grad is None and e.group.shows_gradients)
         found |= dict.fromkeys(self._replaced())
+        for entry in found:
+            self.retire(entry)
         for group in dict.fromkeys(entry.group for entry in found):
             found |= dict.fromkeys(self._make_room(group, found))
         gone, begun = self._gone, {entry.group for entry in found}
-        self._gone = {e: mine for e, mine in gone.items() if not (e.group in begun or e.group.shows_gradients)}
+        self._gone = {e: None for e in gone if not (e.group in begun or e.group.shows_gradients)}
         changed: list[tuple[Entry, Tensor | None]] = []
         for entry in found:
             grad, view = entry.parameter.grad, self.views[entry.number]
@@ -220,18 +191,6 @@ class WholeReducer(Reducer):
                 self._shown.pop(entry, None)  # found once
         return changed
 
-    def adopted(self) -> None:
-        """See :meth:`Reducer.adopted`. If somebody keeps what was lent, it has been assigned."""
-        sharing = Counter(_memory(lent) for lent, _ in self._lent.values())
-        while self._lent:
-            entry, (lent, address) = self._lent.popitem()
-            memory, is_there = _memory(lent), entry.parameter.grad is lent
-            ours = 1 + (lent._base is not None and getrefcount(lent._base) == _references_of_a_base)
-            alone = tensors_in(lent) == sharing[memory] + ours and getrefcount(lent) == _references - (not is_there)
-            if is_there and alone and lent.data_ptr() == address:
-                entry.parameter.grad = self._grad(entry)  # which has the values of what was lent by now
-            sharing[memory] -= alone
-
     def _replaced(self) -> list[Entry]:
         """Parameters whose gradient is another tensor, or none, or in other memory than it was."""
         found = []
@@ -251,34 +210,28 @@ class WholeReducer(Reducer):
         """
         if self.captured or not self._is_kept(group):
             return []
-        memory = _memory(group.grad)
+        memory = storage_of(group.grad)
         shown = [e for e in self._shown if e.group is group and e not in replaced and e.parameter.grad is not None]
-        left = [e for e in shown if e.parameter.grad.layout == torch.strided and _memory(e.parameter.grad) == memory]
+        left = [e for e in shown if e.parameter.grad.layout == torch.strided and storage_of(e.parameter.grad) == memory]
         group.leave()
         for entry in group.entries:
             self._renew(entry, {*replaced, *left})
-        with group.written_by_engine():
-            for entry in left:
-                self.views[entry.number].copy_(entry.parameter.grad.detach())
-                self._mine.pop(entry, None)
+        for entry in left:
+            self._mine.pop(entry, None)
         return left
 
     def _is_kept(self, group: FlatGroup) -> bool:
         """Whether somebody has views of its gradients."""
-        memory, mine = _memory(group.grad), [entry for entry in group.entries if entry in self._mine]
+        memory, mine = storage_of(group.grad), [entry for entry in group.entries if entry in self._mine]
         own = [self.views[entry.number] for entry in group.entries] + [self._mine[entry][0] for entry in mine]
         with torch._C.DisableTorchFunctionSubclass():
             own += [segment.parameter.grad for segment in group.segments if segment.parameter.grad is not None]
-            there = [each.layout == torch.strided and _memory(each) == memory for each in own]
+            there = [each.layout == torch.strided and storage_of(each) == memory for each in own]
         if tensors_in(group.grad) > self._tensors[group] - len(group.entries) + sum(there):
             return True
         del own
         graphs = [entry for entry in mine if self._mine[entry][0].requires_grad]
         return any(getrefcount(self._mine[entry][0]) > _references for entry in graphs)
-
-    def is_zero(self, group: FlatGroup) -> bool:
-        """See :meth:`Reducer.is_zero`."""
-        return not group.grad.count_nonzero()
 
     def begin_window(self, group: FlatGroup) -> None:
         """See :meth:`Reducer.begin_window`."""
@@ -289,16 +242,14 @@ class WholeReducer(Reducer):
             for entry in group.entries:
                 self._renew(entry)
 
-    def make_way(self, group: FlatGroup, flats: list[nn.Parameter]) -> None:
+    def make_way(self, group: FlatGroup, entries: list[Entry]) -> None:
         """See :meth:`Reducer.make_way`."""
-        replaced = dict.fromkeys(group.lying_in(flats))
-        self._make_room(group, replaced)
-        self._leave(replaced)
-        if type(flats[0]) is nn.Parameter:  # the optimizer did so in its step, where nobody tells
-            for entry in replaced:
-                self._mine.pop(entry, None)
-                self._shown[entry] = None
-                entry.parameter.grad = self.views[entry.number]
+        self._make_room(group, entries)
+        self._leave(entries)
+        for entry in entries:
+            self._mine.pop(entry, None)
+            self._shown[entry] = None
+            entry.parameter.grad = self.views[entry.number]
 
     def _leave(self, entries: Iterable[Entry]) -> None:
         """Give gradients that somebody keeps memory of their own: the next ones go where they are."""
@@ -334,17 +285,7 @@ def _references_alone() -> int:
     return getrefcount(grad)
 
 
-def _references_below() -> int:
-    view = torch.zeros(2).view(1, 2)
-    return getrefcount(view._base)
-
-
-_references_of_a_base = _references_below()  # that Python counts of what only a view of it has
 _references = _references_alone()  # that Python counts of a gradient which a parameter and one variable have
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:
