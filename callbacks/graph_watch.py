@@ -318,7 +318,8 @@ class Watch(TorchDispatchMode):
         if self._capturing and self.problems:
             raise CaptureError(str(self.problems[0]))
         result = self._run(func, args, kwargs)
-        if _RANDOM in func.tags and any(isinstance(v, Tensor) and self._is_foreign(v) for v in tree_leaves(result)):
+        drawn = [v for v in tree_leaves(result) if isinstance(v, Tensor)] if _RANDOM in func.tags else []
+        if drawn and all(map(self._is_foreign, drawn)):  # a seed of attention's dropout comes with what was drawn by it
             what = f"{func.overloadpacket} draws random numbers on the host, and replays would not."
             self.add(f"{what} Draw them on {self._device.type}.", place)
         return result

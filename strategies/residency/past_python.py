@@ -247,6 +247,7 @@ class _Data(property):
         setter = _Wrapped(data.__set__, _taken, slice(1))
         setter.__self__ = data  # see functions.name_of
 
+        @torch._dynamo.disable  # under a default device it would call this, and what it made of this would call it again
         def getter(tensor: Tensor) -> Tensor:
             note(tensor)
             return data.__get__(tensor)

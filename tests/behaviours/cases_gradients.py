@@ -113,7 +113,7 @@ class GradReceived(Graded):
 
     on_host = True
     worlds = (2,)
-    refused = "`irecv` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
+    refused = "`i?recv` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
 
     def touch(self, run, p):
         sent = dist.isend(torch.ones(p.shape), 1 - run.rank)

@@ -470,7 +470,8 @@ class TensorByName(Taken):
     refused = None
 
     def read(self, weight):
-        return tensor(weight) + as_tensor(weight) + asarray(weight)
+        # Up to torch 2.12 `asarray` would set `requires_grad` of the weight itself to False.
+        return tensor(weight) + as_tensor(weight) + asarray(weight, requires_grad=True)
 
 
 @case

@@ -372,6 +372,16 @@ def test_out_of_memory_on_the_gpu(tmp_path):
     assert Path(report.snapshot_path).stat().st_size > 0
 
 
+def cublas_workspaces():
+    """Bytes that a forward and a backward, each in a thread of its own, leave with cuBLAS until a run ends."""
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    torch.nn.Linear(64, 64, device="cuda")(torch.ones(8, 64, device="cuda")).sum().backward()
+    found = torch.cuda.memory_allocated() - before
+    torch._C._cuda_clearCublasWorkspaces()
+    return found
+
+
 @needs_cuda
 @pytest.mark.gpu
 def test_peaks_by_phase_on_the_gpu(tmp_path):
@@ -396,18 +406,10 @@ def test_peaks_by_phase_on_the_gpu(tmp_path):
             self.use(500)
 
     tracker = CUDAMemoryTracker(table=False, time_share=None)
-    before = torch.cuda.memory_allocated()
-    fit(
-        tracker,
-        tmp_path=tmp_path,
-        model=Using(),
-        accelerator="gpu",
-        devices=1,
-        limit_val_batches=1,
-        val_check_interval=3,
-        num_sanity_val_steps=0,
-    )
+    options = {"accelerator": "gpu", "devices": 1, "limit_val_batches": 1, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    workspaces, before = cublas_workspaces(), torch.cuda.memory_allocated()
+    fit(tracker, tmp_path=tmp_path, model=Using(), **options)
     state = sum(tracker.run_spreads[f"memory/{category}_gib"].high for category in CATEGORIES) * GIB / MIB
     for phase, used in (("forward", 200), ("backward", 300), ("optimizer", 100), ("validation", 500)):
         peak = tracker.run_spreads[f"memory/peak_{phase}_gib"].high * GIB / MIB - before / MIB
-        assert used <= peak <= used + state + 64, phase  # activations, the batch, cuBLAS's workspaces
+        assert used <= peak <= used + state + workspaces / MIB + 16, phase  # activations and the batch

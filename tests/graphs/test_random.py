@@ -149,7 +149,16 @@ class Gpu:
 @pytest.mark.gpu
 @needs_cuda
 def test_replays_on_a_gpu_draw_what_eager_steps_draw():
-    graphs, watched = CudaGraphs(torch.device("cuda", torch.cuda.current_device())), RandomStates(torch.cuda)
+    graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+    graphs.enter()  # a capture leaves the generator's numbers to be written in its stream: replays must come after that
+    try:
+        compare_replays(graphs)
+    finally:
+        graphs.leave()
+
+
+def compare_replays(graphs):
+    watched = RandomStates(torch.cuda)
     forward, backward = step(Gpu())
     watched.begin()
     with watched.following(forward=True):

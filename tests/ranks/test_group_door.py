@@ -67,7 +67,7 @@ def test_training_is_that_of_one_process(name, world_size):
 
 def exchanges_alone(rank, world_size, device):
     group = dist.new_group(backend="nccl") if device == "cuda" else dist.group.WORLD
-    door, values = GroupCollectives(group, dist.group.WORLD), torch.arange(12.0, device=device) / 7
+    door, values = GroupCollectives(group, dist.group.WORLD), (torch.arange(12.0) / 7).to(device)
     gathered = values.clone()
     door.all_gather(gathered.view(torch.uint8)).wait()
     found = {
