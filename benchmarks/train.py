@@ -96,7 +96,7 @@ def entries_of(kind, size):
 
 
 def measure(kind, sizes, cases, rounds, steps, world_size, counter):
-    """{size: {case: {entry: {...}}}} of all rounds, after each case."""
+    """{size: {case: {entry: {...}}}}, after each round."""
     results = {}
     chosen = [(size, case) for size in sizes for case in CASES[size] if not cases or case in cases]
     with Progress() as progress:
@@ -120,7 +120,7 @@ def measure(kind, sizes, cases, rounds, steps, world_size, counter):
                         record["live"], record["peak"] = (max(rank[key] for rank in ranks) for key in ("live", "peak"))
                     else:
                         record["runs"].append(ranks)
-            yield results
+                yield results
 
 
 def memory_against_ranks(counter):
@@ -382,7 +382,7 @@ def main():
         counter = build_counter(folder) if options.kind == "cpu" else None
         by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
         for results in measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter):
-            write(setting, results, by_ranks, options.kind, stem)  # a run that is cut short leaves the cases before
+            write(setting, results, by_ranks, options.kind, stem)  # a run that is cut short leaves the rounds before
     print(stem.with_suffix(".txt").read_text())
 
 
