@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..strategies.collectives import LocalCollectives
+from ..strategies.garbage import without_collection
 from .graph_random import CapturedRandomStates
 from .graph_software import SoftwareGraph
 
@@ -62,22 +63,18 @@ class CudaGraph:
         """See :meth:`Graph.capture`."""
         # A graph that the garbage collector destroys during a capture ends it with an error.
         gc.collect()
-        collects = gc.isenabled()
-        gc.disable()
         # cuBLAS's workspace of the capture lies in the pool, so that `torch.cuda.empty_cache` cannot free it.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             # Only this thread: loaders' pinning threads and NCCL's watchdog call CUDA as they like.
             options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(self._graph, **options), self._around_capture():
+            with without_collection(), torch.cuda.graph(self._graph, **options), self._around_capture():
                 yield
         except BaseException:
             self.reset()
             raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-            if collects:
-                gc.enable()
 
     def replay(self) -> None:
         """See :meth:`Graph.replay`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ..strategies.garbage import without_collection
 from .graph_batch import UnsupportedBatch, signature, tensors_in
 from .graph_device import telling_waits
 from .graph_lines import (
@@ -162,15 +162,14 @@ class Watch(TorchDispatchMode):
             CaptureError: with ``capturing``, before an operation runs, when there are problems.
         """
         profiler, self._forward, self._capturing = sys.getprofile(), forward, capturing
-        collecting = gc.isenabled()
-        gc.disable()  # callbacks of the garbage collector are no part of the step
         if forward:
             self.random.begin()
         listening = nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
         eager_on_cuda = self._device.type == "cuda" and not capturing
         waits = telling_waits(self._note_wait) if eager_on_cuda else nullcontext()
         drawn = random_state(np.random)
-        with listening, waits, self.random.following(forward, self._note_save), self:
+        # Callbacks of the garbage collector are no part of the step.
+        with without_collection(), listening, waits, self.random.following(forward, self._note_save), self:
             sys.setprofile(self._on_call)
             try:
                 yield
@@ -178,8 +177,6 @@ class Watch(TorchDispatchMode):
                 sys.setprofile(None)
                 # A `cProfile.Profile`, as of Lightning's AdvancedProfiler, comes back by itself.
                 profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
-                if collecting:
-                    gc.enable()
         if self.random.place != HOME:
             self.add(_LEFT, self.random.set_at)
         if random_state(np.random) != drawn:  # its functions are none that a profile shows

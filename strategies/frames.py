@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
+from .garbage import without_collection
+
 T = TypeVar("T")
-_READING = threading.RLock()  # a signal's handler may ask in the middle
 
 
 def read_frames(read: Callable[[dict[int, FrameType]], T]) -> T:
@@ -20,11 +19,5 @@ def read_frames(read: Callable[[dict[int, FrameType]], T]) -> T:
     finalizer lets other threads run, these lock up (python/cpython#106883) or leave the frame that is being read, whose
     memory then is another's.
     """
-    with _READING:  # two of them would not agree on who lets garbage be collected again
-        if collects := gc.isenabled():  # else another thread that lets it go on, just now, would be undone for ever
-            gc.disable()
-        try:
-            return read(sys._current_frames())
-        finally:
-            if collects:
-                gc.enable()
+    with without_collection():
+        return read(sys._current_frames())

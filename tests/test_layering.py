@@ -25,8 +25,8 @@ LIGHTNING = {"torch", "numpy", "yaml", "rich", "torchmetrics", "lightning", "lig
 # library. Modules of one row do not import each other.
 LAYERS = [
     # Integers and strings.
-    (["strategies/frames", "strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
-    (["strategies/symptoms"], NOTHING),
+    (["strategies/garbage", "strategies/launchers", "strategies/position", "strategies/world", "strategies/turns"], NOTHING),
+    (["strategies/frames", "strategies/symptoms"], NOTHING),
     (["strategies/reports"], TORCH),
     (["strategies/environment", "strategies/engine/layout", "strategies/engine/order"], NOTHING),
     (["strategies/residency/functions"], NOTHING),

@@ -43,7 +43,7 @@ class ComparedCollectives(GroupCollectives):
 
     def _compare(self, label: int) -> None:
         with torch.inference_mode(False):
-            labels = list(torch.empty(self.world_size, 1, dtype=torch.int64))
-            dist.all_gather(labels, torch.tensor([label]), group=self._control)
+            labels = list(torch.empty(self.world_size, 1, dtype=torch.int64, device="cpu"))
+            dist.all_gather(labels, torch.tensor([label], device="cpu"), group=self._control)
         for rank, other in enumerate(labels):
             self.require_same_label(label, rank, int(other))

@@ -57,7 +57,7 @@ class _Shard(tuple[Tensor, Work]):
         return self[0]
 
 
-_OVER = Pending(torch.empty(0))
+_OVER = Pending(torch.empty(0, device="cpu"))
 
 
 class LocalCollectives:

@@ -279,8 +279,8 @@ def _is_held(parameter: Tensor) -> bool:
 
 
 def _references_alone() -> int:
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.zeros(2)
+    parameter = torch.nn.Parameter(torch.zeros(2, device="cpu"))
+    parameter.grad = torch.zeros(2, device="cpu")
     grad = parameter.grad
     return getrefcount(grad)
 

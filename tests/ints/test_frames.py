@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 from lightning_zero3.strategies.frames import read_frames
+from lightning_zero3.strategies.garbage import without_collection
 
 DEPTH = 50
 
@@ -101,6 +102,18 @@ def test_who_collected_before_collects_afterwards(deep, collections, collects):
     assert gc.isenabled() == collects
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_others_who_want_no_collection_keep_it_off(collections, collects):
+    """A graph is captured, say, while the watch reads frames: whoever came first may leave last."""
+    (gc.enable if collects else gc.disable)()
+    reading, capturing = without_collection(), without_collection()
+    reading.__enter__()
+    with capturing:
+        reading.__exit__(None, None, None)
+        assert not gc.isenabled()
+    assert gc.isenabled() == collects
+
+
 # The finalizers give the interpreter's lock away, and the other thread takes the lock of the list of threads all the time.
 PROGRAM = dedent("""
     import gc, random, threading, time
@@ -135,5 +148,5 @@ PROGRAM = dedent("""
 
 
 def test_frames_can_be_listed_while_threads_start_and_garbage_is_collected():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "to the end\n", done.stderr
