@@ -382,7 +382,9 @@ def main():
         counter = build_counter(folder) if options.kind == "cpu" else None
         by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
         for results in measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter):
-            write(setting, results, by_ranks, options.kind, stem)  # a run that is cut short leaves the rounds before
+            done = {len(record["runs"]) for cases in results.values() for found in cases.values() for record in found.values()}
+            # A run that is cut short leaves the rounds before.
+            write({**setting, "rounds": max(done)}, results, by_ranks, options.kind, stem)
     print(stem.with_suffix(".txt").read_text())
 
 

@@ -39,7 +39,7 @@ class CUDAGraphStep(Callback):
     Works on a single device, with `zero3`, whose gathers and reductions are captured too, and with `ddp` where every parameter
     is used, without `gradient_as_bucket_view` and hooks of communication. Ranks decide together, by one small exchange of the
     hosts for each micro-batch: what one of them cannot capture, the step, the optimizer's update or a module, runs eagerly on
-    all. With NCCL, `ddp` runs eleven steps before a capture. Tested with the software graph so far, not on a GPU.
+    all. With NCCL, `ddp` runs eleven steps before a capture. Tested with the software graph, and on one rank on an H100.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.

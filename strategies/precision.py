@@ -54,9 +54,11 @@ class _ShardedClipping(Precision):
         self._sum_over_ranks, self._adopt_gradients, self._unguard = sum_over_ranks, adopt_gradients, unguard
 
     @override
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
+        if clip_val <= 0:
+            return  # Lightning asks in every step
         self._adopt_gradients()
-        self._clip(*args, **kwargs)
+        self._clip(optimizer, clip_val, *args, **kwargs)
         self._adopt_gradients()  # who holds gradients sees them clipped
 
     def _clip(self, *args: Any, **kwargs: Any) -> None:

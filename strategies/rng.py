@@ -63,7 +63,7 @@ def capture() -> State:
     state: State = {
         "python": {
             "version": version,
-            "keys": torch.tensor(keys, dtype=torch.int64),  # [625]
+            "keys": torch.tensor(keys, dtype=torch.int64, device="cpu"),  # [625]
             "gauss": gauss,
         },
         "numpy": {

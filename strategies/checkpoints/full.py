@@ -100,7 +100,7 @@ def _untouched(tensor: Tensor) -> Tensor:
     """Memory of the tensor's shape that the system need not provide, because nobody looks at it."""
     stride = torch.empty(tensor.shape, device="meta").stride()
     storage = torch.UntypedStorage(tensor.numel() * tensor.element_size())
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.size(), stride)
+    return torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, 0, tensor.size(), stride)
 
 
 def _nothing() -> None:

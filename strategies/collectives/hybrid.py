@@ -51,7 +51,7 @@ class _OverReplicas(Pending):
     """The sum of a shard over replicas follows the sum inside each."""
 
     def __init__(self, inside: Work, replicas: dist.ProcessGroup) -> None:
-        super().__init__(torch.empty(0))
+        super().__init__(torch.empty(0, device="cpu"))
         self._inside, self._replicas = inside, replicas
 
     def wait(self) -> Tensor:

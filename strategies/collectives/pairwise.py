@@ -35,7 +35,7 @@ class PairwiseCollectives(GroupCollectives):
         self._spare: list[Tensor] = []  # for labels to arrive in
         self._votes: dict[int, Tensor] = {}  # number of values -> [world_size, numel]
         self._others = [r for r in range(self.world_size) if r != self.rank]
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staged = 0  # bytes of it taken by sums in flight
         self._in_flight = 0
 
@@ -82,8 +82,8 @@ class PairwiseCollectives(GroupCollectives):
     def _exchange_label(self, label: int) -> _SameLabel:
         mine = self._labels.get(label)
         if mine is None:
-            mine = self._labels[label] = torch.tensor([label])
-        theirs = [self._spare.pop() if self._spare else torch.empty(1, dtype=torch.int64) for _ in self._others]
+            mine = self._labels[label] = torch.tensor([label], device="cpu")
+        theirs = [self._spare.pop() if self._spare else torch.empty(1, dtype=torch.int64, device="cpu") for _ in self._others]
         works = [_recv(self._control, [t], r, self._LABEL) for t, r in zip(theirs, self._others, strict=True)]
         works += [_send(self._control, [mine], r, self._LABEL) for r in self._others]
         return _SameLabel(self, label, theirs, works)
@@ -96,7 +96,7 @@ class PairwiseCollectives(GroupCollectives):
         numel = values.numel()
         if numel not in self._votes:
             with torch.inference_mode(False):  # others will vote outside of it
-                self._votes[numel] = torch.empty(self.world_size, numel, dtype=torch.int64)
+                self._votes[numel] = torch.empty(self.world_size, numel, dtype=torch.int64, device="cpu")
         votes = self._votes[numel]
         votes[self.rank] = values
         for work in self._trade(meeting, self._AGREE, votes, [votes[self.rank]] * self.world_size):
@@ -111,7 +111,7 @@ class PairwiseCollectives(GroupCollectives):
         self._in_flight += 1
         start, self._staged = self._staged, self._staged + rows * numel * dtype.itemsize
         if self._staged > self._staging.numel():
-            self._staging = torch.empty(self._staged, dtype=torch.uint8)  # sums in flight keep the smaller one
+            self._staging = torch.empty(self._staged, dtype=torch.uint8, device="cpu")  # sums in flight keep the smaller one
         return self._staging[start : self._staged].view(dtype).view(rows, numel)
 
 

@@ -53,7 +53,7 @@ def pack(batch: Any) -> tuple[bytes, torch.Tensor]:
         offset += size if len(tensors) == 1 else -(-size // _ALIGN) * _ALIGN
     if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].numel():
         return pickle.dumps((skeleton, layout)), tensors[0].reshape(-1).view(torch.uint8)  # no copy
-    buffer = torch.empty(offset, dtype=torch.uint8)
+    buffer = torch.empty(offset, dtype=torch.uint8, device="cpu")
     for tensor, (dtype, shape, begin, size) in zip(tensors, layout, strict=True):
         buffer[begin : begin + size].view(dtype).view(shape).copy_(tensor)
     return pickle.dumps((skeleton, layout)), buffer
@@ -142,7 +142,7 @@ class DispatchFeed:
         structure, buffer = pack(batch)
         is_new = sent.get(rank) != structure
         sent[rank] = structure
-        header = torch.tensor([kind, len(structure) if is_new else 0, buffer.numel()], dtype=torch.int64)
+        header = torch.tensor([kind, len(structure) if is_new else 0, buffer.numel()], dtype=torch.int64, device="cpu")
         parts = [header]
         if is_new:
             parts.append(torch.frombuffer(bytearray(structure), dtype=torch.uint8))
@@ -152,16 +152,16 @@ class DispatchFeed:
 
     def _receive(self, position_after: Callable[[int], Any]) -> Pairs:
         structure: Any = None
-        header = torch.empty(3, dtype=torch.int64)
+        header = torch.empty(3, dtype=torch.int64, device="cpu")
         count = 0
         while True:
             dist.recv(header, 0, self.group)
             kind, structure_bytes, buffer_bytes = header.tolist()
             if structure_bytes:
-                raw = torch.empty(structure_bytes, dtype=torch.uint8)
+                raw = torch.empty(structure_bytes, dtype=torch.uint8, device="cpu")
                 dist.recv(raw, 0, self.group)
                 structure = pickle.loads(raw.numpy().tobytes())
-            buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
+            buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device="cpu")
             if buffer_bytes:
                 dist.recv(buffer, 0, self.group)
             if kind == _END:

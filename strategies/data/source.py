@@ -104,7 +104,7 @@ class MapSource:
         sampler = _reseeded(self.sampler, generator)
         for _ in range(1 if cycle else epoch + 1):
             if self.shares_generator:
-                torch.empty((), dtype=torch.int64).random_(generator=generator)
+                torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
             items = list(sampler)
         return items
 

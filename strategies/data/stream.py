@@ -118,7 +118,7 @@ class StreamShard(IterableDataset):
         self.sample_seed = sample_seed
         self.label = label
         self.position = StreamPosition()
-        self.control = torch.zeros(2, dtype=torch.int64).share_memory_()  # [epoch, what to do with position]
+        self.control = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # [epoch, what to do with position]
 
     def begin(self, epoch: int, position: StreamPosition, new_epoch: bool = False) -> None:
         """The next iteration continues at ``position``; with ``new_epoch`` that is the end of the last one."""

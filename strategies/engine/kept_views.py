@@ -176,8 +176,8 @@ def note_kept(unit: Unit, failed: bool) -> None:
             for view in (each for each in young if isinstance(each, Tensor) and id(each) not in known):
                 wrong += _note_found(view, unit)
             young = view = None
-    if unit.viewers() > unit.usual and gc.isenabled():
-        gc.collect()  # the rest may be in a cycle that nobody holds
+    if unit.viewers() > unit.usual and not (unit.memory.is_cuda and torch.cuda.is_current_stream_capturing()):
+        gc.collect()  # the rest may be in a cycle that nobody holds; one with a CUDA graph would end the capture
     if not wrong and not _is_free_soon(unit):
         wrong.append(_unseen(unit))
     if wrong and not failed:

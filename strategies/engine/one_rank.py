@@ -158,8 +158,10 @@ class WholeReducer(Reducer):
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
         """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
-        self._shown |= {entry: None for entry in self._entries if entry.parameter.grad is not None}
-        found = dict.fromkeys(e for e in self._gone if e.parameter.grad is None and e.group.shows_gradients)
+        if len(self._shown) < len(self._entries):
+            self._shown |= {entry: None for entry in self._entries if entry.parameter.grad is not None}
+        showing = {group for group in self._tensors if group.shows_gradients}
+        found = {e: None for e in self._gone if e.parameter.grad is None and e.group in showing} if showing else {}
         found |= dict.fromkeys(self._replaced())
         for entry in found:
             self.retire(entry)
@@ -196,10 +198,10 @@ class WholeReducer(Reducer):
         found = []
         for entry in self._shown:
             grad, view = entry.parameter.grad, self.views[entry.number]
+            if grad is view and view.data_ptr() == self._addresses[entry.number] and entry not in self._gone:
+                continue
             mine, address = self._mine.get(entry, (None, 0))
-            if grad is not None and grad is mine and grad.data_ptr() == address:
-                continue  # it is compared with what it was
-            if grad is not view or view.data_ptr() != self._addresses[entry.number] or entry in self._gone:
+            if grad is None or grad is not mine or grad.data_ptr() != address:  # else it is compared with what it was
                 found.append(entry)
         return found
 

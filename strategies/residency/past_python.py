@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache, update_wrapper, wraps
 from types import MethodType, MethodWrapperType, ModuleType
 from typing import Any
@@ -134,8 +134,8 @@ class _Wrapped:
 
     def __init__(self, function: Callable[..., Any], instead: Callable[..., Any], writes: slice = _NOTHING) -> None:
         update_wrapper(self, function)
-        self.writes = writes  # see functions.written
-        self._instead = instead
+        self.writes, self._instead = writes, instead  # see functions.written
+        self._hash = hash(function) if isinstance(function, Hashable) else id(function)  # dynamo cannot ask for it
         self.of_module = False  # then it does not become a method of a class that it is an attribute of, as torch's do not
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class _Wrapped:
         return self is other or self.__wrapped__ == other
 
     def __hash__(self) -> int:
-        return hash(self.__wrapped__)
+        return self._hash
 
     def __reduce__(self) -> str:
         return self.__qualname__  # by name, in the module where it is

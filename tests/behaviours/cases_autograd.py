@@ -770,7 +770,8 @@ class Compiled(Case):
                 run.train_step(
                     lambda _, step=step: self.loss(run.model if model is None else model, self.batch(step, run.rank))
                 )
-        assert counters["stats"]["unique_graphs"] or under_a_mode()
+        # Under a default device torch 2.11 runs hooks, and what is around them, as they are written.
+        assert counters["stats"]["unique_graphs"] or (under_a_mode() and torch.__version__ < "2.13")
 
 
 @case

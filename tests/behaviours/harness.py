@@ -35,12 +35,12 @@ STEPS = 3
 BATCH = 20
 # What other sums of the same numbers may differ by: relative to the element, or to the tensor's largest where terms cancel.
 RTOL = {torch.float64: 4e-15, torch.complex128: 4e-15, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-ON_A_GPU = 2  # times that: cuBLAS sums in another order for each shape; of all cases, an H100 took 1.7 at most
+TIMES_ON_A_GPU = 2  # cuBLAS sums in another order for each shape; of the cases that ran on an H100, one took 1.7 times that
 CASES: dict[str, Case] = {}
 
 
 def under_a_mode() -> bool:
-    """Whether a default device is set: where one looks at every function, torch takes no fast path and no hook is compiled."""
+    """Whether a default device is set: where one looks at every function, torch takes no fast path."""
     return torch.utils._device.CURRENT_DEVICE is not None
 
 
@@ -557,7 +557,7 @@ def compare_on_rank(
             everyone = ENGINES[engine].refuses and not case.refused_by_one
             raise Raised(json.dumps(_told(name, world_size) if everyone else [mine])) from error
         _tell(name, rank, None)
-        found[name] = differences(expected, trained, case.rtol, ON_A_GPU if device == "cuda" else 1)
+        found[name] = differences(expected, trained, case.rtol, TIMES_ON_A_GPU if device == "cuda" else 1)
     return found
 
 

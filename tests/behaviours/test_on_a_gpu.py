@@ -12,6 +12,7 @@ from helpers.tracking import needs_cuda
 load_cases()
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(900)]
 CELLS = [(name, world_size) for name, case in CASES.items() for world_size in case.worlds if not case.on_host]
+FOLLOWED = "reduced-outside-its-unit"  # under a default device torch 2.11 asks the mode first, and `all_reduce` can be followed
 RIGHT = [cell for cell in CELLS if CASES[cell[0]].expected(cell[1]) == "right"]
 
 
@@ -32,5 +33,5 @@ def test_right(world_size, names):
 @pytest.mark.parametrize(("name", "world_size"), [cell for cell in CELLS if cell not in RIGHT])
 def test_refused_or_known(name, world_size):
     outcome = run_case("zero3", name, world_size, "cuda")
-    # Right is never wrong: under a default device, torch 2.11 hands `all_reduce` over in a way that can be followed.
-    assert outcome.kind in (CASES[name].expected(world_size), "right"), outcome.detail
+    expected = CASES[name].expected(world_size)
+    assert outcome.kind == expected or (outcome.kind, name) == ("right", FOLLOWED), outcome.detail

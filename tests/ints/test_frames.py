@@ -1,6 +1,7 @@
 """Frames of threads may be read at any moment, whatever the garbage collector does then."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -112,6 +113,34 @@ def test_others_who_want_no_collection_keep_it_off(collections, collects):
         reading.__exit__(None, None, None)
         assert not gc.isenabled()
     assert gc.isenabled() == collects
+
+
+def test_collection_that_others_let_go_on_stops_for_who_reads(collections):
+    """A user's step, say, that `CUDAGraphStep` looks at."""
+    with without_collection():
+        gc.enable()
+        assert not read_frames(lambda frames: gc.isenabled())
+    assert gc.isenabled()
+
+
+def test_a_forked_process_collects_garbage():
+    """A worker of a loader, forked while the watch reads."""
+    inside, over = threading.Event(), threading.Event()
+
+    def read():
+        with without_collection():
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    inside.wait()
+    if not (child := os.fork()):
+        os._exit(not gc.isenabled())
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
 
 
 # The finalizers give the interpreter's lock away, and the other thread takes the lock of the list of threads all the time.

@@ -244,3 +244,32 @@ def test_training_is_bitwise_the_same_through_both_doors(world_size):
     ):
         assert shared.keys() == pairwise.keys()
         assert all(torch.equal(shared[name], pairwise[name]) for name in shared)
+
+
+# ---- a default device ------------------------------------------------------------------------
+
+
+def train(rank, world_size, kind, default):
+    torch.set_default_device(default)
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device="cpu") for _ in range(3)])
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator("cpu").manual_seed(number)
+            parameter.copy_(torch.randn(parameter.shape, device="cpu", generator=generator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Zero3Engine(model, [optimizer], device=torch.device("cpu"), collectives=KINDS[kind](dist.group.WORLD))
+    losses = []
+    for _ in range(3):
+        with engine.step():
+            losses.append(model(torch.ones(2, 4, device="cpu")).square().mean())
+        with engine.backward():
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_device_is_not_that_of_exchanges(kind):
+    """`torch.set_default_device` is for the user's tensors. Nothing on this one could be read."""
+    assert run_ranks(train, 2, kind, "meta") == run_ranks(train, 2, kind, None)

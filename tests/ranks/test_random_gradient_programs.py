@@ -261,8 +261,7 @@ def compare(rank, world_size, groups, programs):
         try:
             found = run(collectives, groups, momentum, program)
         except Exception as error:
-            error.add_note(str(program))
-            raise
+            raise AssertionError(str(program)) from error
         for have, want in zip(found, expected, strict=True):
             assert (have is None) == (want is None), program
             if want is not None:
