@@ -35,7 +35,8 @@ STEPS = 3
 BATCH = 20
 # What other sums of the same numbers may differ by: relative to the element, or to the tensor's largest where terms cancel.
 RTOL = {torch.float64: 4e-15, torch.complex128: 4e-15, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-TIMES_ON_A_GPU = 2  # cuBLAS sums in another order for each shape; of the cases that ran on an H100, one took 1.7 times that
+# cuBLAS sums in another order for each shape. Of the cases that ran on an H100, these took 1.5 and 1.7 times that.
+TIMES_ON_A_GPU = {"penalty-outside-the-step": 2, "optimizer-lbfgs-line-search": 2}
 CASES: dict[str, Case] = {}
 
 
@@ -557,7 +558,7 @@ def compare_on_rank(
             everyone = ENGINES[engine].refuses and not case.refused_by_one
             raise Raised(json.dumps(_told(name, world_size) if everyone else [mine])) from error
         _tell(name, rank, None)
-        found[name] = differences(expected, trained, case.rtol, TIMES_ON_A_GPU if device == "cuda" else 1)
+        found[name] = differences(expected, trained, case.rtol, TIMES_ON_A_GPU.get(name, 1) if device == "cuda" else 1)
     return found
 
 

@@ -10,6 +10,7 @@ from textwrap import dedent
 
 import pytest
 
+from lightning_zero3.strategies import garbage
 from lightning_zero3.strategies.frames import read_frames
 from lightning_zero3.strategies.garbage import without_collection
 
@@ -121,6 +122,36 @@ def test_collection_that_others_let_go_on_stops_for_who_reads(collections):
         gc.enable()
         assert not read_frames(lambda frames: gc.isenabled())
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_signals_handler_may_come_anywhere(collections, collects):
+    """One that reads frames, between any two instructions."""
+    (gc.enable if collects else gc.disable)()
+    places = comes = found = 0
+
+    def trace(frame, event, arg):
+        nonlocal places
+        if frame.f_code.co_filename != garbage.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            places += 1
+            if places == comes:
+                read_frames(lambda frames: None)
+        return trace
+
+    for comes in range(120):  # more than there are; CPython 3.12 tells of none at first
+        places = 0
+        sys.settrace(trace)
+        try:
+            with without_collection():
+                pass
+        finally:
+            sys.settrace(None)
+        assert gc.isenabled() == collects, comes
+        found = max(found, places)
+    assert 30 < found < 120
 
 
 def test_a_forked_process_collects_garbage():

@@ -32,9 +32,9 @@ Python calls is 150 in each case; a group for each unit takes 13 (its memory of 
 
 Numbers: `tests/trainer/test_parity.py` compares runs on several ranks in float64 with one process on the joined batches, to
 1e-13, and in fp32 with `ddp`, gradients to 1e-6 of a tensor's largest element (two tests to 2e-6, where terms cancel: found
-1.4e-6 and 1.1e-6). The rows of [BEHAVIOURS.md](BEHAVIOURS.md) are compared to 2e-6 in fp32 (LBFGS to 2e-5; on a GPU to twice
-that), on one rank with the program in plain torch itself; those of Lightning's own features by `torch.testing.assert_close`
-(1.3e-6, and 1e-5 absolute).
+1.4e-6 and 1.1e-6). The rows of [BEHAVIOURS.md](BEHAVIOURS.md) are compared to 2e-6 in fp32 (LBFGS to 2e-5; two rows on a GPU to
+twice that), on one rank with the program in plain torch itself; those of Lightning's own features by
+`torch.testing.assert_close` (1.3e-6, and 1e-5 absolute).
 
 With `reduce_once` four micro-batches send no more than ddp's exchanges and the gathers; by default each one is reduced, which
 sends more and holds no whole gradients.
