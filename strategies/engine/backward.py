@@ -18,7 +18,6 @@ from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .joint_steps import JointSteps
-from .order import BackwardSchedule
 from .runs import WAITING, Run, current_run, watch_runs
 from .saved_tensors import SavedTensors
 from .unit import Unit
@@ -43,7 +42,10 @@ class Backward:
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
         gradients.settle, joint.assist_backward = self.settle, self.assist
-        self.schedule = BackwardSchedule()  # the visits that the forward has led to
+        # Indices of units in the order that all ranks expect: the reverse of their forward, the next visit last. Exchanges must
+        # be issued in the same order by every rank, but a rank may skip a unit that others visit (its loss does not depend on
+        # it there). Walking this list to its end, a rank takes part in the exchanges of all visits, its own or not.
+        self.coming: list[int] = []
         self.active = False  # a pass has begun and not ended
         self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
         self.thread = get_ident()  # whose backwards may begin a pass, or fail it
@@ -196,8 +198,8 @@ class Backward:
             self.begin()
         # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
         # gathers the one after it ahead.
-        while self.schedule.left[unit.index]:
-            passed = self.schedule.advance()
+        while unit.index in self.coming:
+            passed = self.coming.pop()
             self._visit(self._units[passed])
             if passed == unit.index:
                 return
@@ -213,8 +215,8 @@ class Backward:
             return
         self._leave()
         self._current, self._holds = unit, unit.use()
-        if self.schedule.coming:
-            self._units[self.schedule.coming[-1]].gather(ahead=True)
+        if self.coming:
+            self._units[self.coming[-1]].gather(ahead=True)
 
     def _leave(self) -> None:
         unit, self._current = self._current, None
@@ -225,7 +227,7 @@ class Backward:
         if self._recomputed:
             self._drop_recomputed([unit])  # another's may still come, and by a way that nobody announces
         # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
-        if unit.trained and not unit.nested and not self.schedule.left[unit.index]:
+        if unit.trained and not unit.nested and unit.index not in self.coming:
             self.added |= self._accumulates
             self._reducer.reduce(unit)
 
@@ -247,8 +249,8 @@ class Backward:
 
         Other ranks may need units that the loss of this one does not depend on (or none at all).
         """
-        while self.schedule.coming:
-            self._visit(self._units[self.schedule.advance()])
+        while self.coming:
+            self._visit(self._units[self.coming.pop()])
         self._leave()
         self._drop_recomputed(self._units)
         for unit in reversed(self._units):
@@ -285,7 +287,7 @@ class Backward:
     def assist(self, unit: Unit | None) -> None:
         """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
         if not self.active:
-            self.schedule.clear()
+            self.coming.clear()
             self.begin(silent=True)
         if unit is None:
             self._conclude()
@@ -325,7 +327,7 @@ class Backward:
                 self._gradients.give_up(held)
         self._drop_leftovers()
         self._show_again()
-        self.schedule.clear()
+        self.coming.clear()
         self._recomputed.clear()
         self._current, self.active, self._owed = None, False, b""
 

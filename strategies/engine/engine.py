@@ -205,7 +205,7 @@ class Zero3Engine:
         self.structure.check()
         self._adopt_values()
         self._forward.begin()
-        self.passes.schedule.clear()
+        self.passes.coming.clear()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -389,7 +389,7 @@ class Zero3Engine:
         if outputs is not None and torch.is_grad_enabled():
             # Outputs that need no gradient here (the input, returned; detached ones) may need one on another rank.
             if watch_outputs(unit, outputs, self.passes.enter) or unit.trained:
-                self.passes.schedule.record(unit.index)
+                self.passes.coming.append(unit.index)
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:

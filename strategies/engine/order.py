@@ -1,8 +1,6 @@
-"""The order in which units run: what to gather next, and the agreed way through a backward pass. Integers only."""
+"""The order in which units run, to gather the next one ahead. Integers only."""
 
 from __future__ import annotations
-
-from collections import defaultdict
 
 
 class ForwardOrder:
@@ -28,36 +26,3 @@ class ForwardOrder:
             self._next[self._last] = unit
         self._last = unit
         return self._next.get(unit) if self._foresees else None
-
-
-class BackwardSchedule:
-    """Visits of a backward pass in the order that all ranks expect: the reverse of their forward.
-
-    Collectives must be issued in the same order by every rank, but a rank may skip a unit that others visit (its loss
-    does not depend on it there). Walking this list to its end, a rank takes part in the collectives of all visits, its own
-    or not.
-
-    Attributes:
-        coming: units of the visits still to come, the next one last.
-        left: unit -> how many of them are its.
-    """
-
-    def __init__(self) -> None:
-        self.coming: list[int] = []
-        self.left: dict[int, int] = defaultdict(int)
-
-    def record(self, unit: int) -> None:
-        """The forward of ``unit`` made outputs that need gradients; the newest is visited first."""
-        self.coming.append(unit)
-        self.left[unit] += 1
-
-    def clear(self) -> None:
-        """Forget the pass."""
-        self.coming.clear()
-        self.left.clear()
-
-    def advance(self) -> int:
-        """Take the next visit whatever it is; return its unit."""
-        unit = self.coming.pop()
-        self.left[unit] -= 1
-        return unit

@@ -140,7 +140,7 @@ def python_rows():
     """Rows of what a step of a unit costs the host."""
     import test_contracts as c
 
-    rows, why = [], {"fp32": "34 tensors saved and read; 9 gradients; 19 for 3 exchanges; 22 for hooks and order. FSDP2: 1223"}
+    rows, why = [], {"fp32": "34 tensors saved and read; 9 gradients; 19 for 3 exchanges; 20 for hooks and order. FSDP2: 1223"}
     why["a group each"] = "the same, with a param group for each unit"
     why["bf16-mixed"] = "each module asks whether autocast is on, and norms travel by themselves, in fp32"
     for kind, most in c.MOST_CALLS.items():

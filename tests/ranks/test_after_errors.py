@@ -88,7 +88,7 @@ def beside_the_users_own(rank, world_size):
             model[0].weight.mul_(2)
         raise KeyError("the user's")
     assert isinstance(caught.value.__context__, KeyError)
-    assert not engine.arena.in_use and not engine.passes.schedule.coming
+    assert not engine.arena.in_use and not engine.passes.coming
     with engine.step():
         assert torch.equal(compute(model), expected)
 
