@@ -19,6 +19,7 @@ from .agreement import compare_notes
 from .clearing import clearing
 from .gradients import Gradients
 from .held_gradients import Held, HeldGradients
+from .one_rank import WholeReducer
 from .shards import Entry, FlatGroup
 from .unit import Unit
 
@@ -33,23 +34,41 @@ class Access:
         units: list[Unit],
         collectives: LocalCollectives,
         gradients: Gradients,
+        adopt_values: Callable[[], None],
         weights_changed: Callable[[list[Entry]], None],
         retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._gradients = units, collectives, gradients
-        self._weights_changed, self.retire = weights_changed, retire
+        self._adopt_values, self._weights_changed, self.retire = adopt_values, weights_changed, retire
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self.held = HeldGradients(gradients, collectives)
         for group in dict.fromkeys(group for unit in units for group in unit.groups):
             for flat in group.parameters:
+                flat.asked = partial(weakly(self._before_reading), group)
                 flat.writing = partial(weakly(self._before_writing), group)
-                if not units[0].whole:
-                    flat.asked = weakly(self.held.look_again)
+                if isinstance(gradients.reducer, WholeReducer):  # users may have gradients of parameters, or have assigned some
+                    flat.cleared = partial(weakly(gradients.reducer.clear), group)
+                    flat.written = weakly(self.held.follow_all)
         for entry in self._entries.values():
             label = f"{entry.name!r} (unit {units[entry.unit].name})"
             settle(entry.parameter, label, entry.cls, entry.dtype, self)
             with torch._C.DisableTorchFunctionSubclass():
                 set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
+
+    def _before_reading(self, group: FlatGroup, flat: nn.Parameter) -> None:
+        """Users ask for the gradient of ``flat``, in ``group``: to change it perhaps, or to keep it."""
+        reducer = self._gradients.reducer
+        if not isinstance(reducer, WholeReducer):
+            self.held.look_again()
+        elif reducer.is_changed(group, flat):
+            reducer.looked_at = True
+            try:
+                self._adopt_values()
+                self.held.keep()
+                self.held.adopt()
+            finally:
+                reducer.looked_at = False
+        reducer.apart.clear()
 
     def _before_writing(self, group: FlatGroup) -> None:
         """Users write to flat values of ``group``, perhaps where they have seen a gradient."""

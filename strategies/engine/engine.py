@@ -127,9 +127,8 @@ class Zero3Engine:
         self._saved = SavedTensors(self.units, self.arena, self.collectives.diary.progress)
         self.gradients = Gradients(self.units, self.groups, self.reducer, self.collectives.diary)
         self.joint = JointSteps(self.units, self.gradients, self.collectives)
-        self.access = Access(self.units, self.collectives, self.gradients, self.weights_changed, self.close)
-        if isinstance(self.reducer, WholeReducer):
-            self.reducer.watch(self._adopt_all, self.access.held.follow_all)
+        notified = self._adopt_values, self.weights_changed, self.close
+        self.access = Access(self.units, self.collectives, self.gradients, *notified)
         passes = self.gradients, Agreement(self.units, self.collectives), self.buffers, self.joint, self._saved, self.access
         self.passes = Backward(self.units, *passes, self._adopt_flat_values, self._end_failed_pass)
 
@@ -321,11 +320,6 @@ class Zero3Engine:
         for unit in self.units if self.reducer.whole else ():
             unit.adopt()
         self._adopt_flat_values()
-
-    def _adopt_all(self) -> None:
-        self._adopt_values()
-        self.access.held.keep()
-        self.access.held.adopt()
 
     def _adopt_flat_values(self, changed: Iterable[Entry] = ()) -> None:
         """Parameters whose flat tensors somebody wrote to are changed, besides those that are known to be."""

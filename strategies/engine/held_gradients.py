@@ -116,9 +116,8 @@ class HeldGradients:
             self._gradients.adopt_replaced()  # which is not to be overwritten
         self._look_at(entry)
 
-    def look_again(self, flat: Tensor) -> None:
-        """Somebody asks for the gradient of ``flat``, to change it perhaps, or to keep it."""
-        self._gradients.reducer.apart.clear()
+    def look_again(self) -> None:
+        """Somebody asks for the gradient of a flat tensor."""
         if self._gradients.reducer.held and clearing() is None:
             with apart():
                 self._gradients.settle("")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..collectives import LocalCollectives
-from ..residency.flat_gradient import weakly
 from ..residency.given_out import storage_of
 from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
@@ -97,30 +95,11 @@ class WholeReducer(Reducer):
         self.apart = set()
         self._gone: dict[Entry, None] = {}  # their flat gradient was cleared
 
-    def watch(self, adopt: Callable[[], None], follow: Callable[[], None]) -> None:
-        """Let flat tensors say what is done to their gradients: users may have those of parameters, or have assigned some.
-
-        Args:
-            adopt: what was assigned to parameters, before somebody looks.
-            follow: called after flat gradients were changed in place.
-        """
-        # Weakly: torch keeps gradients where the garbage collector cannot look.
-        asked, cleared = partial(weakly(self._ask), weakly(adopt)), weakly(self._clear)
-        for group in self._tensors:
-            for flat in group.parameters:
-                flat.asked, flat.written = partial(asked, group), weakly(follow)
-                flat.cleared = partial(cleared, group)
-
-    def _ask(self, adopt: Callable[[], None], group: FlatGroup, flat: nn.Parameter) -> None:
+    def is_changed(self, group: FlatGroup, flat: nn.Parameter) -> bool:
+        """Whether users have replaced gradients in that of ``flat``, in ``group``."""
         # Lists of gradients begin with the first: none in it is to be one of before.
         first = flat is group.segments[0].parameter
-        if any(self._is_changed(entry) for entry in (group.entries if first else group.lying_in([flat]))):
-            self.looked_at = True
-            try:
-                adopt()
-            finally:
-                self.looked_at = False
-        self.apart.clear()
+        return any(self._is_changed(entry) for entry in (group.entries if first else group.lying_in([flat])))
 
     def _is_changed(self, entry: Entry) -> bool:
         grad, view = entry.parameter.grad, self.views[entry.number]
@@ -128,7 +107,8 @@ class WholeReducer(Reducer):
             return entry in self._shown
         return grad is not view or view.data_ptr() != self._addresses[entry.number] or entry in self._gone
 
-    def _clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
+    def clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
+        """Users have taken the gradient of ``flat``, in ``group``, away: those of its parameters go, too."""
         for entry in group.lying_in([flat]):
             if entry.parameter.grad is not None:
                 self._gone[entry] = None
