@@ -120,7 +120,8 @@ def check_memory(model: nn.Module) -> None:
     These would see its changes until it is sharded, but not after.
     """
     everything = (*model.named_parameters(), *model.named_buffers(), *_attributes(model))
-    named = [(name, tensor) for name, tensor in everything if _has_memory(tensor)]
+    own = [(name, tensor) for name, tensor in everything if not (is_sharded(tensor) or tensor.is_meta)]
+    named = [(name, tensor) for name, tensor in own if tensor.layout == torch.strided and tensor.numel() > 0]
     earlier: list[tuple[str, Tensor, np.ndarray]] = []  # those that reach beyond the start of the next one
     for name, tensor in sorted(named, key=lambda each: (each[1].data_ptr(), each[0])):
         place = _place(tensor)
@@ -143,10 +144,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue  # it is made anew before each forward (`nn.utils.spectral_norm`)
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
             yield from ((f"{prefix}.{name}".lstrip("."), item) for item in items if type(item) is Tensor and name != "_buffers")
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return not is_sharded(tensor) and tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def _place(tensor: Tensor) -> np.ndarray:

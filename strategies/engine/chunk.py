@@ -51,7 +51,8 @@ class Chunk:
         for index, entry in enumerate(self.entries):
             span = self.layout.span(index, rank)
             if span is not None:
-                entry.part = Part(span, self.place_of(span.shard_start)[1])
+                piece = next(p for p in self.owned if p.inside.start <= span.shard_start < p.inside.stop)
+                entry.part = Part(span, piece.place.start + span.shard_start - piece.inside.start)
 
     def shard_of(self, buffer: Tensor, rank: int) -> Tensor:
         """This rank's part [shard] of a chunk-sized buffer [world_size * shard]."""
@@ -72,11 +73,6 @@ class Chunk:
             target = flat(piece.group)
             if target is not None:
                 target[piece.place].copy_(shard[piece.inside])
-
-    def place_of(self, position: int) -> tuple[FlatGroup, int]:
-        """The group that has element ``position`` of the shard, and where in its flat tensor."""
-        piece = next(p for p in self.owned if p.inside.start <= position < p.inside.stop)
-        return piece.group, piece.place.start + position - piece.inside.start
 
     def in_slot(self, part: Part, rank: int) -> Tensor:
         """A part of a parameter as it is in the slot."""

@@ -103,7 +103,8 @@ class SavedTensors:
             return held, held._version
         unit, held = self._slots.get(storage), tensor.detach()
         if unit is None:
-            unit = self._at(address)
+            # Of memory in a slot numpy or DLPack has made this tensor, with a storage of its own.
+            unit = next(unit for unit in self.arena.holders if address - self._start in unit.region)
             held = held.new_empty(0).set_(alias(held, unit.memory, address - unit.memory.data_ptr()))  # and lets the array go
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
         if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
@@ -131,10 +132,6 @@ class SavedTensors:
         with torch._C.DisableTorchFunctionSubclass():
             held = absent.detach()
         return SavedSlot((held, held._version, unit.mark, unit.version))
-
-    def _at(self, address: int) -> Unit:
-        """Which unit has the memory at ``address``, of which numpy or DLPack has made a tensor."""
-        return next(unit for unit in self.arena.holders if address - self._start in unit.region)
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """In whose slot ``tensor`` lies: a view of weights, or a parameter itself."""
