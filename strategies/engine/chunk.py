@@ -44,14 +44,14 @@ class Chunk:
     def own(self, groups: list[FlatGroup], rank: int) -> None:
         """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
         self.owned = []
-        for piece in self.layout.pieces(rank):
-            group = groups[piece.group]
-            start, group.numel = group.numel, group.numel + piece.stop - piece.start
-            self.owned.append(OwnedPiece(group, slice(piece.start, piece.stop), slice(start, group.numel)))
+        for index, inside in self.layout.pieces(rank).items():
+            group = groups[index]
+            start, group.numel = group.numel, group.numel + len(inside)
+            self.owned.append(OwnedPiece(group, slice(inside.start, inside.stop), slice(start, group.numel)))
         for index, entry in enumerate(self.entries):
             span = self.layout.span(index, rank)
             if span is not None:
-                piece = next(p for p in self.owned if p.inside.start <= span.shard_start < p.inside.stop)
+                piece = next(piece for piece in self.owned if piece.group is entry.group)
                 entry.part = Part(span, piece.place.start + span.shard_start - piece.inside.start)
 
     def shard_of(self, buffer: Tensor, rank: int) -> Tensor:

@@ -25,15 +25,6 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements ``[start, stop)`` of a rank's shard that belong to optimizer group ``group``."""
-
-    group: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Span:
     """The part of one parameter that one rank owns; all offsets in elements."""
 
@@ -70,13 +61,13 @@ class ChunkLayout:
         """Elements of the padded chunk."""
         return self.shard_numel * self.world_size
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """The rank's shard cut at group borders; gaps and padding go to the group before them."""
+    def pieces(self, rank: int) -> dict[int, range]:
+        """Group -> its elements of the rank's shard, which is cut at group borders; gaps and padding go to the group before."""
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
         firsts = [i for i, g in enumerate(self.groups) if i == 0 or g != self.groups[i - 1]]
         edges = [0, *(self.offsets[i] for i in firsts[1:]), self.numel]
         ranges = [(max(a, low), min(b, high)) for a, b in zip(edges, edges[1:], strict=False)]
-        return [Piece(self.groups[i], a - low, b - low) for i, (a, b) in zip(firsts, ranges, strict=True) if a < b]
+        return {self.groups[i]: range(a - low, b - low) for i, (a, b) in zip(firsts, ranges, strict=True) if a < b}
 
     def span(self, index: int, rank: int) -> Span | None:
         """What ``rank`` owns of parameter ``index``, or None."""
