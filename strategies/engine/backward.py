@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -42,10 +43,10 @@ class Backward:
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
         gradients.settle, joint.assist_backward = self.settle, self.assist
-        # Indices of units in the order that all ranks expect: the reverse of their forward, the next visit last. Exchanges must
-        # be issued in the same order by every rank, but a rank may skip a unit that others visit (its loss does not depend on
-        # it there). Walking this list to its end, a rank takes part in the exchanges of all visits, its own or not.
-        self.coming: list[int] = []
+        # Indices of units in the order that all ranks expect, the reverse of their forward. All must issue exchanges in one
+        # order, but a rank may skip a unit that others visit (its loss does not depend on it there): walking this to its
+        # end, it takes part in the exchanges of all visits, its own or not.
+        self.coming: deque[int] = deque()
         self.active = False  # a pass has begun and not ended
         self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
         self.thread = get_ident()  # whose backwards may begin a pass, or fail it
@@ -199,7 +200,7 @@ class Backward:
         # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
         # gathers the one after it ahead.
         while unit.index in self.coming:
-            passed = self.coming.pop()
+            passed = self.coming.popleft()
             self._visit(self._units[passed])
             if passed == unit.index:
                 return
@@ -216,7 +217,7 @@ class Backward:
         self._leave()
         self._current, self._holds = unit, unit.use()
         if self.coming:
-            self._units[self.coming[-1]].gather(ahead=True)
+            self._units[self.coming[0]].gather(ahead=True)
 
     def _leave(self) -> None:
         unit, self._current = self._current, None
@@ -250,7 +251,7 @@ class Backward:
         Other ranks may need units that the loss of this one does not depend on (or none at all).
         """
         while self.coming:
-            self._visit(self._units[self.coming.pop()])
+            self._visit(self._units[self.coming.popleft()])
         self._leave()
         self._drop_recomputed(self._units)
         for unit in reversed(self._units):

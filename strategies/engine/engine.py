@@ -383,7 +383,7 @@ class Zero3Engine:
         if outputs is not None and torch.is_grad_enabled():
             # Outputs that need no gradient here (the input, returned; detached ones) may need one on another rank.
             if watch_outputs(unit, outputs, self.passes.enter) or unit.trained:
-                self.passes.coming.append(unit.index)
+                self.passes.coming.appendleft(unit.index)
         if not self.access.in_step or get_ident() != self._thread:
             self._saved.leave_outside(unit)
         if unit.pins:

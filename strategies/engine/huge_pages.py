@@ -2,13 +2,12 @@
 
 import ctypes
 import mmap
-import sys
 
 from torch import Tensor
 
 MANY = 1 << 19  # elements: fewer are not worth a call
 _HUGE = 1 << 21  # bytes
-_madvise = ctypes.CDLL(None, use_errno=True).madvise if sys.platform == "linux" else None
+_madvise = ctypes.CDLL(None, use_errno=True).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
 if _madvise is not None:
     _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 

@@ -7,13 +7,14 @@
     reduce               ...RS(u3)...              forked when u3's gradients lie in the reduce buffer
 
 Both lanes fork from the *current* stream and join it, by events, so a CUDA graph that captures the current stream
-captures them. Nothing uses ``record_stream``: arena memory is never returned to the allocator. On the CPU a lane does
-nothing: gloo runs its own thread, and waiting on its work handles is the join.
+captures them. Nothing uses ``record_stream``: arena memory is never returned to the allocator. The CPU has no lanes: gloo
+runs its own thread, and waiting on its work handles is the join. Who has a lane asks it (``on_device``) instead of calling
+stand-ins, which would cost Python calls for every unit.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
@@ -21,16 +22,15 @@ from torch import Tensor
 
 from ..collectives import ROOM
 
-_NOTHING = nullcontext()
-
 
 class Lane:
-    """A stream beside the compute stream; on the CPU there is none, and nothing to do."""
+    """A stream beside the compute stream; none on the CPU, where nobody forks."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = device.type == "cuda"  # whether waiting inside fork() holds up the lane, not the host
-        # High priority: a collective that waits behind compute kernels delays every rank.
-        self._stream = torch.cuda.Stream(device, priority=-1) if self.on_device else None
+        if self.on_device:
+            # High priority: a collective that waits behind compute kernels delays every rank.
+            self._stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
 
     @cached_property
@@ -41,17 +41,15 @@ class Lane:
 
     def fork(self) -> AbstractContextManager[object]:
         """Work inside runs beside the current stream, after all that was issued on it so far."""
-        if self._stream is None:
-            return _NOTHING
         # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard about to be sent.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.cuda.Event:
         """A point in the lane for :meth:`join`, taken inside :meth:`fork`."""
-        return None if self._stream is None else self._stream.record_event()
+        return self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None) -> None:
         """The current stream waits for ``mark``."""
-        if self._stream is not None and mark is not None:
+        if mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)

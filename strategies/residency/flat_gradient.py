@@ -16,14 +16,15 @@ from .functions import instances, written
 from .given_out import storage_of
 from .home import ResidencyError
 
-_NORMS = frozenset(
+_OF_THE_WHOLE = frozenset(
     "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean nanmean dot vdot inner "
     "max min amax amin aminmax _foreach_max std var std_mean var_mean median quantile argmax argmin prod logsumexp softmax "
     "all any count_nonzero nonzero matmul __matmul__ mm mv normalize cosine_similarity einsum tensordot linalg_vecdot "
     "mse_loss l1_loss smooth_l1_loss huber_loss pairwise_distance cdist topk kthvalue sort cumsum histc "
     "log_softmax softmin layer_norm group_norm rms_norm instance_norm batch_norm cumprod logcumsumexp "
     "argsort msort flip roll cummax cummin "
-    "item tolist numpy __array__ equal allclose".split()
+    "item tolist numpy __array__ equal allclose "
+    "dim ndimension ndim".split()  # `if p.grad.dim() > 1:` would never be so
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of a GradScaler
 
@@ -40,10 +41,10 @@ class FlatGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute, or raise."""
-        name = getattr(func, "__name__", "")
+        name = "ndim" if func == Tensor.ndim.__get__ else getattr(func, "__name__", "")
         given = instances((args, kwargs), FlatGradient) + instances((args, kwargs), FlatParameter)
         whose = next((each.whose for each in given if each.whose), "")
-        if name in _NORMS:
+        if name in _OF_THE_WHOLE:
             raise cls.refusal(name, whose)
         if name == _UNSCALE and dist.is_initialized() and dist.get_world_size() > 1:
             if sys._getframe(1).f_globals["__name__"] == "torch.amp.grad_scaler":  # others ask all ranks

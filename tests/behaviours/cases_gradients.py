@@ -442,6 +442,18 @@ class GradScaledInGroupsOfOneUnit(Graded):
 
 
 @case
+class GradCentralizedInGroups(Graded):
+    """`if p.grad.dim() > 1: p.grad -= p.grad.mean(...)` in `optimizer.param_groups`, as of convolutions"""
+
+    refused = refused_on_one = "`dim` would be of the gradients of parameters '.*that this rank holds a shard of.*module's"
+
+    def between(self, run):
+        for p in [p for group in run.optimizer.param_groups for p in group["params"]]:
+            if p.grad.dim() > 1:
+                p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+
+
+@case
 class GradAssignedAndZeroed(Graded):
     """`p.grad = g`, then `zero_grad(set_to_none=False)`, and another backward"""
 

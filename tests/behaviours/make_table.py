@@ -78,7 +78,7 @@ of its layer; what a gradient was that is kept while `backward(create_graph=True
 `x` after `p.grad.data = x`, and in that of an optimizer's state which it has made a gradient (`p.grad = state["ema"]`); until
 the next backward or step, which parameters of a flat tensor of `param_groups` have no gradient, after others' were assigned or
 theirs were cleared (`if p.grad is None:` passes them over); that a tensor of `param_groups` is flat, where code asks for its
-dimensions (`if p.grad.dim() > 1:`); between ranks, in a gradient that was kept from before a step, what an optimizer writes to
+shape (`if len(p.grad.shape) > 1:`); between ranks, in a gradient that was kept from before a step, what an optimizer writes to
 `p.grad.data` in that; gradients that an optimizer keeps as its state without a copy (`state["previous"] = p.grad`), after one
 of a parameter was assigned or cleared and the others' were not; for a GradScaler, that what a division by gradients leaves
 where no parameter is (0/0, after `p.grad.div_(p.grad.abs())`) is none of them; and, without `debug=True`, extensions that read
