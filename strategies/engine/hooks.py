@@ -23,7 +23,7 @@ from ..residency.resting import set_grad
 from .shards import Entry
 from .unit import Unit
 
-transform = torch._C._functorch.peek_interpreter_stack  # the torch.func transform that runs, if any
+transform = torch._C._functorch.maybe_current_level  # of the torch.func transform that runs, if any; dynamo can tell it
 Collector = Callable[[Tensor], None]
 _register_hook = Tensor.register_hook  # torch's own: each forward calls it
 _NOT_USER_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))

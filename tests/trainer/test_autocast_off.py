@@ -1,5 +1,6 @@
 """Layers that the model runs where autocast is off compute with their full weights, bitwise as under ddp."""
 
+import re
 import warnings
 
 import lightning.pytorch as pl
@@ -90,6 +91,29 @@ def test_as_ddp(world_size):
                 assert_same_tensors(state, reference[2])
             if world_size > 1 and name.startswith("zero3"):
                 assert ("'body.*.router'" in str(said)) is name.endswith("{}"), said
+
+
+class Compiled(Routed):
+    def configure_model(self):
+        for block in self.body:
+            block.compile(backend="aot_eager")
+
+
+def _fit_compiled(rank, world_size):
+    reference, module = Routed(seed=3), Compiled(seed=3)
+    trainer("ddp", world_size, precision="bf16-mixed", max_epochs=2).fit(reference)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(zero3(), world_size, precision="bf16-mixed", max_epochs=2).fit(module)
+    said = {re.search("Module '(.*?)'", text)[1] for w in caught if "autocast is off" in (text := str(w.message))}
+    return module.losses, reference.losses, said
+
+
+def test_of_compiled_layers_only_those_are_gathered_again():
+    """Dynamo can tell that autocast is on, and that no `vmap` runs: else the experts would be, too, in each step."""
+    for losses, expected, said in run_ranks(_fit_compiled, 2):
+        assert losses == pytest.approx(expected, rel=2**-8)  # a rounding to bfloat16: graphs may round elsewhere
+        assert said == {"body.*.router", "head", "tail"}
 
 
 def _unknown(rank, world_size):
