@@ -70,7 +70,7 @@ LAYERS = [
     (["strategies/environment_report"], {*TORCH, "rich"}),
     (["strategies/engine/buffers", "strategies/engine/clearing", "strategies/engine/segments"], TORCH),
     (["strategies/engine/shards"], TORCH),
-    (["strategies/engine/chunk"], TORCH),
+    (["strategies/engine/chunk", "strategies/engine/lifted"], TORCH),
     (["strategies/engine/unit"], TORCH),
     (["strategies/engine/debug", "strategies/engine/reduce"], TORCH),
     (["strategies/engine/one_rank"], TORCH),

@@ -86,15 +86,17 @@ class Access:
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See :meth:`~.residency.home.Home.read`."""
-        if not (self.in_step or graph_task() != NO_GRAPH_TASK):
+        entry = self._entries[id(parameter)]
+        spread = self._units[entry.unit].spread
+        if not (self.in_step or graph_task() != NO_GRAPH_TASK or spread is not None):
             raise ResidencyError(
-                f"The value of parameter {self._entries[id(parameter)].name!r} is sharded over the ranks and was read outside "
+                f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside "
                 "a step. Read it in `training_step` (or another step), or inside `with trainer.strategy.gathered(module):` on "
                 "all ranks; to save the model call `trainer.save_checkpoint(path)` there."
             )
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
-            value = self.full_values([parameter])[0]
+            value = self.full_values([parameter])[0] if spread is None else spread[entry.name]
             return connected(value, parameter) if differentiable else value.clone()
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
 from .runs import ignore_runs
-from .saved_tensors import WATCHING, SavedTensors
+from .saved_tensors import WATCHING, SavedTensors, hooks_refused
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
@@ -96,7 +96,6 @@ class Zero3Engine:
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype, debug)
         self._forward = ForwardOrder(foresees=not debug)
-        self._thread = get_ident()  # of the last step
         self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
@@ -173,7 +172,7 @@ class Zero3Engine:
             self.collectives.diary.forget()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.diary.resume()
-        self._thread = self.passes.thread = get_ident()
+        self._saved.thread = self.passes.thread = get_ident()
         try:
             self.access.in_step = True
             self.access.held.keep()
@@ -360,15 +359,21 @@ class Zero3Engine:
         if self.collectives.diary.stored and not (self.access.in_step or unit.lent):
             with apart():  # where no rank but this one has stored anything, the next exchange of the others tells
                 compare_notes(self.collectives)
+        if hooks_refused() is not None and not unit.whole:
+            unit.spread = None if unit.lent else unit.values()
+            return
         if not unit.use():
             return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
-        if not self.access.in_step or get_ident() != self._thread:
+        if not self.access.in_step or get_ident() != self._saved.thread:
             self._saved.enter_outside(unit)
         following = self._forward.enter(unit.index)
         if following is not None:
             self.units[following].gather(ahead=True)
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> Any:
+        if hooks_refused() is not None and not unit.whole:
+            unit.spread = None
+            return None
         if unit.lent or transform() is not None:
             # The values are the user's, or torch.func differentiates: its backward is none of ours, and hooks would start one.
             if unit.pins and graph_task() == NO_GRAPH_TASK:
@@ -384,7 +389,7 @@ class Zero3Engine:
             # Outputs that need no gradient here (the input, returned; detached ones) may need one on another rank.
             if watch_outputs(unit, outputs, self.passes.enter) or unit.trained:
                 self.passes.coming.appendleft(unit.index)
-        if not self.access.in_step or get_ident() != self._thread:
+        if not self.access.in_step or get_ident() != self._saved.thread:
             self._saved.leave_outside(unit)
         if unit.pins:
             if views:

@@ -97,13 +97,15 @@ def _full_precision(unit: Unit, entries: list[Entry], dtype: torch.dtype) -> Cal
 
     @torch.compiler.disable
     def lift() -> None:
+        if unit.spread is not None or not unit.pins:
+            return  # reads are of full values already
         if torch.is_grad_enabled():  # in every step, not now and then in an evaluation
             warnings.warn(
                 f"Module {pattern!r} runs where autocast is off or not {dtype}: its unit {unit.name} is gathered once more, "
                 f"in full precision. If it does so in each step, `Zero3Strategy(keep_in_fp32=[{pattern!r}])` saves that.",
                 stacklevel=_users_level(),
             )
-        unit.lift(entries)
+        unit.lifted.add(entries)
 
     def hook(module: nn.Module, args: Any) -> None:
         # vmap does without autocast, whatever is enabled

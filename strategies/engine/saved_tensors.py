@@ -7,10 +7,10 @@ path it reaches a unit (a loss on an intermediate value, a view changed in place
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
-from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
 
@@ -52,29 +52,16 @@ class SavedTensors:
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []
         self.recomputed: list[Unit] = []  # in use because a recomputation saved views of them
         self._slots = {unit.storage: unit for unit in units if not unit.whole}
+        self.thread = threading.get_ident()  # of the last step
         if self._slots:
             WATCHING.add(self)
             _watch_others()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around a step: what autograd saves in it is noted. A torch.func transform that differentiates inside is an error."""
-        if not self._slots:
+        """Around a step: what autograd saves in it is noted."""
+        with saved_tensors_hooks(self.pack, unpack) if self._slots else nullcontext():
             yield
-            return
-        try:
-            with saved_tensors_hooks(self.pack, unpack):
-                yield
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            last = self._units[int(self._progress[0])].name
-            raise ResidencyError(
-                "torch.func transforms that differentiate (grad, vjp, jacrev, hessian) cannot run in a step, as in "
-                f"`{_caller(error)}` (unit {last} ran last): weights that autograd saves there are looked up later, which "
-                "torch.func does not allow. Use torch.autograd.grad or torch.autograd.functional, or run the transform outside "
-                "of a step in `with strategy.gathered(module):`."
-            ) from error
 
     def enter_outside(self, unit: Unit) -> None:
         """``unit`` begins a forward outside of a step, or in another thread: nobody else watches what autograd saves."""
@@ -227,13 +214,6 @@ def _modified(held: Tensor, version: int) -> RuntimeError:
     )
 
 
-def _caller(error: Exception) -> str:
-    """The function that called the torch.func transform in which ``error`` was raised."""
-    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    inside = [place for place, code in enumerate(codes) if "_functorch" in code.co_filename]
-    return codes[inside[0] - 1 if inside else -1].co_name
-
-
 def _unasked(absent: Tensor) -> ResidencyError:
     by = "by a `__torch_function__` that calls functions with what it was given"
     if not isinstance(absent, RestingParameter):
@@ -265,9 +245,63 @@ def _watch_others() -> None:
         enter(self)
 
     saved_tensors_hooks.__enter__ = enter_sheltered  # type: ignore[method-assign]
+    _stand_aside()
     for name in ("apply", "apply_boxed"):  # the second since torch 2.13
         if hasattr(BackwardCFunction, name):
             setattr(BackwardCFunction, name, _with_own_gradients(getattr(BackwardCFunction, name)))
+
+
+# ---- torch.func, which differentiates without hooks ----------------------------------------------
+
+hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None: they are not, in this thread
+
+
+class _Aside(threading.local):
+    """Of a transform that differentiates in this thread: our hooks meanwhile, and units that were in use when it began."""
+
+    hooks: Sequence[tuple[Callable, Callable]] = ()
+    units: Sequence[Unit] = ()
+
+
+def _stand_aside() -> None:
+    """Let torch.func differentiate: our hooks are off while it does, and all parameters rest, so that each read is a copy.
+
+    Nothing that is saved meanwhile changes then, neither for the transform's backward nor for that of the step.
+    """
+    autograd, aside = torch._C._autograd, _Aside()
+    refuse, allow = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
+
+    @wraps(refuse)
+    def refuse_others(message: str, *args: Any) -> None:
+        if not message.startswith("torch.func") or hooks_refused() is not None:
+            return refuse(message, *args)
+        aside.hooks, aside.units = [], []
+        while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None and _are_ours(hooks[0]):
+            aside.hooks.append(hooks)
+            autograd._pop_saved_tensors_default_hooks()
+        refuse(message, *args)  # the user's are an error
+        if not torch._guards.TracingContext.try_get():  # torch.compile traces without values
+            here = threading.get_ident()
+            for unit in [unit for saved in WATCHING if saved.thread == here for unit in saved.arena.in_use]:
+                unit.keep_written()
+                unit.spread = unit.values()
+                unit.rest()
+                aside.units.append(unit)
+
+    @wraps(allow)
+    def allow_again() -> None:
+        allow()
+        hooks, units, aside.hooks, aside.units = aside.hooks, aside.units, (), ()
+        for unit in units:
+            unit.go_on()
+        for pack_and_unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
+
+    autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = refuse_others, allow_again
+
+
+def _are_ours(pack: Callable) -> bool:
+    return pack is _pack_any or isinstance(getattr(pack, "__self__", None), SavedTensors)
 
 
 def unit_of(tensor: Tensor) -> Unit | None:

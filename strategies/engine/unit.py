@@ -16,8 +16,9 @@ from ..residency.apart import apart
 from ..residency.given_out import Alias
 from ..residency.home import ResidencyError
 from ..residency.numbers import class_at_rest, hide, show
-from ..residency.resting import RestingParameter, set_data
+from ..residency.resting import RestingParameter
 from .chunk import Chunk
+from .lifted import Lifted
 from .partition import UnitModules
 from .shards import Entry, FlatGroup
 from .streams import Lane
@@ -74,6 +75,7 @@ class Unit:
     version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
+    spread: dict[str, Tensor] | None = None  # name -> full value, while torch.func differentiates: each read is a copy
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
     note_kept: Callable[[Unit, bool], None]  # see kept_views.py
 
@@ -91,8 +93,7 @@ class Unit:
         self.in_arrays, self.mark = [], Mark()
         self.mark.unit = self
         self.noted: dict[int, Any] = {}  # views of its slot that others hold, by their ids; see kept_views.py
-        self.lifted: dict[str, tuple[Tensor, Tensor]] = {}  # parameters that hold full-precision values, and their place here
-        self._master: dict[str, Tensor] = {}  # what they are taken from
+        self.lifted = Lifted(self.values)
         self._pending: list[Work] = []
         self._filled: torch.cuda.Event | None = None  # where the lane has filled the slot
 
@@ -228,9 +229,8 @@ class Unit:
             return
         self.phase = Phase.READY
         self._arena.in_use.remove(self)
-        while self.lifted:
-            set_data(*self.lifted.popitem()[1])  # without a name for it, which would be one more viewer below
-        self._master = {}
+        if self.lifted.places:
+            self.lifted.drop()
         written = bool(self.in_arrays)
         for entry in self.entries:
             written |= entry.parameter._version != entry.seen
@@ -248,22 +248,6 @@ class Unit:
         # `viewers()`, without a call.
         if count_viewers(self.storage) + getrefcount(self._storage) - getrefcount(self.mark) - len(self.noted) > self.usual:
             self.note_kept(self, failed)
-
-    def lift(self, entries: list[Entry]) -> None:
-        """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
-        if self.phase is not Phase.IN_USE:
-            return  # their values are full already
-        self._master = self._master or self.values()
-        with torch._C._DisableFuncTorch():  # a transform would wrap what the parameter is to hold
-            for entry in entries:
-                if entry.name not in self.lifted:
-                    self.lifted[entry.name] = entry.parameter, entry.parameter.detach()
-                    self._take_master(entry.name)
-
-    def _take_master(self, name: str) -> None:
-        # A copy: what autograd saves of it must not keep the values of the whole unit alive.
-        with apart():
-            set_data(self.lifted[name][0], self._master[name].clone(memory_format=torch.preserve_format))
 
     def keep_written(self) -> None:
         """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
@@ -308,6 +292,14 @@ class Unit:
         for number in self.numbers:
             hide(number)
 
+    def go_on(self) -> None:
+        """After :meth:`rest` in the middle of a use."""
+        self.spread = None
+        for number in self.numbers:
+            show(number)
+        for entry in self.entries if self.pins else ():
+            entry.parameter.__class__ = entry.cls_while_used
+
     def release(self) -> None:
         """Give the slot up."""
         if self.phase is Phase.GATHERING:
@@ -340,9 +332,7 @@ class Unit:
             self.phase = Phase.IN_USE
             for alias in self.in_arrays:
                 alias.before = alias.now.clone()
-            self._master = self.values() if self.lifted else {}
-            for name in self.lifted:
-                self._take_master(name)
+            self.lifted.renew()
         else:
             self.release()
 

@@ -1,5 +1,7 @@
 """Ways through autograd other than one forward and one backward; user hooks; checkpoints; compilation."""
 
+from contextlib import suppress
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -92,7 +94,6 @@ class Functorch(Case):
     """`torch.func.grad` and `vmap` over `functional_call`"""
 
     pitfalls = (46,)
-    refused = "torch.func transforms that differentiate.*torch.autograd.grad"
 
     def train(self, run):
         def work(model, step):
@@ -114,12 +115,99 @@ class FunctorchOfWeight(Case):
     """`torch.func.grad` with respect to a weight, in a step"""
 
     pitfalls = (46,)
-    refused = Functorch.refused
 
     def loss(self, model, batch):
         out = model(batch)
         gradient = torch.func.grad(lambda bias: (batch + bias).square().sum())(model.blocks[0].down.bias)
         return out.square().mean() + gradient.sum()
+
+
+@case
+class FunctorchByInput(Case):
+    """`torch.func.grad` and `vmap` of the model by its input, in the loss (forces)"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        forces = torch.func.vmap(torch.func.grad(lambda x: model(x[None]).square().sum()))(batch)
+        return super().loss(model, batch) + forces.square().mean()
+
+
+@case
+class FunctorchHessian(Case):
+    """`torch.func.hessian` of the model by its input, in the loss"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        curvature = torch.func.hessian(lambda x: model(x[None]).square().sum())(batch[0])
+        return super().loss(model, batch) + curvature.square().mean()
+
+
+@case
+class FunctorchPulledBackLater(Case):
+    """`torch.func.vjp` of the model, pulled back after another forward"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        out, pull = torch.func.vjp(model, batch)
+        loss = super().loss(model, 2 * batch)
+        return loss + pull(out.detach().sin())[0].square().mean()
+
+
+class DifferentiatesItself(nn.Module):
+    """Through its own weights, one of which it clamps before."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.linspace(-2, 2, width))
+
+    def forward(self, x):
+        def energy(z):
+            return (self.inner(z) * self.scale).tanh().sum()
+
+        with torch.no_grad():
+            self.scale.clamp_(-1, 1)
+        return (x - 0.1 * torch.func.vmap(torch.func.grad(energy))(x)) * self.scale.abs().mean()
+
+
+@case
+class FunctorchInForward(Case):
+    """`torch.func.grad` in a layer's forward, by its input, through its own weights, one of which it clamps before"""
+
+    pitfalls = (46,)
+
+    def model(self):
+        return Chain(Block(), DifferentiatesItself(DIM), Block(), DifferentiatesItself(DIM))
+
+
+@case
+class FunctorchThatRaises(Case):
+    """An exception inside of `torch.func.grad`, which `training_step` catches"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        def fails(x):
+            raise ArithmeticError(model(x).sum())
+
+        with suppress(ArithmeticError):
+            torch.func.grad(fails)(batch)
+        return super().loss(model, batch)
+
+
+@case
+class FunctorchByInputBetweenSteps(Case):
+    """`torch.func.jacrev` of the model by its input, between steps"""
+
+    pitfalls = (46,)
+
+    def train(self, run):
+        super().train(run)
+        run.log(torch.func.jacrev(lambda x: run.model(x[None]))(self.batch(0, run.rank)[0]))
+        super().train(run)
 
 
 @case

@@ -77,8 +77,8 @@ def test_right_or_refused_or_known(cell, outcomes):
     assert outcome.kind == CASES[name].expected(world_size), outcome.detail
 
 
-# Several backwards and forwards, clipping, what is frozen, `training_step`, stale slots, loads, copies, hooks.
-OF_THE_STEP = {14, 16, 18, 23, 26, 31, 33, 34, 43}
+# Several backwards and forwards, clipping, what is frozen, `training_step`, stale slots, loads, copies, hooks, derivatives.
+OF_THE_STEP = {14, 16, 18, 23, 26, 31, 33, 34, 43, 46}
 
 
 def _takes_gain(name):

@@ -61,6 +61,10 @@ ROUNDED = {
     "tensors-of-weight",
     "tensor-by-name",
     "vmap-over-weight",
+    "functorch-of-weight",
+    "functorch-hessian",
+    "functorch-pulled-back-later",
+    "functorch-in-forward",
 }
 # Likewise, and not more than autocast itself is from fp32. Measured: in float16, which is 8 times finer, 5 to 19 times less.
 ROUNDED_AS_MUCH = {
@@ -95,6 +99,8 @@ NOT_UNDER_AUTOCAST = {
     "sparse-rows-of-values",
     "buffers-of-fused-observers",
     "buffer-sparse-rows",
+    "functorch",
+    "functorch-by-input",
 }
 # A selective checkpoint counts casts. Gathered weights need none in the forward, but where several units are recomputed at once
 # they are read past their slots, as fp32, and autocast rounds them.
