@@ -157,7 +157,9 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
     except Exception as error:
         wrapped = next((type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
         instead = (
-            f"Return the {wrapped} that it wraps" if wrapped else "Use one that takes that and updates each parameter by itself"
+            f"Return the {wrapped} that it wraps, and do the rest in manual optimization (`automatic_optimization = False`),"
+            if wrapped
+            else "Use one that takes that and updates each parameter by itself (SGD for sparse gradients)"
         )
         raise ValueError(
             f"{cls.__name__} could not be tried on small tensors ({type(error).__name__}: {error}), so it cannot be trusted "

@@ -19,7 +19,8 @@ _PIECE = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "All ranks must run the same modules in the same order, load and save together, and take the same number of steps; look "
     "for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save), for loaders of different "
-    "length, for a branch or a loop that depends on a rank's own data (`generate(..., synced_gpus=True)` where texts end) or "
+    "length, for a branch or a loop that depends on a rank's own data (where texts end: `generate(..., synced_gpus=True)`, or "
+    "a loop of your own in `with strategy.gathered(self):`) or "
     "random numbers (LayerDrop: `DataOptions(distinct_rank_rng=False)` gives all ranks the same; experts that some ranks alone "
     "run belong into one unit, by `unit_policy`), and for a term of the loss "
     "that one rank alone has (multiply it by 0 on the others; of several losses of one forward differentiate the sum)."

@@ -91,8 +91,9 @@ class Access:
         if not (self.in_step or graph_task() != NO_GRAPH_TASK or spread is not None):
             raise ResidencyError(
                 f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside "
-                "a step. Read it in `training_step` (or another step), or inside `with trainer.strategy.gathered(module):` on "
-                "all ranks; to save the model call `trainer.save_checkpoint(path)` there."
+                "a step. Read it in `training_step` (or another step), or inside `with trainer.strategy.gathered(module):` "
+                "(to change it, `gathered(module, modify=True)`) on all ranks; to save the model call "
+                "`trainer.save_checkpoint(path)` there."
             )
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
