@@ -97,7 +97,7 @@ class Access:
             )
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
-            value = self.full_values([parameter])[0] if spread is None else spread[entry.name]
+            value = self.full_values([parameter])[0] if not spread else spread[entry.name]
             return connected(value, parameter) if differentiable else value.clone()
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
 from .runs import ignore_runs
-from .saved_tensors import WATCHING, SavedTensors, hooks_refused
+from .saved_tensors import WATCHING, SavedTensors, enter_transformed, hooks_refused, leave_transformed
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
@@ -339,6 +339,8 @@ class Zero3Engine:
             by_unit.setdefault(entry.unit, []).append(entry)
         for index, entries in by_unit.items():
             self.units[index].version += 1
+            if self.units[index].spread:
+                self.units[index].spread = {}
             for entry in entries:
                 entry.changed = self.units[index].version
             for number in self.units[index].numbers:
@@ -360,7 +362,7 @@ class Zero3Engine:
             with apart():  # where no rank but this one has stored anything, the next exchange of the others tells
                 compare_notes(self.collectives)
         if hooks_refused() is not None and not unit.whole:
-            unit.spread = None if unit.lent else unit.values()
+            enter_transformed(unit)
             return
         if not unit.use():
             return  # another unit in use has the memory, and each read gathers; or `gathered` has lent the values
@@ -372,7 +374,7 @@ class Zero3Engine:
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> Any:
         if hooks_refused() is not None and not unit.whole:
-            unit.spread = None
+            leave_transformed(unit)
             return None
         if unit.lent or transform() is not None:
             # The values are the user's, or torch.func differentiates: its backward is none of ours, and hooks would start one.

@@ -116,7 +116,8 @@ class JointSteps:
         self._tell(1 + unit.labels[exchange])
 
     def _tell(self, code: int) -> int:
-        return int(self._collectives.agree(torch.tensor([code], dtype=torch.int64, device="cpu")))
+        with torch._C._DisableFuncTorch():  # a transform that runs would not let it be written to
+            return int(self._collectives.agree(torch.tensor([code], dtype=torch.int64, device="cpu")))
 
     def _release_all(self) -> None:
         # From here on ranks that run and ranks that assist have the same units in their slots (none), and the same trace.

@@ -211,5 +211,6 @@ def _unseen(unit: Unit) -> ResidencyError:
     return ResidencyError(
         f"Memory of unit {unit.name} (parameters {names}) was kept after the forward or backward that used it, when it belongs "
         "to other units, by what is no ordinary tensor: an `nn.Parameter` made of a view, a storage, a gradient that is a view "
-        "of a weight, memory given to another library (DLPack). Keep a copy (`.clone()`)."
+        "of a weight, memory given to another library (DLPack); or torch.func has saved a view that was taken before it began. "
+        "Keep a copy (`.clone()`); take views inside of the function that torch.func transforms."
     )

@@ -215,7 +215,7 @@ def _modified(held: Tensor, version: int) -> RuntimeError:
 
 
 def _unasked(absent: Tensor) -> ResidencyError:
-    by = "by a `__torch_function__` that calls functions with what it was given"
+    by = "by a `__torch_function__` that calls functions with what it was given, or as torch.func has saved it"
     if not isinstance(absent, RestingParameter):
         return kept_view(absent, unit_of(absent), f"is read {by}")
     return ResidencyError(
@@ -257,10 +257,32 @@ hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_messa
 
 
 class _Aside(threading.local):
-    """Of a transform that differentiates in this thread: our hooks meanwhile, and units that were in use when it began."""
+    """Of a transform that differentiates in this thread."""
 
-    hooks: Sequence[tuple[Callable, Callable]] = ()
-    units: Sequence[Unit] = ()
+    hooks: list[tuple[Callable, Callable]]  # ours
+    units: list[Unit]  # that were in use when it began
+    spread: list[tuple[Unit, dict[str, Tensor] | None]]  # whose forwards, or uses, are open, and `Unit.spread` before
+
+    def __init__(self) -> None:
+        self.hooks, self.units, self.spread = [], [], []
+
+
+_aside = _Aside()
+
+
+def enter_transformed(unit: Unit) -> None:
+    """``unit`` begins a forward in a transform that differentiates: until its end reads of weights are copies; collective."""
+    _aside.spread.append((unit, unit.spread))
+    if unit.spread is None and not unit.lent:
+        unit.spread = unit.values()
+
+
+def leave_transformed(unit: Unit | None) -> None:
+    """The end of what :meth:`enter_transformed` began, and of all that began later; None: of all."""
+    if unit is None or any(each is unit for each, _ in _aside.spread):
+        left = None
+        while _aside.spread and (left is None or left is not unit):
+            left, left.spread = _aside.spread.pop()
 
 
 def _stand_aside() -> None:
@@ -268,34 +290,33 @@ def _stand_aside() -> None:
 
     Nothing that is saved meanwhile changes then, neither for the transform's backward nor for that of the step.
     """
-    autograd, aside = torch._C._autograd, _Aside()
+    autograd, aside = torch._C._autograd, _aside
     refuse, allow = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
 
     @wraps(refuse)
     def refuse_others(message: str, *args: Any) -> None:
         if not message.startswith("torch.func") or hooks_refused() is not None:
             return refuse(message, *args)
-        aside.hooks, aside.units = [], []
         while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None and _are_ours(hooks[0]):
             aside.hooks.append(hooks)
             autograd._pop_saved_tensors_default_hooks()
         refuse(message, *args)  # the user's are an error
         if not torch._guards.TracingContext.try_get():  # torch.compile traces without values
-            here = threading.get_ident()
-            for unit in [unit for saved in WATCHING if saved.thread == here for unit in saved.arena.in_use]:
+            here, watched = threading.get_ident(), [getattr(pack, "__self__", None) for pack, _ in aside.hooks]
+            for unit in [u for saved in WATCHING if saved.thread == here or saved in watched for u in saved.arena.in_use]:
                 unit.keep_written()
-                unit.spread = unit.values()
+                enter_transformed(unit)
                 unit.rest()
                 aside.units.append(unit)
 
     @wraps(allow)
     def allow_again() -> None:
         allow()
-        hooks, units, aside.hooks, aside.units = aside.hooks, aside.units, (), ()
-        for unit in units:
-            unit.go_on()
-        for pack_and_unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
+        leave_transformed(None)
+        while aside.units:
+            aside.units.pop().go_on()
+        while aside.hooks:
+            autograd._push_saved_tensors_default_hooks(*aside.hooks.pop())
 
     autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = refuse_others, allow_again
 

@@ -75,7 +75,7 @@ class Unit:
     version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
-    spread: dict[str, Tensor] | None = None  # name -> full value, while torch.func differentiates: each read is a copy
+    spread: dict[str, Tensor] | None = None  # name -> full value, while torch.func differentiates; {}: written since
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
     note_kept: Callable[[Unit, bool], None]  # see kept_views.py
 
@@ -293,12 +293,12 @@ class Unit:
             hide(number)
 
     def go_on(self) -> None:
-        """After :meth:`rest` in the middle of a use."""
-        self.spread = None
-        for number in self.numbers:
-            show(number)
-        for entry in self.entries if self.pins else ():
-            entry.parameter.__class__ = entry.cls_while_used
+        """After :meth:`rest` in the middle of a use, unless that has ended."""
+        if self.pins:
+            for number in self.numbers:
+                show(number)
+            for entry in self.entries:
+                entry.parameter.__class__ = entry.cls_while_used
 
     def release(self) -> None:
         """Give the slot up."""

@@ -198,6 +198,82 @@ class FunctorchThatRaises(Case):
         return super().loss(model, batch)
 
 
+class Stopped(BaseException):
+    """Torch calls no hooks of modules when it leaves them by what is no Exception."""
+
+
+@case
+class FunctorchThatIsStopped(Case):
+    """As by Ctrl-C inside of `torch.func.grad`, in a forward, which `training_step` catches; and a weight read by itself"""
+
+    pitfalls = (46,)
+
+    def loss(self, model, batch):
+        def stop(x):
+            handle = model.blocks[1].up.register_forward_hook(stops)
+            try:
+                return model(x).sum()
+            finally:
+                handle.remove()
+
+        def stops(*args):
+            raise Stopped
+
+        with suppress(Stopped):
+            torch.func.grad(stop)(batch)
+        return super().loss(model, batch) + model.blocks[1].up.weight.square().mean()
+
+
+class DifferentiatesByItsView(nn.Module):
+    """Which it takes before."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        turned = self.inner.weight.t()
+        return x - 0.1 * torch.func.vmap(torch.func.grad(lambda z: (z @ turned).tanh().sum()))(x)
+
+
+@case
+class FunctorchOfAViewFromBefore(Case):
+    """`torch.func.grad` in a layer's forward, of a function that reads a view of its weight, taken before"""
+
+    pitfalls = (46,)
+    refused = "'blocks.1.inner.weight'.*torch.func has saved a view that was taken before.*inside of the function"
+
+    def model(self):
+        return Chain(Block(), DifferentiatesByItsView(DIM), Block(), DifferentiatesByItsView(DIM))
+
+
+class CallsItself(nn.Module):
+    """Twice, then its layer."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x, times=2):
+        x = self.inner(x).tanh() if times else x
+        return self(x, times - 1) + self.inner.bias if times else x
+
+
+@case
+class FunctorchOfARecursionBetweenSteps(Case):
+    """`torch.func.jacrev` of the model, in which a layer calls itself, by its input, between steps"""
+
+    pitfalls = (46,)
+
+    def model(self):
+        return Chain(Block(), CallsItself(DIM), Block(), CallsItself(DIM))
+
+    def train(self, run):
+        super().train(run)
+        run.log(torch.func.jacrev(lambda x: run.model(x[None]))(self.batch(0, run.rank)[0]))
+        super().train(run)
+
+
 @case
 class FunctorchByInputBetweenSteps(Case):
     """`torch.func.jacrev` of the model by its input, between steps"""

@@ -65,6 +65,8 @@ ROUNDED = {
     "functorch-hessian",
     "functorch-pulled-back-later",
     "functorch-in-forward",
+    "functorch-that-is-stopped",
+    "functorch-of-a-recursion-between-steps",
 }
 # Likewise, and not more than autocast itself is from fp32. Measured: in float16, which is 8 times finer, 5 to 19 times less.
 ROUNDED_AS_MUCH = {

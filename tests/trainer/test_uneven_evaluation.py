@@ -22,13 +22,23 @@ def batches(ranks, loader, rank):
     return [torch.randn(n, 6, generator=seed) for n, seed in zip(sizes, seeds, strict=True)]
 
 
-def evaluate(rank, world_size, ranks):
+class Transformed(ForceField):
+    """By torch.func."""
+
+    def forward(self, x):
+        def energy(x):
+            return self.net(x).square().sum(1)
+
+        return energy(x).detach(), torch.func.grad(lambda x: energy(x).sum())(x).norm(dim=1)
+
+
+def evaluate(rank, world_size, ranks, kind):
     """All ways to evaluate; a single process has the batches of all ``ranks``, rank by rank."""
     whose = [rank] if world_size > 1 else range(ranks)
     loaders = [DataLoader([b for r in whose for b in batches(ranks, i, r)], batch_size=None) for i in range(2)]
     joined = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(9))
     train = DataLoader([batch.chunk(world_size)[rank] for batch in joined], batch_size=None)
-    module, found = ForceField(), {}
+    module, found = kind(), {}
     for stage in ("validate", "test", "predict", "fit"):
         strategy = zero3(unit_policy=["Linear"]) if world_size > 1 else "auto"
         runner = trainer(strategy, world_size, limit_val_batches=1.0, num_sanity_val_steps=2, max_epochs=2)
@@ -39,13 +49,14 @@ def evaluate(rank, world_size, ranks):
 
 
 @cache
-def results(world_size, ranks):
-    return run_ranks(evaluate, world_size, ranks, timeout=60)
+def results(world_size, ranks, kind):
+    return run_ranks(evaluate, world_size, ranks, kind, timeout=60)
 
 
+@pytest.mark.parametrize("kind", [ForceField, Transformed])
 @pytest.mark.parametrize("ranks", COUNTS)
-def test_as_one_process(ranks):
-    (expected,), everyone = results(1, ranks), results(ranks, ranks)
+def test_as_one_process(ranks, kind):
+    (expected,), everyone = results(1, ranks, ForceField), results(ranks, ranks, kind)
     for found in everyone:
         for stage in ("validate", "test", "fit"):
             assert len(expected[stage]) == 2 * 4 + 2, expected[stage]
