@@ -80,6 +80,7 @@ LAYERS = [
             "strategies/engine/build",
             "strategies/engine/hooks",
             "strategies/engine/structure",
+            "strategies/engine/transforms",
         ],
         TORCH,
     ),

@@ -34,10 +34,11 @@ from .order import ForwardOrder
 from .partition import UnitPolicy, find_units
 from .reduce import Reducer
 from .runs import ignore_runs
-from .saved_tensors import WATCHING, SavedTensors, enter_transformed, hooks_refused, leave_transformed
+from .saved_tensors import WATCHING, SavedTensors
 from .shards import Entry, FlatGroup, attach
 from .streams import Lane
 from .structure import Structure
+from .transforms import enter_transformed, hooks_refused, leave_transformed
 from .unit import Arena, Unit
 
 
@@ -339,8 +340,7 @@ class Zero3Engine:
             by_unit.setdefault(entry.unit, []).append(entry)
         for index, entries in by_unit.items():
             self.units[index].version += 1
-            if self.units[index].spread:
-                self.units[index].spread = {}
+            self.units[index].spread = self.units[index].spread and {}
             for entry in entries:
                 entry.changed = self.units[index].version
             for number in self.units[index].numbers:

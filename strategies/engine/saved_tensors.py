@@ -26,6 +26,7 @@ from ..residency.given_out import storage_of
 from ..residency.home import ResidencyError, about, describe
 from ..residency.resting import NO_GRAPH_TASK, Absent, RestingParameter, graph_task
 from .hooks import copy_views, transform
+from .transforms import stand_aside
 from .unit import Arena, Mark, Phase, Unit
 
 # Tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no hooks.
@@ -245,84 +246,15 @@ def _watch_others() -> None:
         enter(self)
 
     saved_tensors_hooks.__enter__ = enter_sheltered  # type: ignore[method-assign]
-    _stand_aside()
+    stand_aside(WATCHING, _watcher)
     for name in ("apply", "apply_boxed"):  # the second since torch 2.13
         if hasattr(BackwardCFunction, name):
             setattr(BackwardCFunction, name, _with_own_gradients(getattr(BackwardCFunction, name)))
 
 
-# ---- torch.func, which differentiates without hooks ----------------------------------------------
-
-hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None: they are not, in this thread
-
-
-class _Aside(threading.local):
-    """Of a transform that differentiates in this thread."""
-
-    hooks: list[tuple[Callable, Callable]]  # ours
-    units: list[Unit]  # that were in use when it began
-    spread: list[tuple[Unit, dict[str, Tensor] | None]]  # whose forwards, or uses, are open, and `Unit.spread` before
-
-    def __init__(self) -> None:
-        self.hooks, self.units, self.spread = [], [], []
-
-
-_aside = _Aside()
-
-
-def enter_transformed(unit: Unit) -> None:
-    """``unit`` begins a forward in a transform that differentiates: until its end reads of weights are copies; collective."""
-    _aside.spread.append((unit, unit.spread))
-    if unit.spread is None and not unit.lent:
-        unit.spread = unit.values()
-
-
-def leave_transformed(unit: Unit | None) -> None:
-    """The end of what :meth:`enter_transformed` began, and of all that began later; None: of all."""
-    if unit is None or any(each is unit for each, _ in _aside.spread):
-        left = None
-        while _aside.spread and (left is None or left is not unit):
-            left, left.spread = _aside.spread.pop()
-
-
-def _stand_aside() -> None:
-    """Let torch.func differentiate: our hooks are off while it does, and all parameters rest, so that each read is a copy.
-
-    Nothing that is saved meanwhile changes then, neither for the transform's backward nor for that of the step.
-    """
-    autograd, aside = torch._C._autograd, _aside
-    refuse, allow = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
-
-    @wraps(refuse)
-    def refuse_others(message: str, *args: Any) -> None:
-        if not message.startswith("torch.func") or hooks_refused() is not None:
-            return refuse(message, *args)
-        while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None and _are_ours(hooks[0]):
-            aside.hooks.append(hooks)
-            autograd._pop_saved_tensors_default_hooks()
-        refuse(message, *args)  # the user's are an error
-        if not torch._guards.TracingContext.try_get():  # torch.compile traces without values
-            here, watched = threading.get_ident(), [getattr(pack, "__self__", None) for pack, _ in aside.hooks]
-            for unit in [u for saved in WATCHING if saved.thread == here or saved in watched for u in saved.arena.in_use]:
-                unit.keep_written()
-                enter_transformed(unit)
-                unit.rest()
-                aside.units.append(unit)
-
-    @wraps(allow)
-    def allow_again() -> None:
-        allow()
-        leave_transformed(None)
-        while aside.units:
-            aside.units.pop().go_on()
-        while aside.hooks:
-            autograd._push_saved_tensors_default_hooks(*aside.hooks.pop())
-
-    autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = refuse_others, allow_again
-
-
-def _are_ours(pack: Callable) -> bool:
-    return pack is _pack_any or isinstance(getattr(pack, "__self__", None), SavedTensors)
+def _watcher(pack: Callable) -> SavedTensors | bool:
+    """Whose hook it is, if it is one of ours: True, of any engine that has what is saved."""
+    return pack is _pack_any or (isinstance(owner := getattr(pack, "__self__", None), SavedTensors) and owner)
 
 
 def unit_of(tensor: Tensor) -> Unit | None:

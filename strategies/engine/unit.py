@@ -75,7 +75,7 @@ class Unit:
     version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
-    spread: dict[str, Tensor] | None = None  # name -> full value, while torch.func differentiates; {}: written since
+    spread: dict[str, Tensor] | None = None  # name -> full value, in a transform, see transforms.py; {}: written since
     announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
     note_kept: Callable[[Unit, bool], None]  # see kept_views.py
 

@@ -663,7 +663,7 @@ class MovedWhenGathered(Case):
     def train(self, run):
         super().train(run)
         with run.gathered(run.model):
-            run.model.float().to(torch.get_default_device())
+            run.model.float().to(next(run.model.parameters()).device)  # to "cpu:0" from "cpu" torch would copy
         super().train(run)
 
 
