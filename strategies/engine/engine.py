@@ -124,7 +124,7 @@ class Zero3Engine:
             for unit in self.units:
                 unit.note_kept = note_kept
                 guard(unit.memory, unit.in_arrays)
-        self._saved = SavedTensors(self.units, self.arena, self.collectives.diary.progress)
+        self._saved = SavedTensors(self.units, self.arena)
         self.gradients = Gradients(self.units, self.groups, self.reducer, self.collectives.diary)
         self.joint = JointSteps(self.units, self.gradients, self.collectives)
         notified = self._adopt_values, self.weights_changed, self.close

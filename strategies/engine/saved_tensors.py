@@ -8,7 +8,7 @@ path it reaches a unit (a loss on an intermediate value, a view changed in place
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any
@@ -46,8 +46,7 @@ _data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's
 class SavedTensors:
     """What autograd saves while an engine's units are in use. On a single rank nothing ever moves, and nobody watches."""
 
-    def __init__(self, units: list[Unit], arena: Arena, progress: Sequence[int]) -> None:
-        self._units, self._progress = units, progress  # index of the unit that was gathered last
+    def __init__(self, units: list[Unit], arena: Arena) -> None:
         self.arena, self._start = arena, arena.memory.data_ptr()
         self._stop = self._start + arena.memory.numel()
         self._outside: list[tuple[Unit, saved_tensors_hooks]] = []

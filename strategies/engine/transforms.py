@@ -42,7 +42,7 @@ def enter_transformed(unit: Unit) -> None:
 
 
 def leave_transformed(unit: Unit | None) -> None:
-    """The end of what :meth:`enter_transformed` began, and of all that began later; None: of all."""
+    """The end of what :func:`enter_transformed` began, and of all that began later; None: of all."""
     if unit is None or any(each is unit for each, _ in _transform.spread):
         left = None
         while _transform.spread and (left is None or left is not unit):

@@ -259,31 +259,26 @@ class CallsItself(nn.Module):
         return self(x, times - 1) + self.inner.bias if times else x
 
 
-@case
-class FunctorchOfARecursionBetweenSteps(Case):
-    """`torch.func.jacrev` of the model, in which a layer calls itself, by its input, between steps"""
-
+class ByInputBetweenSteps(Case):
     pitfalls = (46,)
+
+    def train(self, run):
+        super().train(run)
+        run.log(torch.func.jacrev(lambda x: run.model(x[None]))(self.batch(0, run.rank)[0]))
+        super().train(run)
+
+
+@case
+class FunctorchOfARecursionBetweenSteps(ByInputBetweenSteps):
+    """`torch.func.jacrev` of the model, in which a layer calls itself, by its input, between steps"""
 
     def model(self):
         return Chain(Block(), CallsItself(DIM), Block(), CallsItself(DIM))
 
-    def train(self, run):
-        super().train(run)
-        run.log(torch.func.jacrev(lambda x: run.model(x[None]))(self.batch(0, run.rank)[0]))
-        super().train(run)
-
 
 @case
-class FunctorchByInputBetweenSteps(Case):
+class FunctorchByInputBetweenSteps(ByInputBetweenSteps):
     """`torch.func.jacrev` of the model by its input, between steps"""
-
-    pitfalls = (46,)
-
-    def train(self, run):
-        super().train(run)
-        run.log(torch.func.jacrev(lambda x: run.model(x[None]))(self.batch(0, run.rank)[0]))
-        super().train(run)
 
 
 @case
