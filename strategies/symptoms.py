@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -152,8 +152,10 @@ class Straggler:
         found = self._compare("it worked", _busy(ranks))
         if found is None:
             return None
-        at_step = ranks[found[0]][-1].place.step
-        return f"{found[1]} It was most often in {_most_often(ranks[found[0]], unit_name)}; it is at step {at_step} now."
+        slowest, text = found
+        each = [[beat.busy for beat in beats] for beats in self._history]
+        where = _most_often(ranks[slowest], [max(0.0, _ahead(shares, slowest)) for shares in each], unit_name)
+        return f"{text} While they waited it was most often in {where}; it is at step {ranks[slowest][-1].place.step} now."
 
     def _slow_device(self, ranks: list[list[Beat]], unit_name: Callable[[int], str]) -> str | None:
         shares = [[b.device for b in beats if b.device is not None] for beats in ranks]
@@ -161,10 +163,11 @@ class Straggler:
             return None
         slowest, text = found
         hosts, host = _busy(ranks), ranks[slowest][-1].machine.split()[0]
-        others = _median_without(hosts, slowest)
+        others = hosts[slowest] - (ahead := _ahead(hosts, slowest))
         # A GPU that gets no work from its host does not wait for other GPUs, either.
-        late = f"its host hands it work too late (most often it was in {_most_often(ranks[slowest], unit_name)})"
-        if hosts[slowest] - others >= _RECOVERED_SHARE:
+        busy = [b.busy + 0.01 for b in ranks[slowest]]  # a host may wait all the time, for its device
+        late = f"its host hands it work too late (most often it was in {_most_often(ranks[slowest], busy, unit_name)})"
+        if ahead >= _RECOVERED_SHARE:
             return (
                 f"{text} Its host worked {hosts[slowest]:.0%} of the time, the others {others:.0%}: perhaps {late}; or that "
                 "GPU has more to do or is slower."
@@ -177,8 +180,7 @@ class Straggler:
     def _compare(self, did: str, shares: list[float]) -> tuple[int, str] | None:
         """The rank that has become slow, and how much more of the time than the others it ``did``."""
         slowest = max(range(len(shares)), key=shares.__getitem__)
-        median = _median_without(shares, slowest)
-        ahead = shares[slowest] - median
+        ahead = _ahead(shares, slowest)
         if ahead < _RECOVERED_SHARE or slowest != self._warned.get(did):
             self._warned[did] = None
         if ahead < _SLOW_SHARE or self._warned[did] is not None:
@@ -186,7 +188,7 @@ class Straggler:
         self._warned[did] = slowest
         return slowest, (
             f"Rank {slowest} holds the others up: in the last {self._beats} s {did} {shares[slowest]:.0%} of the time, "
-            f"the others {median:.0%}."
+            f"the others {shares[slowest] - ahead:.0%}."
         )
 
 
@@ -194,17 +196,18 @@ def _busy(ranks: list[list[Beat]]) -> list[float]:
     return [_mean([b.busy for b in beats]) for beats in ranks]
 
 
-def _most_often(beats: list[Beat], unit_name: Callable[[int], str]) -> str:
-    where: Counter[str] = Counter()
-    for beat in beats:
-        at = f" ({beat.code})" if beat.code else ""
-        where[beat.place.where(unit_name) + at] += 1 + round(100 * beat.busy)  # a host may wait all the time, for its device
-    return where.most_common(1)[0][0]
+def _most_often(beats: list[Beat], weights: list[float], unit_name: Callable[[int], str]) -> str:
+    where: dict[str, float] = {}
+    for beat, weight in zip(beats, weights, strict=True):
+        at = beat.place.where(unit_name) + (f" ({beat.code})" if beat.code else "")
+        where[at] = where.get(at, 0.0) + weight
+    return max(where, key=where.__getitem__)
 
 
-def _median_without(shares: list[float], rank: int) -> float:
+def _ahead(shares: list[float], rank: int) -> float:
+    """Of the others' median."""
     others = sorted(share for r, share in enumerate(shares) if r != rank)
-    return others[len(others) // 2]
+    return shares[rank] - others[len(others) // 2]
 
 
 def _mean(shares: Sequence[float]) -> float:

@@ -130,6 +130,7 @@ class Model(pl.LightningModule):
         self.file("workers").write_text(str(len(multiprocessing.active_children())))
         self.trigger("first step")
         if self.fault is not None and self.fault.kind == "doze" and self.global_step == FAULT_STEP - 2:
+            torch.distributed.barrier()
             time.sleep(5)  # all are alike before one dozes, however busy the machine was when they began
         if self.on_device and self.global_step == FAULT_STEP:
             self.trainer.strategy.engine.collectives.stuck = True

@@ -56,7 +56,7 @@ SLOW = Fault("doze", "loading", 1, 2)
 @cache
 def told_by_time():
     """Outcomes of the faults that only time can tell, tried beside each other to wait together."""
-    faults = [*ON_DEVICES, *PAUSES, APART, SLOW, *(fault for fault in FAULTS if fault.kind == "freeze")]
+    faults = [*ON_DEVICES, *PAUSES, APART, *(fault for fault in FAULTS if fault.kind == "freeze")]
     for world_size in (2, 3):
         reference(world_size)
     with ThreadPoolExecutor(len(faults)) as pool:
@@ -144,7 +144,7 @@ def test_ranks_that_diverge_and_wait_for_their_devices_end(fault):
 
 
 def test_a_slow_rank_is_named_and_trains_on():
-    outcome = told_by_time()[SLOW]
+    outcome = run(SLOW)  # by itself: who gets less of a busy machine is slow, too
     assert outcome.codes == {0: 0, 1: 0}, outcome.said
     assert re.search(r"Rank 1 holds the others up.*in doze\)", outcome.said[0]), outcome.said
     assert goes_on(outcome, SLOW, program.STEPS) == 0.0

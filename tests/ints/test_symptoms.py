@@ -134,6 +134,14 @@ def test_the_rank_that_works_while_others_wait_is_slow_and_named_once():
     assert "in forward, unit 1 (train.py:7 in step)" in said[3]
 
 
+def test_the_rank_that_is_slow_is_where_it_worked_while_the_others_waited():
+    straggler = Straggler(4)
+    rounds = [[beat(n, busy=1.0), replace(beat(n, busy=1.0), code="train.py:1 in both")] for n in range(4)]
+    rounds += [[beat(n), replace(beat(n, busy=0.9), code="train.py:2 in one")] for n in range(4, 6)]
+    said = [found for beats in rounds if (found := straggler.find(beats, str))]
+    assert len(said) == 1 and "While they waited it was most often in forward, unit 1 (train.py:2 in one); it is at" in said[0]
+
+
 def test_ranks_that_all_work_are_not_slow():
     straggler = Straggler(3)
     assert not any(straggler.find([beat(n, busy=0.9), beat(n, busy=0.8)], str) for n in range(9))
