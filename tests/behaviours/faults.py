@@ -11,7 +11,7 @@ class Unreduced(Run):
 
     is_reference = False
 
-    def _average(self, p, in_place):
+    def _average(self, before):
         pass
 
 

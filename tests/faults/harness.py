@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ from helpers import ranks
 LIMIT_S = 60  # no run takes so long; one that does hangs
 PAUSE_S = 7  # longer than `lost`
 ORPHANS_S = 15  # torch's loader workers look after their rank every five seconds
-# Faults may be tried beside each other, but two threads must not ask for the end of one process at a time, as `start` does too.
-_processes = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
     """One run of all ranks."""
     port = ranks.free_port()
     logs = Path(tempfile.mkdtemp(dir=folder, prefix="logs-"))
-    with _processes:
+    with ranks.asking:
         ranks._start_fork_server()
         context = multiprocessing.get_context("forkserver")
         processes = [
@@ -118,7 +115,7 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
     ended = time.time()
     groups = [p.pid for r, p in enumerate(processes) if r != frozen]
     wait_until(lambda: not _in_groups(groups), ORPHANS_S)
-    with _processes:
+    with ranks.asking:
         outcome = Outcome(codes={r: p.exitcode for r, p in enumerate(processes)})
         outcome.hung = bool(running)
         outcome.orphans = _in_groups(groups)

@@ -47,6 +47,8 @@ _PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_zero3"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # A hung rank writes its stack at the deadline; this long after it the parent reads the stacks.
 _STACK_GRACE_S = 1.0
+# Two threads must not ask for the end of one process at a time, and a start asks for the ends of all.
+asking = threading.RLock()
 # After a first failure: how long to wait for ranks that die because of it, to see who was first.
 _SETTLE_S = 0.3
 _LOG_TAIL_CHARS = 4000
@@ -80,11 +82,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     _check_reachable(fn)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        jobs = [_make_job(fn, rank, world_size, args, Path(folder), timeout) for rank in range(world_size)]
+        with asking:  # a start changes the environment for a moment
+            jobs = [_make_job(fn, rank, world_size, args, Path(folder), timeout) for rank in range(world_size)]
         alive_reader, alive_writer = multiprocessing.Pipe(duplex=False)
         processes: list[Any] = []
         try:
-            _start(jobs, alive_reader, processes)
+            with asking:
+                _start(jobs, alive_reader, processes)
             _wait_for_all(fn, jobs, processes, timeout)
         finally:
             _kill_groups(processes)
@@ -195,14 +199,18 @@ def _wait_for_all(fn: Callable[..., Any], jobs: list[_Job], processes: list[Any]
     while running:
         ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
-            raise AssertionError(_describe_timeout(fn, jobs, processes, timeout))
-        if any(running.pop(sentinel).exitcode != 0 for sentinel in ended):
+            with asking:
+                raise AssertionError(_describe_timeout(fn, jobs, processes, timeout))
+        with asking:
+            failed = any([running.pop(sentinel).exitcode != 0 for sentinel in ended])
+        if failed:
             # Ranks that fail as a consequence have done so, or never will, a moment from now.
             settled = time.monotonic() + _SETTLE_S
             while running and (late := wait(list(running), max(0.0, settled - time.monotonic()))):
                 for sentinel in late:
                     del running[sentinel]
-            raise AssertionError(_describe_failure(fn, jobs, processes))
+            with asking:
+                raise AssertionError(_describe_failure(fn, jobs, processes))
 
 
 def _describe_failure(fn: Callable[..., Any], jobs: list[_Job], processes: list[Any]) -> str:
@@ -258,15 +266,16 @@ def _forward_output(jobs: list[_Job]) -> None:
 
 def _kill_groups(processes: list[Any]) -> None:
     """Kill each rank and whatever it started. The group may live on after its leader."""
-    for process in processes:
-        for kill in (os.killpg, os.kill):
-            # kill: the rank may not have become a group leader yet.
-            if kill is os.killpg or process.is_alive():
-                with suppress(ProcessLookupError):
-                    kill(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.join()
-        process.close()
+    with asking:
+        for process in processes:
+            for kill in (os.killpg, os.kill):
+                # kill: the rank may not have become a group leader yet.
+                if kill is os.killpg or process.is_alive():
+                    with suppress(ProcessLookupError):
+                        kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join()
+            process.close()
 
 
 # ---- in the ranks ----------------------------------------------------------------------------
