@@ -8,23 +8,28 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 @contextmanager
 def apart() -> Iterator[None]:
     """Inside nothing is recorded: not by autograd, transforms of torch.func or selective checkpoints, which count operations.
 
-    What is gathered under ``inference_mode`` may be used outside of it.
+    Nor does it happen in the place of what is told: modes of torch's own fake tensors would leave a slot as it is. What is
+    gathered under ``inference_mode`` may be used outside of it.
     """
-    counted = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
     with (
-        _disable_current_modes() if counted else nullcontext(),
+        _disable_current_modes() if any(map(_takes_over, _get_current_dispatch_mode_stack())) else nullcontext(),
         torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
         torch._C._DisableFuncTorch(),
         torch.no_grad(),
     ):
         yield
+
+
+def _takes_over(mode: TorchDispatchMode) -> bool:
+    """A selective checkpoint, or fake tensors, their tracing and functionalization, which have a key of torch's."""
+    return type(mode).__module__ == "torch.utils.checkpoint" or getattr(mode, "_mode_key", None) is not None
 
 
 def connected(value: Tensor, original: Tensor) -> Tensor:
