@@ -81,8 +81,9 @@ theirs were cleared (`if p.grad is None:` passes them over); that a tensor of `p
 shape (`if len(p.grad.shape) > 1:`); between ranks, in a gradient that was kept from before a step, what an optimizer writes to
 `p.grad.data` in that; gradients that an optimizer keeps as its state without a copy (`state["previous"] = p.grad`), after one
 of a parameter was assigned or cleared and the others' were not; for a GradScaler, that what a division by gradients leaves
-where no parameter is (0/0, after `p.grad.div_(p.grad.abs())`) is none of them; and, without `debug=True`, extensions that read
-or write weights past torch ([guide](GUIDE.md#parameters)).
+where no parameter is (0/0, after `p.grad.div_(p.grad.abs())`) is none of them; a `TorchDispatchMode` of the user's own, around
+a forward, that does not do what it is told (torch's fake tensors do not either, and are seen); and, without `debug=True`,
+extensions that read or write weights past torch ([guide](GUIDE.md#parameters)).
 
 The last of the sections is of modules that the Trainer trains for three epochs, on two ranks with different data: fsdp2 is
 `ModelParallelStrategy` there. They are compared, in losses and weights, with one process that trains on the joined batches, or
