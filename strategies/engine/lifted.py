@@ -26,7 +26,7 @@ class Lifted:
     def add(self, entries: list[Entry]) -> None:
         """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
         self._gathered = self._gathered or self._gather()
-        with apart():  # a transform would wrap what the parameter is to hold
+        with apart():  # a transform would wrap what the parameter is to hold, a mode fake it
             for entry in (entry for entry in entries if entry not in self.places):
                 self.places[entry] = entry.parameter.detach()
                 self._fill(entry)

@@ -7,9 +7,11 @@ process group, those that are refused too: every rank raises there, at the same 
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from behaviours import load_cases
 from behaviours.harness import CASES, Case, Run, Zero3Run, differences, execute
@@ -207,3 +209,22 @@ def test_outcome(name, outcomes):
         assert all(found[0] == "" for found in ranks) and any(found[1:] for found in ranks), ranks
     else:
         assert ranks == [[], []]
+
+
+class FakeTensorsFirst(Case):
+    """Outside of autocast layers are gathered in full precision, which torch's fake tensors do not stand: its own error."""
+
+    def train(self, run):
+        with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            run.model(self.batch(0, run.rank))
+        super().train(run)
+
+
+def train_after_fake_tensors(rank, world_size):
+    Case.optimizers = sgd
+    expected, trained = (execute(FakeTensorsFirst(), run, rank, world_size) for run in (Autocast, InBfloat16))
+    return differences(expected, trained)
+
+
+def test_weights_are_what_they_were_after_an_error_of_fake_tensors():
+    assert run_ranks(train_after_fake_tensors, 2) == [[], []]
