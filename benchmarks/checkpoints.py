@@ -1,11 +1,12 @@
 """Time and memory of saving and loading: zero3 against Lightning's FSDP2 strategy, in one run.
 
-    python benchmarks/checkpoints.py                  # 100 million parameters with Adam, 2 processes, 3 rounds
-    python benchmarks/checkpoints.py --width 128      # a small model, to try it
+    python benchmarks/checkpoints.py               # 100 million parameters, 2 processes, 3 rounds
+    python benchmarks/checkpoints.py --width 128   # a small model, to try it
 
-Both train the same model for one step, then save and load in turns; each figure is the median over rounds, of the slowest
-process. Memory is what the process's peak resident set grew by, which a process of its own for each strategy measures. Bytes
-that were written are synced to disk by both; zero3 also computes and compares checksums.
+Both train the same model for one step, then save and load in turns; each figure is the median over
+rounds, of the slowest process. Memory is what the process's peak resident set grew by, which a
+process of its own for each strategy measures. Bytes that were written are synced to disk by both;
+zero3 also computes and compares checksums.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class Model(pl.LightningModule):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        block = lambda: nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))  # noqa: E731
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -56,14 +59,18 @@ class Model(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-4)
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        return torch.utils.data.DataLoader(torch.randn(8, self.blocks[0][0].in_features), batch_size=2)
+        return torch.utils.data.DataLoader(
+            torch.randn(8, self.blocks[0][0].in_features), batch_size=2
+        )
 
 
 def strategy_of(name: str, world_size: int) -> pl.strategies.Strategy:
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
     background = name == "zero3 background"
-    return lightning_zero3.Zero3Strategy(checkpoint=lightning_zero3.CheckpointOptions(background=background))
+    return lightning_zero3.Zero3Strategy(
+        checkpoint=lightning_zero3.CheckpointOptions(background=background)
+    )
 
 
 def peak_mib() -> float:
@@ -93,24 +100,46 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.global_step == 1:
             for number in range(self.rounds):
-                self.found.append(measure(lambda k=number: trainer.save_checkpoint(f"{self.path}/{k}.ckpt")))
+                self.found.append(
+                    measure(lambda k=number: trainer.save_checkpoint(f"{self.path}/{k}.ckpt"))
+                )
                 getattr(trainer.strategy, "finish_saving", lambda: None)()
             trainer.should_stop = True
 
 
 def run(rank: int, name: str, args: argparse.Namespace, folder: str, results: mp.Queue) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.devices), LOCAL_WORLD_SIZE=str(args.devices))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port), GROUP_RANK="0", TORCHELASTIC_RUN_ID="benchmark")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(args.devices),
+        LOCAL_WORLD_SIZE=str(args.devices),
+    )
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(args.port),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="benchmark",
+    )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     saves = Saves(folder, args.rounds)
 
     def trainer(steps: int, *callbacks: pl.Callback) -> pl.Trainer:
         strategy = strategy_of(name, args.devices)
         return pl.Trainer(
-            accelerator="cpu", devices=args.devices, strategy=strategy, max_steps=steps, callbacks=list(callbacks), **quiet
+            accelerator="cpu",
+            devices=args.devices,
+            strategy=strategy,
+            max_steps=steps,
+            callbacks=list(callbacks),
+            **quiet,
         )
 
     torch.manual_seed(0)
@@ -137,7 +166,9 @@ def timed(owner: object, method: str, took: list[tuple[float, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--devices", type=int, default=2)
@@ -147,7 +178,10 @@ def main() -> None:
     parameters = args.depth * (8 * args.width**2 + 5 * args.width)
     share = parameters * 12 / args.devices / 2**20
     print(in_a_line())
-    print(f"{parameters:,} parameters, {args.devices} processes; weights and Adam state of one: {share:,.0f} MiB")
+    print(
+        f"{parameters:,} parameters, {args.devices} processes; weights and Adam state of one:"
+        f" {share:,.0f} MiB"
+    )
     print(f"{'':18}{'save s':>9}{'load s':>9}{'save MiB':>11}{'load MiB':>11}{'on disk MiB':>13}")
     for name in ("fsdp2", "zero3", "zero3 background"):
         folder = tempfile.mkdtemp(dir=os.getcwd())
@@ -156,8 +190,12 @@ def main() -> None:
             mp.spawn(run, (name, args, folder, results), nprocs=args.devices)
             _, saves, loads = results.get()
             size = sum(file.stat().st_size for file in Path(folder, "0.ckpt").iterdir()) / 2**20
-            median = [statistics.median(row[k] for row in rows) for k in (0, 1) for rows in (saves, loads)]
-            print(f"{name:18}{median[0]:9.2f}{median[1]:9.2f}{median[2]:11.0f}{median[3]:11.0f}{size:13.0f}")
+            median = [
+                statistics.median(row[k] for row in rows) for k in (0, 1) for rows in (saves, loads)
+            ]
+            print(
+                f"{name:18}{median[0]:9.2f}{median[1]:9.2f}{median[2]:11.0f}{median[3]:11.0f}{size:13.0f}"
+            )
         finally:
             shutil.rmtree(folder)
 

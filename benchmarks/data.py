@@ -1,14 +1,16 @@
 """Throughput of the sharded loaders, beside what they replace, in one run.
 
-    python benchmarks/data.py            # a few minutes on two cores; prints a table for benchmarks/results/data.md
+    python benchmarks/data.py   # minutes on two cores; prints a table for results/data.md
 
-Every pair takes turns, pass by pass, so that both see the same machine. Two ratios are given. One is of time on the clock: the
-median over pairs of passes, and in brackets the range of the middle half of them. The other is of CPU time of the process that
-reads, fastest pass to fastest pass; without workers it does all the work, and on a machine that is busy with other things this
-is the one to trust.
+Every pair takes turns, pass by pass, so that both see the same machine. Two ratios are given. One
+is of time on the clock: the median over pairs of passes, and in brackets the range of the middle
+half of them. The other is of CPU time of the process that reads, fastest pass to fastest pass;
+without workers it does all the work, and on a machine that is busy with other things this is the
+one to trust.
 
-- By batch: this rank's share of a `DataLoader`, against the same `DataLoader` with the `DistributedSampler` that Lightning
-  puts in. Above 1 is slower than that. Samples of 64 floats are the worst case: they cost next to nothing themselves.
+- By batch: this rank's share of a `DataLoader`, against the same `DataLoader` with the
+  `DistributedSampler` that Lightning puts in. Above 1 is slower than that. Samples of 64 floats are
+  the worst case: they cost next to nothing themselves.
 - Dispatch: rank 0 reads for two ranks, against Accelerate's `DataLoaderDispatcher`.
 - Per-sample seeds: what seeding python, numpy and torch adds to each sample.
 """
@@ -33,7 +35,11 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 
 WORLD, BATCH = 2, 32
-SAMPLES = {"64 floats": ((64,), 200), "3 x 64 x 64 floats": ((3, 64, 64), 50)}  # shape, batches in a pass
+# shape, batches in a pass
+SAMPLES = {
+    "64 floats": ((64,), 200),
+    "3 x 64 x 64 floats": ((3, 64, 64), 50),
+}
 Seconds = tuple[float, float]  # on the clock, of CPU time
 
 
@@ -84,7 +90,9 @@ def take_turns(ours: Iterable, theirs: Iterable, pairs: int) -> list[tuple[Secon
 
 def row(name: str, found: list[tuple[Seconds, Seconds]], batches: int) -> str:
     """A row of the table."""
-    cells = [f"{statistics.median(pair[who][0] for pair in found) / batches * 1e6:.0f}" for who in (0, 1)]
+    cells = [
+        f"{statistics.median(pair[who][0] for pair in found) / batches * 1e6:.0f}" for who in (0, 1)
+    ]
     ratios = sorted(ours[0] / theirs[0] for ours, theirs in found)
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     cells.append(f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
@@ -93,7 +101,9 @@ def row(name: str, found: list[tuple[Seconds, Seconds]], batches: int) -> str:
     return f"| {' | '.join([name, *cells])} |"
 
 
-def shard(loader: DataLoader, rank: int, sharding: str = "batch", per_sample_seed: bool = False) -> Iterable:
+def shard(
+    loader: DataLoader, rank: int, sharding: str = "batch", per_sample_seed: bool = False
+) -> Iterable:
     """Ours, as the strategy makes it."""
     options = DataOptions(sharding=sharding, seed=1, per_sample_seed=per_sample_seed)  # type: ignore[arg-type]
     return shard_dataloader(loader, rank=rank, world_size=WORLD, stage="fit", options=options)
@@ -105,12 +115,24 @@ def by_batch(pairs: int) -> list[str]:
     for name, (shape, batches) in SAMPLES.items():
         for workers in (0, 2):
             dataset = Tensors(BATCH * batches * WORLD, shape)
-            kwargs = {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
+            kwargs = {
+                "batch_size": BATCH,
+                "num_workers": workers,
+                "persistent_workers": workers > 0,
+            }
             kwargs["multiprocessing_context"] = "forkserver" if workers else None
             ours = shard(DataLoader(dataset, shuffle=True, **kwargs), 0)
-            theirs = DataLoader(dataset, sampler=DistributedSampler(dataset, WORLD, 0, shuffle=True), **kwargs)
+            theirs = DataLoader(
+                dataset, sampler=DistributedSampler(dataset, WORLD, 0, shuffle=True), **kwargs
+            )
             found = take_turns(ours, theirs, pairs)
-            lines.append(row(f"by batch, {name}, {workers} workers, against DistributedSampler", found, batches - 1))
+            lines.append(
+                row(
+                    f"by batch, {name}, {workers} workers, against DistributedSampler",
+                    found,
+                    batches - 1,
+                )
+            )
     return lines
 
 
@@ -120,7 +142,11 @@ def per_sample_seeds(pairs: int) -> str:
     dataset = Tensors(BATCH * batches * WORLD, shape)
     make = lambda seeded: shard(DataLoader(dataset, batch_size=BATCH), 0, per_sample_seed=seeded)  # noqa: E731
     found = take_turns(make(True), make(False), pairs)
-    added = statistics.median(seeded[1] - plain[1] for seeded, plain in found) / (BATCH * (batches - 1)) * 1e6
+    added = (
+        statistics.median(seeded[1] - plain[1] for seeded, plain in found)
+        / (BATCH * (batches - 1))
+        * 1e6
+    )
     return f"Per-sample seeds add {added:.1f} us of CPU time to a sample."
 
 
@@ -130,14 +156,24 @@ def dispatch(rank: int, folder: str, pairs: int) -> None:
     from accelerate.state import PartialState
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD
+    )
     PartialState(cpu=True)
     lines = []
     for name, (shape, batches) in SAMPLES.items():
         stream = TensorStream(BATCH * batches * WORLD, shape)
         ours = shard(DataLoader(stream, batch_size=BATCH), rank, "dispatch")
-        theirs = prepare_data_loader(DataLoader(stream, batch_size=BATCH), dispatch_batches=True, put_on_device=True)
+        theirs = prepare_data_loader(
+            DataLoader(stream, batch_size=BATCH), dispatch_batches=True, put_on_device=True
+        )
         found = take_turns(ours, theirs, pairs)
         lines.append(row(f"dispatch, {name}, against Accelerate's dispatcher", found, batches - 1))
     if rank == 0:
@@ -147,12 +183,16 @@ def dispatch(rank: int, folder: str, pairs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=40, help="pairs of passes")
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
     print(f"{in_a_line()}.\n")
-    print("| | ours, us a batch | theirs | ratio of time | fastest CPU time |\n|---|---|---|---|---|")
+    print(
+        "| | ours, us a batch | theirs | ratio of time | fastest CPU time |\n|---|---|---|---|---|"
+    )
     print("\n".join(by_batch(pairs)), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(dispatch, (folder, pairs), nprocs=WORLD, start_method="spawn")

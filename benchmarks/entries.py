@@ -1,8 +1,10 @@
-"""What the benchmark runs on every rank: one entry (a strategy, or a bare loop) on one case, measured from inside.
+"""What the benchmark runs on every rank: one entry (a strategy, or a bare loop) on one case,
+measured from inside.
 
-An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switches an option on, `L:zero3+unit_policy=Block`
-gives it a list; `L:zero3_sockets` exchanges through gloo, not in shared memory) or `B:<wrapper>` (a loop of six lines). All
-train the same GPT on the same batches with the same fused AdamW.
+An entry is `L:<strategy>` (through Lightning's Trainer; `L:zero3+debug` switches an option on,
+`L:zero3+unit_policy=Block` gives it a list; `L:zero3_sockets` exchanges through gloo, not in shared
+memory) or `B:<wrapper>` (a loop of six lines). All train the same GPT on the same batches with the
+same fused AdamW.
 """
 
 import ctypes
@@ -22,7 +24,14 @@ from torch import nn
 from torch.nn import functional as F
 
 VOCABULARY, LENGTH, BATCH, WARMUP = 8192, 128, 4, 3
-SIZES = {"tiny": (256, 6), "small": (512, 8), "medium": (768, 12), "thin8": (16, 8), "thin48": (16, 48)}  # width, blocks
+# width, blocks
+SIZES = {
+    "tiny": (256, 6),
+    "small": (512, 8),
+    "medium": (768, 12),
+    "thin8": (16, 8),
+    "thin48": (16, 48),
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,9 @@ class Job:
 
     entry: str
     size: str
-    case: str  # plain, acc4 (four micro-batches a step), frozen (only the attention's output projections train)
+    # plain, acc4 (four micro-batches a step), frozen (only the attention's output projections
+    # train)
+    case: str
     steps: int
     measure: str  # "time", "heap" (bytes) or "operators" (torch.profiler)
     started: float  # time.time() before the processes were started
@@ -48,7 +59,9 @@ class Block(nn.Module):
     def forward(self, x):
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, max(1, d // 64), -1).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -78,13 +91,18 @@ def build(job):
 
 
 def optimizer_of(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True
+    )
 
 
 def batches(job, rank):
     generator = torch.Generator().manual_seed(rank)
     vocabulary, shape = (VOCABULARY, (BATCH, LENGTH)) if job.size[:4] != "thin" else (64, (1, 8))
-    return [torch.randint(0, vocabulary, shape, generator=generator) for _ in range((WARMUP + job.steps) * accumulation(job))]
+    return [
+        torch.randint(0, vocabulary, shape, generator=generator)
+        for _ in range((WARMUP + job.steps) * accumulation(job))
+    ]
 
 
 def accumulation(job):
@@ -97,7 +115,11 @@ class Meter:
     def __init__(self, job):
         self.job, self.marks, self.losses, self.wire = job, [], [], 0
         self.first = 0.0  # seconds from the start of the processes to the end of the first step
-        self.imported, self.ready = time.time() - job.started, 0.0  # to when torch and Lightning were there, the first batch
+        # to when torch and Lightning were there, the first batch
+        self.imported, self.ready = (
+            time.time() - job.started,
+            0.0,
+        )
         self.mark_memory = lambda: (0, 0)
         self.memory = (0, 0)  # bytes at the end of the last step, and the most within it
 
@@ -124,7 +146,9 @@ class Meter:
             "ready": self.ready,
             "first": self.first,
             "losses": [float(loss) for loss in self.losses],
-            "wire": (loopback_bytes() - self.wire) / len(pairs) / max(1, int(os.environ["WORLD_SIZE"])),
+            "wire": (loopback_bytes() - self.wire)
+            / len(pairs)
+            / max(1, int(os.environ["WORLD_SIZE"])),
         }
 
 
@@ -173,11 +197,14 @@ def strategy_of(name):
     if name == "fsdp2":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
+        return ModelParallelStrategy(
+            data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
+        )
     if name == "ddp":
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(gradient_as_bucket_view=True)  # as Lightning's guide advises: less memory, no copies
+        # as Lightning's guide advises: less memory, no copies
+        return DDPStrategy(gradient_as_bucket_view=True)
     if name == "fsdp":
         from lightning.pytorch.strategies import FSDPStrategy
 
@@ -185,17 +212,23 @@ def strategy_of(name):
     if name == "deepspeed3":
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
-        # Of the model's size, as its documentation advises: by default they hold 200 million elements each.
-        return DeepSpeedStrategy(stage=3, allgather_bucket_size=5_000_000, reduce_bucket_size=5_000_000)
+        # Of the model's size, as its documentation advises: by default they hold 200 million
+        # elements each.
+        return DeepSpeedStrategy(
+            stage=3, allgather_bucket_size=5_000_000, reduce_bucket_size=5_000_000
+        )
     if name == "zero3_sockets":
         from lightning_zero3.strategies.collectives import SharedMemoryCollectives
 
-        SharedMemoryCollectives.open = staticmethod(lambda group: None)  # as if each rank were on a machine of its own
+        # as if each rank were on a machine of its own
+        SharedMemoryCollectives.open = staticmethod(lambda group: None)
     if name.startswith("zero3"):
         from lightning_zero3 import Zero3Strategy
 
         options = (option.partition("=") for option in name.split("+")[1:])
-        return Zero3Strategy(**{key: value.split(",") if value else True for key, _, value in options})
+        return Zero3Strategy(
+            **{key: value.split(",") if value else True for key, _, value in options}
+        )
     return "auto"
 
 
@@ -218,7 +251,9 @@ def through_lightning(job, meter, rank):
 
 def bare(job, meter, rank):
     if job.entry != "B:single":
-        dist.init_process_group("nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=300))
+        dist.init_process_group(
+            "nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=300)
+        )
     model = net = build(job).to(job.device)
     if job.entry == "B:ddp":
         net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -242,7 +277,9 @@ def bare(job, meter, rank):
 
 
 def heap(job, meter, rank):
-    """Bytes that the entry added to the process: live after a step, and the most within it; see heap.c, which is preloaded."""
+    """Bytes that the entry added to the process: live after a step, and the most within it; see
+    heap.c, which is preloaded.
+    """
     counter = ctypes.CDLL(None)
     counter.heap_in_use.restype = counter.heap_peak.restype = ctypes.c_long
     base = counter.heap_in_use()
@@ -255,8 +292,12 @@ def heap(job, meter, rank):
 
 
 def operators(job, meter, rank):
-    """{operator: [calls, milliseconds without those of operators inside]} for each step, as torch.profiler sees them."""
-    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (job.device == "cuda")
+    """{operator: [calls, milliseconds without those of operators inside]} for each step, as
+    torch.profiler sees them.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (
+        job.device == "cuda"
+    )
     profiler = torch.profiler.profile(activities=kinds)
 
     def mark():
@@ -269,13 +310,19 @@ def operators(job, meter, rank):
 
     meter.mark_memory = mark
     run(job, meter, rank)
-    seen = {e.key: [e.count / job.steps, e.self_cpu_time_total / 1e3 / job.steps] for e in profiler.key_averages()}
+    seen = {
+        e.key: [e.count / job.steps, e.self_cpu_time_total / 1e3 / job.steps]
+        for e in profiler.key_averages()
+    }
     return {"operators": seen, **meter.result()}
 
 
 def mapped(rank):
     """Memory of this rank that zero3 shares with others is mapped, not on the heap."""
-    return re.findall(rf"([0-9a-f]+)-([0-9a-f]+) .*memfd:lightning_zero3 rank {rank} ", Path("/proc/self/maps").read_text())
+    return re.findall(
+        rf"([0-9a-f]+)-([0-9a-f]+) .*memfd:lightning_zero3 rank {rank} ",
+        Path("/proc/self/maps").read_text(),
+    )
 
 
 def run(job, meter, rank):
@@ -293,7 +340,10 @@ def main():
     else:
         result = {"heap": heap, "operators": operators}[job.measure](job, meter, rank)
     if job.device == "cuda":
-        result |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        result |= {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
     (folder / f"{rank}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()

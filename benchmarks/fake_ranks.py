@@ -1,11 +1,13 @@
-"""What one rank of many costs by itself, zero3's engine beside FSDP2: torch's `fake` process group exchanges nothing.
+"""What one rank of many costs by itself, zero3's engine beside FSDP2: torch's `fake` process group
+exchanges nothing.
 
     python benchmarks/fake_ranks.py                        # 8 and 64 ranks on the CPU
     python benchmarks/fake_ranks.py --device cuda          # on one GPU
 
-Memory is exact (on the CPU by heap.c, on a GPU by the caching allocator); the time of a step is the host's, until all
-is issued. A gather there is one copy of the shard to the place of each rank (of which the time of a step with many ranks is
-largely made, for both), so losses mean nothing. Interleaved rounds, each in fresh processes.
+Memory is exact (on the CPU by heap.c, on a GPU by the caching allocator); the time of a step is the
+host's, until all is issued. A gather there is one copy of the shard to the place of each rank (of
+which the time of a step with many ranks is largely made, for both), so losses mean nothing.
+Interleaved rounds, each in fresh processes.
 """
 
 import argparse
@@ -40,6 +42,7 @@ def step_of(kind, job):
 
         def forward_and_backward():
             model(tokens).backward()
+
     else:
         from lightning_zero3.strategies.collectives import make_collectives
         from lightning_zero3.strategies.engine import Zero3Engine
@@ -93,7 +96,10 @@ def run(kind, size, ranks, device):
     shared = sum(int(high, 16) - int(low, 16) for low, high in mapped(0))
     found = {"host_ms": 1e3 * statistics.median(times[WARMUP:])}
     if device == "cuda":
-        found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        found |= {
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
     elif preloaded:
         found |= {"peak": counter.heap_peak() - base + shared}
     print(json.dumps(found))
@@ -112,10 +118,21 @@ def main():
         for _ in range(options.rounds):
             for ranks in options.ranks:
                 for kind in KINDS:
-                    program = f"import fake_ranks; fake_ranks.run({kind!r}, {options.size!r}, {ranks}, {options.device!r})"
+                    program = (
+                        f"import fake_ranks; fake_ranks.run({kind!r}, {options.size!r}, {ranks},"
+                        f" {options.device!r})"
+                    )
                     environ = {"LD_PRELOAD": str(counter)} if counter else {}
                     done = subprocess.run(
-                        ["env", *(f"{k}={v}" for k, v in environ.items()), sys.executable, "-W", "ignore", "-c", program],
+                        [
+                            "env",
+                            *(f"{k}={v}" for k, v in environ.items()),
+                            sys.executable,
+                            "-W",
+                            "ignore",
+                            "-c",
+                            program,
+                        ],
                         cwd=HERE,
                         capture_output=True,
                         text=True,
@@ -123,15 +140,28 @@ def main():
                     )
                     if done.returncode:
                         raise SystemExit(f"{kind} with {ranks} ranks: {done.stderr}")
-                    results.setdefault((ranks, kind), []).append(json.loads(done.stdout.splitlines()[-1]))
-    table = Table(title=f"{options.size} GPT, one rank of many on {options.device}, torch {torch.__version__}")
+                    results.setdefault((ranks, kind), []).append(
+                        json.loads(done.stdout.splitlines()[-1])
+                    )
+    table = Table(
+        title=f"{options.size} GPT, one rank of many on {options.device}, torch {torch.__version__}"
+    )
     for name in ("ranks", "entry", "host ms", "lowest to highest", "peak MB", "reserved MB"):
         table.add_column(name, justify="right")
     for (ranks, kind), runs in results.items():
         times = sorted(run["host_ms"] for run in runs)
-        peak, reserved = (max(run.get(key, 0) for run in runs) / 1e6 for key in ("peak", "reserved"))
+        peak, reserved = (
+            max(run.get(key, 0) for run in runs) / 1e6 for key in ("peak", "reserved")
+        )
         spread = f"{times[0]:.1f} to {times[-1]:.1f}"
-        table.add_row(str(ranks), kind, f"{statistics.median(times):.1f}", spread, f"{peak:.1f}", f"{reserved:.1f}")
+        table.add_row(
+            str(ranks),
+            kind,
+            f"{statistics.median(times):.1f}",
+            spread,
+            f"{peak:.1f}",
+            f"{reserved:.1f}",
+        )
     stem = HERE / "results" / f"fake-ranks-{options.device}-{options.size}"
     title = in_a_line()
     with stem.with_suffix(".txt").open("w") as file:

@@ -1,11 +1,12 @@
 """Time of a training step, eager and as a CUDA graph.
 
-    python benchmarks/graph_step.py            # needs a GPU; prints a table in Markdown, with date and versions
+    python benchmarks/graph_step.py   # needs a GPU; prints a table in Markdown, with versions
 
-Every way trains the same GPT in the same process, turn by turn, so that a busy machine slows all alike: the median and the
-spread of the turns are printed. Ways: Lightning on one device and `zero3` on one rank, eager and with `CUDAGraphStep`;
-`torch.compile(mode="reduce-overhead")`; and FSDP2, captured in a bare loop by hand. The last column is what looking for changes
-costs the host before each replay, a part of the step.
+Every way trains the same GPT in the same process, turn by turn, so that a busy machine slows all
+alike: the median and the spread of the turns are printed. Ways: Lightning on one device and `zero3`
+on one rank, eager and with `CUDAGraphStep`; `torch.compile(mode="reduce-overhead")`; and FSDP2,
+captured in a bare loop by hand. The last column is what looking for changes costs the host before
+each replay, a part of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graph_state import Guard
+from lightning_zero3.callbacks.graphs.module_state import Guard
 
 SIZES = {"small": (12, 256, 128, 4), "large": (16, 2048, 1024, 8)}  # layers, width, tokens, batch
 VOCABULARY, WARMUP = 8192, 20
@@ -39,7 +40,9 @@ class Gpt(LightningModule):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
             for _ in range(layers)
         )
         self.head = nn.Linear(width, VOCABULARY)
@@ -82,7 +85,9 @@ class Stopwatch(Callback):
 
 
 class Figures(Callback):
-    """Of a captured run: memory of the graphs, and how long the host looks for changes before each replay."""
+    """Of a captured run: memory of the graphs, and how long the host looks for changes before each
+    replay.
+    """
 
     def __init__(self, graphs: CUDAGraphStep) -> None:
         self.graphs, self.pool, self.looks = graphs, "", list[int]()
@@ -106,13 +111,20 @@ class Figures(Callback):
         return self.pool, f"{statistics.median(self.looks) / 1000:.0f}" if self.looks else ""
 
 
-Found = tuple[float, str, str]  # ms of a step; of captured runs the pool, and microseconds of a look for changes
+# ms of a step; of captured runs the pool, and microseconds of a look for changes
+Found = tuple[float, str, str]
 
 
-def lightning_way(strategy: str, captured: bool, compiled: bool = False) -> Callable[[str, int], Found]:
+def lightning_way(
+    strategy: str, captured: bool, compiled: bool = False
+) -> Callable[[str, int], Found]:
     def run(size: str, steps: int) -> Found:
         layers, width, length, batch = SIZES[size]
-        module, watch, graphs = Gpt(layers, width, compiled), Stopwatch(), CUDAGraphStep(strict=True)
+        module, watch, graphs = (
+            Gpt(layers, width, compiled),
+            Stopwatch(),
+            CUDAGraphStep(strict=True),
+        )
         figures = Figures(graphs)
         tokens = list(torch.randint(VOCABULARY, (steps + WARMUP, batch, length)).pin_memory())
         trainer = Trainer(
@@ -154,7 +166,13 @@ def fsdp2_way(size: str, steps: int) -> Found:
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks[WARMUP:], marks[WARMUP + 1 :], strict=False)), "", ""
+    return (
+        statistics.median(
+            a.elapsed_time(b) for a, b in zip(marks[WARMUP:], marks[WARMUP + 1 :], strict=False)
+        ),
+        "",
+        "",
+    )
 
 
 def _bf16_step(model: nn.Module, tokens: Tensor) -> None:
@@ -174,16 +192,26 @@ WAYS: dict[str, Callable[[str, int], Found]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     arguments = parser.parse_args()
     Gpt.forward = Gpt.loss  # type: ignore[method-assign]  # FSDP2 hooks the call of a module
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
         os.environ.setdefault(name, value)
     print(f"{in_a_line()}; ms of a step, bf16\n")
-    print("| model | way | median | turns | graph pool | `Guard.changed()`, µs |\n|---|---|---|---|---|---|")
+    print(
+        "| model | way | median | turns | graph pool | `Guard.changed()`, µs"
+        " |\n|---|---|---|---|---|---|"
+    )
     for size in arguments.sizes:
         results: dict[str, list[Found]] = {name: [] for name in WAYS}
         for _ in range(arguments.turns):
@@ -199,7 +227,10 @@ def main() -> None:
         for name, found in results.items():
             times = [t for t, *_ in found]
             turns = " ".join(f"{t:.2f}" for t in times)
-            print(f"| {size} | {name} | {statistics.median(times):.2f} | {turns} | {' | '.join(found[-1][1:])} |")
+            print(
+                f"| {size} | {name} | {statistics.median(times):.2f} | {turns} |"
+                f" {' | '.join(found[-1][1:])} |"
+            )
 
 
 if __name__ == "__main__":

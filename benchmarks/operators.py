@@ -1,10 +1,12 @@
-"""Where the time of a step goes: operators of zero3 beside its peers, by torch.profiler, each in fresh processes.
+"""Where the time of a step goes: operators of zero3 beside its peers, by torch.profiler, each in
+fresh processes.
 
     python benchmarks/operators.py tiny          # a size of train.py
     python benchmarks/operators.py tiny --entries L:zero3 L:ddp B:single --case acc4
 
-Milliseconds of rank 0 in a step, without the time of operators inside. `B:single` is a loop without exchanges. What is in no
-operator is Python and waiting. The profiler slows steps down; train.py has their times.
+Milliseconds of rank 0 in a step, without the time of operators inside. `B:single` is a loop without
+exchanges. What is in no operator is Python and waiting. The profiler slows steps down; train.py has
+their times.
 """
 
 import argparse
@@ -28,7 +30,12 @@ def measure(entries, size, case, steps, device, ranks):
         rank = results[0]
         rows = {name: milliseconds for name, (_, milliseconds) in rank["operators"].items()}
         wall, cpu = (1e3 * statistics.mean(rank[key]) for key in ("wall", "cpu"))
-        found[entry] = {"step": wall, "processor": cpu, "in no operator": wall - sum(rows.values()), **rows}
+        found[entry] = {
+            "step": wall,
+            "processor": cpu,
+            "in no operator": wall - sum(rows.values()),
+            **rows,
+        }
     return found
 
 
@@ -53,7 +60,11 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     ranks = 2 if options.device == "cpu" else 1
-    show(measure(options.entries, options.size, options.case, options.steps, options.device, ranks), options.size, options.case)
+    show(
+        measure(options.entries, options.size, options.case, options.steps, options.device, ranks),
+        options.size,
+        options.case,
+    )
 
 
 if __name__ == "__main__":

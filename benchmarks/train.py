@@ -1,12 +1,13 @@
 """Training speed and memory of zero3 beside its peers, on the same work in the same run.
 
-    python benchmarks/train.py cpu                                # two gloo ranks, all sizes and cases
-    python benchmarks/train.py cpu --sizes tiny --rounds 3        # a part of it
-    python benchmarks/train.py gpu                                # one GPU, NCCL with one rank
+    python benchmarks/train.py cpu                          # two gloo ranks, all sizes and cases
+    python benchmarks/train.py cpu --sizes tiny --rounds 3  # a part of it
+    python benchmarks/train.py gpu                          # one GPU, NCCL with one rank
 
-Rounds are interleaved: each runs every entry once, in fresh processes. Times are compared as ratios inside this run; losses
-are compared too, so that nothing fast is wrong. On CPUs `B:single` is what no exchange at all would cost: every rank trains by
-itself, on its own batches. Results go to benchmarks/results as JSON, a table and a plot.
+Rounds are interleaved: each runs every entry once, in fresh processes. Times are compared as ratios
+inside this run; losses are compared too, so that nothing fast is wrong. On CPUs `B:single` is what
+no exchange at all would cost: every rank trains by itself, on its own batches. Results go to
+benchmarks/results as JSON, a table and a plot.
 """
 
 import argparse
@@ -31,12 +32,33 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 ENTRIES = {
-    "cpu": ["L:ddp", "L:fsdp2", "L:zero3", "L:zero3_sockets", "B:ddp", "B:fsdp2", "B:single", "L:fsdp", "L:deepspeed3"],
-    "gpu": ["L:single", "L:ddp", "L:fsdp", "L:fsdp2", "L:deepspeed3", "L:zero3", "B:single", "B:ddp", "B:fsdp2"],
+    "cpu": [
+        "L:ddp",
+        "L:fsdp2",
+        "L:zero3",
+        "L:zero3_sockets",
+        "B:ddp",
+        "B:fsdp2",
+        "B:single",
+        "L:fsdp",
+        "L:deepspeed3",
+    ],
+    "gpu": [
+        "L:single",
+        "L:ddp",
+        "L:fsdp",
+        "L:fsdp2",
+        "L:deepspeed3",
+        "L:zero3",
+        "B:single",
+        "B:ddp",
+        "B:fsdp2",
+    ],
 }
 REFERENCE = {"cpu": "L:ddp", "gpu": "L:single"}
 PEER, MINE = "L:fsdp2", "L:zero3"
-BY_BLOCK = "L:zero3+unit_policy=Block"  # by default neighbours as small as the thin models' blocks are one unit
+# by default neighbours as small as the thin models' blocks are one unit
+BY_BLOCK = "L:zero3+unit_policy=Block"
 BY_RANKS, WORLD_SIZES = ["L:ddp", "L:fsdp2", "L:zero3"], (1, 2, 4)
 CASES = {size: ["plain", "frozen", "acc4"] for size in ("tiny", "small", "medium")}
 CASES |= {"thin8": ["plain"], "thin48": ["plain"]}
@@ -48,15 +70,25 @@ SAME = 1e-5  # relative difference of losses above which an entry has trained an
 
 
 def launch(job, world_size, counter=None, limit_s=600):
-    """Results of all ranks, or the text of the first error; with the ``counter`` of the heap preloaded."""
+    """Results of all ranks, or the text of the first error; with the ``counter`` of the heap
+    preloaded.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    shared |= {
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     shared |= {"LD_PRELOAD": str(counter)} if counter else {}
     shared |= {"PYTHONDONTWRITEBYTECODE": ""}  # the peers were compiled when they were installed
-    shared |= {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"}  # Lightning takes the processes for torchrun's
+    # Lightning takes the processes for torchrun's
+    shared |= {
+        "TORCHELASTIC_RUN_ID": "benchmark",
+        "GROUP_RANK": "0",
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "entries.py"), json.dumps(asdict(job)), folder]
         ranks = [
@@ -79,14 +111,21 @@ def launch(job, world_size, counter=None, limit_s=600):
         files = sorted(Path(folder).glob("*.json"))
         if len(files) == world_size:
             return [json.loads(file.read_text()) for file in files]
-    lines = [line for text in said for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
+    lines = [
+        line
+        for text in said
+        for line in text.splitlines()
+        if re.match(r"[\w.]*(Error|Exception): ", line)
+    ]
     return lines[0] if lines else f"exit codes {[rank.returncode for rank in ranks]}"
 
 
 def build_counter(folder):
     """heap.c as a library; None where there is no C compiler (the tables then say "-")."""
     library = Path(folder) / "heap.so"
-    done = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "heap.c"], check=False)
+    done = subprocess.run(
+        ["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "heap.c"], check=False
+    )
     return library if done.returncode == 0 else None
 
 
@@ -100,9 +139,13 @@ def measure(kind, sizes, cases, rounds, steps, world_size, counter):
     results = {}
     chosen = [(size, case) for size in sizes for case in CASES[size] if not cases or case in cases]
     with Progress() as progress:
-        bar = progress.add_task("", total=sum(len(entries_of(kind, size)) for size, _ in chosen) * (rounds + 1))
+        bar = progress.add_task(
+            "", total=sum(len(entries_of(kind, size)) for size, _ in chosen) * (rounds + 1)
+        )
         for size, case in chosen:
-            found = results.setdefault(size, {}).setdefault(case, {entry: {"runs": []} for entry in entries_of(kind, size)})
+            found = results.setdefault(size, {}).setdefault(
+                case, {entry: {"runs": []} for entry in entries_of(kind, size)}
+            )
             for number in range(rounds + 1):  # the last counts memory
                 for entry, record in found.items():
                     progress.update(bar, advance=1, description=f"{size} {case} {entry}")
@@ -112,25 +155,41 @@ def measure(kind, sizes, cases, rounds, steps, world_size, counter):
                     if memory and counter is None:
                         continue
                     device = "cuda" if kind == "gpu" else "cpu"
-                    job = Job(entry, size, case, 2 if memory else steps, "heap" if memory else "time", time.time(), device)
+                    job = Job(
+                        entry,
+                        size,
+                        case,
+                        2 if memory else steps,
+                        "heap" if memory else "time",
+                        time.time(),
+                        device,
+                    )
                     ranks = launch(job, world_size, counter if memory else None)
                     if isinstance(ranks, str):
                         record["error"] = ranks
                     elif memory:
-                        record["live"], record["peak"] = (max(rank[key] for rank in ranks) for key in ("live", "peak"))
+                        record["live"], record["peak"] = (
+                            max(rank[key] for rank in ranks) for key in ("live", "peak")
+                        )
                     else:
                         record["runs"].append(ranks)
                 yield results
 
 
 def memory_against_ranks(counter):
-    """{entry: {world size: (bytes live after a step, most bytes within it)}} of the tiny model, the heaviest rank's."""
+    """{entry: {world size: (bytes live after a step, most bytes within it)}} of the tiny model, the
+    heaviest rank's.
+    """
     found = {}
     for entry in track(BY_RANKS, description="memory against ranks"):
         for world_size in WORLD_SIZES:
-            ranks = launch(Job(entry, "tiny", "plain", 2, "heap", time.time(), "cpu"), world_size, counter)
+            ranks = launch(
+                Job(entry, "tiny", "plain", 2, "heap", time.time(), "cpu"), world_size, counter
+            )
             if not isinstance(ranks, str):
-                found.setdefault(entry, {})[world_size] = tuple(max(rank[key] for rank in ranks) for key in ("live", "peak"))
+                found.setdefault(entry, {})[world_size] = tuple(
+                    max(rank[key] for rank in ranks) for key in ("live", "peak")
+                )
     return found
 
 
@@ -153,20 +212,36 @@ def summarize(records, reference):
             "ratio_range": [ratios[0], ratios[-1]],
             "best_ratio": times(entry, "wall", min) / times(reference, "wall", min),
             "cpu_ratio": times(entry, "cpu") / times(reference, "cpu"),
-            "over_fsdp2": statistics.median(by_round(record, records[PEER])) if records.get(PEER, {}).get("runs") else None,
+            "over_fsdp2": (
+                statistics.median(by_round(record, records[PEER]))
+                if records.get(PEER, {}).get("runs")
+                else None
+            ),
             "first_step_s": statistics.median(run[0]["first"] for run in record["runs"]),
             "wire_mb": statistics.median(run[0]["wire"] for run in record["runs"]) / 1e6,
             "live_mb": record.get("live", 0) / 1e6,
-            "peak_mb": max(record.get("peak", 0), *(r.get("allocated", 0) for run in record["runs"] for r in run)) / 1e6,
+            "peak_mb": (
+                max(
+                    record.get("peak", 0),
+                    *(r.get("allocated", 0) for run in record["runs"] for r in run),
+                )
+                / 1e6
+            ),
             "reserved_mb": max(r.get("reserved", 0) for run in record["runs"] for r in run) / 1e6,
-            "loss_difference": None if trains_alone(entry, record) else difference(losses[entry], losses[reference]),
+            "loss_difference": (
+                None
+                if trains_alone(entry, record)
+                else difference(losses[entry], losses[reference])
+            ),
         }
     return rows
 
 
 def by_round(record, beside):
     """Ratios of the median step times of each round, sorted."""
-    mine, theirs = ([statistics.median(run[0]["wall"]) for run in each["runs"]] for each in (record, beside))
+    mine, theirs = (
+        [statistics.median(run[0]["wall"]) for run in each["runs"]] for each in (record, beside)
+    )
     return sorted(a / b for a, b in zip(mine, theirs, strict=False))
 
 
@@ -177,17 +252,35 @@ def trains_alone(entry, record):
 
 def difference(mine, theirs):
     """Largest relative difference of two entries' losses, over ranks and micro-batches."""
-    pairs = [(a, b) for mine_, theirs_ in zip(mine, theirs, strict=True) for a, b in zip(mine_, theirs_, strict=True)]
+    pairs = [
+        (a, b)
+        for mine_, theirs_ in zip(mine, theirs, strict=True)
+        for a, b in zip(mine_, theirs_, strict=True)
+    ]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 def show(size, case, rows, reference):
     """The table of one case."""
-    table = Table(title=f"{size}, {case}: against {reference} in the same run", title_justify="left")
-    names = ["entry", "step ms", "ratio", "lowest to highest", "best", "CPU", "over FSDP2", "first step s", "loopback MB"]
+    table = Table(
+        title=f"{size}, {case}: against {reference} in the same run", title_justify="left"
+    )
+    names = [
+        "entry",
+        "step ms",
+        "ratio",
+        "lowest to highest",
+        "best",
+        "CPU",
+        "over FSDP2",
+        "first step s",
+        "loopback MB",
+    ]
     for name in [*names, "live MB", "peak MB", "reserved MB", "loss difference"]:
         table.add_column(name, justify="left" if name == "entry" else "right", no_wrap=True)
-    table.caption = "\n".join(f"{entry}: {row['error'][:150]}" for entry, row in rows.items() if "error" in row)
+    table.caption = "\n".join(
+        f"{entry}: {row['error'][:150]}" for entry, row in rows.items() if "error" in row
+    )
     table.caption_justify = "left"
     for entry, row in rows.items():
         if "error" in row:
@@ -222,8 +315,12 @@ def against_targets(summary, added, kind):
             if size.startswith("thin") or not all("step_ms" in row for row in (mine, peer, base)):
                 continue
             name = f"{size} {case}"
-            found.append((name, "largest relative difference of losses", mine["loss_difference"], SAME))
-            found.append((name, f"step time over {reference}'s", mine["ratio"], over_reference[case]))
+            found.append(
+                (name, "largest relative difference of losses", mine["loss_difference"], SAME)
+            )
+            found.append(
+                (name, f"step time over {reference}'s", mine["ratio"], over_reference[case])
+            )
             if case == "plain":
                 found.append((name, "step time over FSDP2's", mine["over_fsdp2"], over_peer))
             if peer["peak_mb"]:
@@ -231,15 +328,18 @@ def against_targets(summary, added, kind):
             first = mine["first_step_s"] / base["first_step_s"]
             found.append((name, f"time to the first step over {reference}'s", first, 1.05))
     if BY_BLOCK in added and PEER in added:
-        found.append(("thin", "time that a unit adds, over FSDP2's", added[BY_BLOCK] / added[PEER], 0.35))
+        found.append(
+            ("thin", "time that a unit adds, over FSDP2's", added[BY_BLOCK] / added[PEER], 0.35)
+        )
     return found
 
 
 def against_contract(summary, world_size):
     """What zero3 keeps between steps, over what it should: [case, measure, found, target] each.
 
-    16 bytes for each element of its shards, the slots of two neighbouring units, the fp32 gradients of one unit, and what
-    training alone keeps beside 12 bytes for each element (its gradients are cleared).
+    16 bytes for each element of its shards, the slots of two neighbouring units, the fp32 gradients
+    of one unit, and what training alone keeps beside 12 bytes for each element (its gradients are
+    cleared).
     """
     found = []
     for size, cases in summary.items():
@@ -250,11 +350,17 @@ def against_contract(summary, world_size):
                 model = GPT(*SIZES[size])
             units = [model.embed, *model.blocks, model.norm, model.head]
             numels = [sum(p.numel() for p in unit.parameters()) for unit in units]
-            slots = max(a + b for a, b in zip(numels, numels[1:], strict=False)) if world_size > 1 else 0
+            slots = (
+                max(a + b for a, b in zip(numels, numels[1:], strict=False))
+                if world_size > 1
+                else 0
+            )
             reduced = max(numels) if world_size > 1 else 0
             other = alone - 12e-6 * sum(numels)
             wanted = 16e-6 * sum(numels) / world_size + 4e-6 * (slots + reduced) + other
-            found.append((f"{size} plain", "live between steps over the contract", mine / wanted, 1.05))
+            found.append(
+                (f"{size} plain", "live between steps over the contract", mine / wanted, 1.05)
+            )
     return found
 
 
@@ -264,14 +370,18 @@ def show_targets(found):
     for name in ("case", "measure", "found", "at most", ""):
         table.add_column(name, justify="left" if name in ("case", "measure") else "right")
     for case, measure, value, target in found:
-        figures = (f"{number:.3f}" if number > SAME else f"{number:.0e}" for number in (value, target))
+        figures = (
+            f"{number:.3f}" if number > SAME else f"{number:.0e}" for number in (value, target)
+        )
         table.add_row(case, measure, *figures, "" if value <= target else "missed")
     return table
 
 
 def show_by_ranks(by_ranks):
     """The table of memory against the number of ranks."""
-    table = Table(title="tiny, plain: MB live after a step / most within it, by ranks", title_justify="left")
+    table = Table(
+        title="tiny, plain: MB live after a step / most within it, by ranks", title_justify="left"
+    )
     for name in ["entry", *map(str, WORLD_SIZES)]:
         table.add_column(name, justify="left" if name == "entry" else "right")
     for entry, sizes in by_ranks.items():
@@ -281,24 +391,36 @@ def show_by_ranks(by_ranks):
 
 
 def per_unit(summary):
-    """Milliseconds that each block of width 16 adds, from 8 and 48 blocks; what communication and hooks cost by themselves.
+    """Milliseconds that each block of width 16 adds, from 8 and 48 blocks; what communication and
+    hooks cost by themselves.
 
     `L:zero3` has all of these blocks in one unit, `BY_BLOCK` each in its own, as FSDP2 does.
     """
     if not {"thin8", "thin48"} <= summary.keys():
         return {}
     few, many = summary["thin8"]["plain"], summary["thin48"]["plain"]
-    return {e: (many[e]["step_ms"] - few[e]["step_ms"]) / 40 for e in many if "step_ms" in many[e] and "step_ms" in few[e]}
+    return {
+        e: (many[e]["step_ms"] - few[e]["step_ms"]) / 40
+        for e in many
+        if "step_ms" in many[e] and "step_ms" in few[e]
+    }
 
 
 def plot(summary, added, by_ranks, path):
-    """Step time, memory, and the time that a block adds, as bars; memory against the number of ranks, as lines."""
+    """Step time, memory, and the time that a block adds, as bars; memory against the number of
+    ranks, as lines.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [(f"{s} {c}", r) for s, cases in summary.items() if not s.startswith("thin") for c, r in cases.items()]
+    panels = [
+        (f"{s} {c}", r)
+        for s, cases in summary.items()
+        if not s.startswith("thin")
+        for c, r in cases.items()
+    ]
     columns = len(panels) + bool(added or by_ranks)
     if not columns:
         return
@@ -308,8 +430,12 @@ def plot(summary, added, by_ranks, path):
         axes[0][column].barh(list(shown), [row["ratio"] for row in shown.values()])
         axes[0][column].axvline(1.0, color="black", linewidth=0.8)
         axes[0][column].set_title(f"{title}: step time, ratio")
-        axes[1][column].barh(list(shown), [row["peak_mb"] for row in shown.values()], color="lightgray", label="peak")
-        axes[1][column].barh(list(shown), [row["live_mb"] for row in shown.values()], label="live between steps")
+        axes[1][column].barh(
+            list(shown), [row["peak_mb"] for row in shown.values()], color="lightgray", label="peak"
+        )
+        axes[1][column].barh(
+            list(shown), [row["live_mb"] for row in shown.values()], label="live between steps"
+        )
         axes[1][column].set_title(f"{title}: memory of a rank, MB")
         axes[1][column].legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     if added:
@@ -318,8 +444,11 @@ def plot(summary, added, by_ranks, path):
     if added or by_ranks:
         axes[0][-1].set_visible(bool(added))
         axes[1][-1].set_visible(bool(by_ranks))
-    for (entry, sizes), style in zip(by_ranks.items(), ("-", "-", ":"), strict=False):  # two may lie on each other
-        axes[1][-1].plot(list(sizes), [peak / 1e6 for _, peak in sizes.values()], style, marker="o", label=entry)
+    # two may lie on each other
+    for (entry, sizes), style in zip(by_ranks.items(), ("-", "-", ":"), strict=False):
+        axes[1][-1].plot(
+            list(sizes), [peak / 1e6 for _, peak in sizes.values()], style, marker="o", label=entry
+        )
     if by_ranks:
         axes[1][-1].set(title="tiny plain: peak MB, by ranks", xticks=WORLD_SIZES)
         axes[1][-1].set_ylim(bottom=0)
@@ -333,11 +462,25 @@ def write(setting, results, by_ranks, kind, stem):
     """What was measured until now, as ``stem``.json, .txt and .png."""
     reference = REFERENCE[kind]
     stem.parent.mkdir(parents=True, exist_ok=True)
-    summary = {s: {c: summarize(records, reference) for c, records in cases.items()} for s, cases in results.items()}
+    summary = {
+        s: {c: summarize(records, reference) for c, records in cases.items()}
+        for s, cases in results.items()
+    }
     added = per_unit(summary)
-    raw = {s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()} for s, cases in results.items()}
+    raw = {
+        s: {c: {e: r["runs"] for e, r in rec.items()} for c, rec in cases.items()}
+        for s, cases in results.items()
+    }
     stem.with_suffix(".json").write_text(
-        json.dumps({**setting, "summary": summary, "added_ms_per_block": added, "by_ranks": by_ranks, "runs": raw})
+        json.dumps(
+            {
+                **setting,
+                "summary": summary,
+                "added_ms_per_block": added,
+                "by_ranks": by_ranks,
+                "runs": raw,
+            }
+        )
     )
     with stem.with_suffix(".txt").open("w") as file:
         console = Console(file=file, width=180)
@@ -346,7 +489,9 @@ def write(setting, results, by_ranks, kind, stem):
             for case, rows in cases.items():
                 console.print(show(size, case, rows, reference))
         if added:
-            console.print("ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()})
+            console.print(
+                "ms that a block of width 16 adds:", {e: round(ms, 3) for e, ms in added.items()}
+            )
         if by_ranks:
             console.print(show_by_ranks(by_ranks))
         found = against_targets(summary, added, kind) + against_contract(summary, setting["ranks"])
@@ -360,10 +505,16 @@ def main():
     parser.add_argument("--sizes", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--cases", nargs="+", choices=["plain", "acc4", "frozen"], default=None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="measured in each run, after three of warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="measured in each run, after three of warm-up"
+    )
     parser.add_argument("--ranks", type=int, default=None)
     parser.add_argument("--entries", nargs="+", default=None)
-    parser.add_argument("--reference", default=None, help="the entry that ratios are to; ddp on CPUs, one device on a GPU")
+    parser.add_argument(
+        "--reference",
+        default=None,
+        help="the entry that ratios are to; ddp on CPUs, one device on a GPU",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     if options.entries:
@@ -381,8 +532,21 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         counter = build_counter(folder) if options.kind == "cpu" else None
         by_ranks = memory_against_ranks(counter) if counter and "tiny" in options.sizes else {}
-        for results in measure(options.kind, options.sizes, options.cases, options.rounds, options.steps, world_size, counter):
-            done = {len(record["runs"]) for cases in results.values() for found in cases.values() for record in found.values()}
+        for results in measure(
+            options.kind,
+            options.sizes,
+            options.cases,
+            options.rounds,
+            options.steps,
+            world_size,
+            counter,
+        ):
+            done = {
+                len(record["runs"])
+                for cases in results.values()
+                for found in cases.values()
+                for record in found.values()
+            }
             # A run that is cut short leaves the rounds before.
             write({**setting, "rounds": max(done)}, results, by_ranks, options.kind, stem)
     print(stem.with_suffix(".txt").read_text())

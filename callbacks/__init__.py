@@ -7,25 +7,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .allocator import AllocatorConfig
-    from .allocator_pluggable import PluggableAllocator
+    from .allocator.config import AllocatorConfig
+    from .allocator.pluggable import PluggableAllocator
     from .cuda_backend import CUDABackendConfig
-    from .cuda_graph import CUDAGraphStep
-    from .memory_tracker import CUDAMemoryTracker
-    from .step_timer import StepTimer
+    from .graphs.callback import CUDAGraphStep
+    from .memory.tracker import CUDAMemoryTracker
+    from .timing.step_timer import StepTimer
 
 _HOMES = {
-    "AllocatorConfig": "allocator",
+    "AllocatorConfig": "allocator.config",
     "CUDABackendConfig": "cuda_backend",
-    "CUDAGraphStep": "cuda_graph",
-    "CUDAMemoryTracker": "memory_tracker",
-    "PluggableAllocator": "allocator_pluggable",
-    "StepTimer": "step_timer",
+    "CUDAGraphStep": "graphs.callback",
+    "CUDAMemoryTracker": "memory.tracker",
+    "PluggableAllocator": "allocator.pluggable",
+    "StepTimer": "timing.step_timer",
 }
-__all__ = ["AllocatorConfig", "CUDABackendConfig", "CUDAGraphStep", "CUDAMemoryTracker", "PluggableAllocator", "StepTimer"]
+# Modules whose `KEYS` list what a callback logs.
+_MODULES = {"memory_figures": "memory.figures", "step_timer": "timing.step_timer"}
+__all__ = [
+    "AllocatorConfig",
+    "CUDABackendConfig",
+    "CUDAGraphStep",
+    "CUDAMemoryTracker",
+    "PluggableAllocator",
+    "StepTimer",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{_MODULES[name]}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,76 +1,12 @@
-"""Allocator options that must stand before torch is imported, above all `backend`.
-
-From the command line, for any script and any launcher that inherits the environment:
-
-    python -m lightning_zero3.callbacks.allocator_early backend:cudaMallocAsync -- train.py --devices 8
-
-Or as the first import of a script; the process then restarts itself once, before it has done anything:
-
-    from lightning_zero3.callbacks import allocator_early
-    allocator_early.ensure("backend:cudaMallocAsync")
-
-Both check the options first and start a fresh interpreter with them in its environment.
+"""``python -m lightning_zero3.callbacks.allocator_early``: the name that users type; see
+`allocator/early.py`.
 """
 
-import os
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import version as installed_version
 
-from .allocator_environment import NAMES, merge
-from .allocator_grammar import Version, parse, to_text
-from .allocator_rules import Surroundings, check_conflicts
+from .allocator.early import MARKER, ensure, main, prepare
 
-# Set by a restart, so that a process which still has the wrong options fails instead of looping.
-MARKER = "LIGHTNING_ZERO3_ALLOCATOR_RESTARTED"
-USAGE = "usage: python -m lightning_zero3.callbacks.allocator_early OPTION:VALUE[,OPTION:VALUE...] -- script.py [args]"
-
-
-def torch_version() -> Version:
-    """(major, minor) of the installed torch, without importing it."""
-    major, minor = installed_version("torch").split("+")[0].split(".")[:2]
-    return int(major), int(minor)
-
-
-def prepare(options: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for these options, joined with what the environment says."""
-    version = torch_version()
-    merged, _ = merge(parse(options, version), environ, "merge", version)
-    check_conflicts(merged, Surroundings(version))
-    return dict.fromkeys(NAMES, to_text(merged))
-
-
-def ensure(options: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Return if this process was started with these options, else restart it with them, once."""
-    wanted = prepare(options, environ)
-    if all(environ.get(name) == text for name, text in wanted.items()):
-        environ.pop(MARKER, None)  # children that need other options may restart in their turn
-        return
-    if MARKER in environ:
-        raise RuntimeError(
-            f"the process was restarted with {environ[MARKER]!r} and now {options!r} is wanted: call ensure() once,"
-            f" with all options, as the first thing the script does"
-        )
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError(
-            f"too late for {options!r}: CUDA has started in this process. Move this call to the top of the script,"
-            f" or use: {USAGE.removeprefix('usage: ')}"
-        )
-    environ.update(wanted)
-    environ[MARKER] = options
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environ))
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Start `script.py` in a fresh interpreter with the options in its environment."""
-    if len(arguments) < 3 or arguments[1] != "--":
-        raise SystemExit(USAGE)
-    os.environ.update(prepare(arguments[0], os.environ))
-    os.execve(sys.executable, [sys.executable, *arguments[2:]], dict(os.environ))
-
+__all__ = ["MARKER", "ensure", "main", "prepare"]
 
 if __name__ == "__main__":
     main(sys.argv[1:])

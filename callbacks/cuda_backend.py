@@ -1,4 +1,6 @@
-"""`CUDABackendConfig`: precision, workspaces, caches and debugging switches of the CUDA libraries."""
+"""`CUDABackendConfig`: precision, workspaces, caches and debugging switches of the CUDA
+libraries.
+"""
 
 import os
 import re
@@ -12,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from .allocator_environment import EnvironmentChange
+from .allocator.environment import EnvironmentChange
 
 _WORKSPACE = re.compile(r"(:[0-9]+:[0-9]+)+")
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the two that cuBLAS documents as reproducible
@@ -45,14 +47,16 @@ class CUDABackendConfig(Callback):
         bf16_reduced_precision_reduction: let bf16 matrix products sum in bf16.
         bf16_split_k: let them split the summed dimension; only together with the option before.
         fp16_accumulation: let fp16 matrix products accumulate in fp16 throughout.
-        cublas_workspace: `CUBLAS_WORKSPACE_CONFIG`: ":SIZE_IN_KIB:COUNT", repeated; ":0:0" for none.
+        cublas_workspace: `CUBLAS_WORKSPACE_CONFIG`: ":SIZE_IN_KIB:COUNT", repeated; ":0:0" for
+            none.
         cufft_plan_cache_size: plans cached on every device, or {device index: plans}; 0 for none.
         kernel_cache: whether kernels compiled at run time are kept on disk.
         kernel_cache_path: folder for them; created if it is missing.
-        nvml_check: look for GPUs through NVML, which does not start CUDA (`PYTORCH_NVML_BASED_CUDA_CHECK`).
+        nvml_check: look for GPUs through NVML, which does not start CUDA
+            (`PYTORCH_NVML_BASED_CUDA_CHECK`).
         deterministic: "on" raises where an operation has no reproducible form, "warn" warns, "off".
-        launch_blocking: wait for every kernel (`CUDA_LAUNCH_BLOCKING`), so that errors show where they
-            happen; slow, for debugging.
+        launch_blocking: wait for every kernel (`CUDA_LAUNCH_BLOCKING`), so that errors show where
+            they happen; slow, for debugging.
         restore: put everything back at teardown.
     """
 
@@ -75,17 +79,31 @@ class CUDABackendConfig(Callback):
         launch_blocking: bool | None = None,
         restore: bool = True,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "restore")}
-        self.asked = {name: value for name, value in arguments.items() if value is not None and name != "__class__"}
+        arguments = {
+            name: value for name, value in locals().items() if name not in ("self", "restore")
+        }
+        self.asked = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None and name != "__class__"
+        }
         self.restore = restore
         _check_types(self.asked)
         _check_workspace(cublas_workspace, deterministic)
         _check_cufft(cufft_plan_cache_size)
         for name, base in (("fp16_split_k", "fp16"), ("bf16_split_k", "bf16")):
-            if self.asked.get(name) is not None and f"{base}_reduced_precision_reduction" not in self.asked:
-                raise ValueError(f"{name}: torch sets it only together with {base}_reduced_precision_reduction; set both")
+            if (
+                self.asked.get(name) is not None
+                and f"{base}_reduced_precision_reduction" not in self.asked
+            ):
+                raise ValueError(
+                    f"{name}: torch sets it only together with {base}_reduced_precision_reduction;"
+                    " set both"
+                )
         if kernel_cache_path is not None and kernel_cache is False:
-            raise ValueError("kernel_cache_path: has no effect with kernel_cache=False; leave one of them out")
+            raise ValueError(
+                "kernel_cache_path: has no effect with kernel_cache=False; leave one of them out"
+            )
         self._change = EnvironmentChange()
         self._before: list[tuple[Setting, Any]] = []
         self._set_environment()
@@ -106,7 +124,8 @@ class CUDABackendConfig(Callback):
         if "cublas_workspace" in asked:
             variables["CUBLAS_WORKSPACE_CONFIG"] = asked["cublas_workspace"]
         elif asked.get("deterministic") in ("on", "warn"):
-            # Without one of these cuBLAS is not reproducible, and torch raises at the first product.
+            # Without one of these cuBLAS is not reproducible, and torch raises at the first
+            # product.
             if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in DETERMINISTIC_WORKSPACES:
                 variables["CUBLAS_WORKSPACE_CONFIG"] = DETERMINISTIC_WORKSPACES[0]
         return variables
@@ -114,11 +133,16 @@ class CUDABackendConfig(Callback):
     def _set_environment(self) -> None:
         variables = self._variables()
         for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"):
-            late = name in variables and torch.cuda.is_initialized() and os.environ.get(name) != variables[name]
+            late = (
+                name in variables
+                and torch.cuda.is_initialized()
+                and os.environ.get(name) != variables[name]
+            )
             if late:
                 raise RuntimeError(
-                    f"{name}={variables[name]} comes too late: CUDA has started in this process and reads it once."
-                    " Create the callback before anything touches the GPU, or set the variable in the shell."
+                    f"{name}={variables[name]} comes too late: CUDA has started in this process and"
+                    " reads it once. Create the callback before anything touches the GPU, or set"
+                    " the variable in the shell."
                 )
         if "PYTORCH_KERNEL_CACHE_PATH" in variables:
             # torch silently keeps no cache where the folder is missing.
@@ -149,7 +173,9 @@ class CUDABackendConfig(Callback):
             value = "tf32" if self.asked["tf32_matmul"] else "ieee"
             settings.append(Setting("tf32_matmul", value, _read_tf32_matmul, _write_tf32_matmul))
         if "tf32_cudnn" in self.asked:
-            settings.append(Setting("tf32_cudnn", self.asked["tf32_cudnn"], _read_tf32_cudnn, _write_tf32_cudnn))
+            settings.append(
+                Setting("tf32_cudnn", self.asked["tf32_cudnn"], _read_tf32_cudnn, _write_tf32_cudnn)
+            )
         for kind in ("fp16", "bf16"):
             name = f"{kind}_reduced_precision_reduction"
             if name in self.asked:
@@ -173,8 +199,13 @@ class CUDABackendConfig(Callback):
         devices = range(torch.cuda.device_count())
         wanted = dict.fromkeys(devices, sizes) if isinstance(sizes, int) else sizes
         if missing := sorted(set(wanted) - set(devices)):
-            raise ValueError(f"cufft_plan_cache_size: no devices {missing}, this process sees {len(devices)}")
-        return [Setting(f"cufft_plan_cache_size[{device}]", size, *_cufft_cache(device)) for device, size in wanted.items()]
+            raise ValueError(
+                f"cufft_plan_cache_size: no devices {missing}, this process sees {len(devices)}"
+            )
+        return [
+            Setting(f"cufft_plan_cache_size[{device}]", size, *_cufft_cache(device))
+            for device, size in wanted.items()
+        ]
 
     # ---- hooks -------------------------------------------------------------------------------
 
@@ -187,8 +218,8 @@ class CUDABackendConfig(Callback):
             setting.write(setting.value)
             if setting.read() != setting.value:
                 raise RuntimeError(
-                    f"CUDABackendConfig: {setting.name}={setting.value} did not take effect, torch says"
-                    f" {setting.read()}; leave the option out with this torch"
+                    f"CUDABackendConfig: {setting.name}={setting.value} did not take effect, torch"
+                    f" says {setting.read()}; leave the option out with this torch"
                 )
         rank_zero_info(self.describe())
 
@@ -210,7 +241,10 @@ class CUDABackendConfig(Callback):
             setting, value = self._before.pop()
             setting.write(value)
         for name in self._change.undo(os.environ):
-            rank_zero_warn(f"CUDABackendConfig: {name} was changed by someone else meanwhile and is left as it is")
+            rank_zero_warn(
+                f"CUDABackendConfig: {name} was changed by someone else meanwhile and is left as"
+                " it is"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Switches are read and put back in the process that set them; closures do not travel.
@@ -231,23 +265,28 @@ def _check_workspace(workspace: str | None, deterministic: str | None) -> None:
         return
     if not isinstance(workspace, str) or not _WORKSPACE.fullmatch(workspace):
         raise ValueError(
-            f"cublas_workspace: expected :SIZE_IN_KIB:COUNT, once or repeated, such as :4096:2:16:8; got {workspace!r}"
+            "cublas_workspace: expected :SIZE_IN_KIB:COUNT, once or repeated, such as"
+            f" :4096:2:16:8; got {workspace!r}"
         )
     if deterministic in ("on", "warn") and workspace not in DETERMINISTIC_WORKSPACES:
         allowed = " or ".join(DETERMINISTIC_WORKSPACES)
-        raise ValueError(f"cublas_workspace: deterministic={deterministic!r} needs {allowed}, got {workspace!r}")
+        raise ValueError(
+            f"cublas_workspace: deterministic={deterministic!r} needs {allowed}, got {workspace!r}"
+        )
 
 
 def _check_cufft(sizes: int | dict[int, int] | None) -> None:
     values = sizes.values() if isinstance(sizes, dict) else [0 if sizes is None else sizes]
     for size in values:
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ValueError(f"cufft_plan_cache_size: expected a whole number of plans, at least 0, got {size!r}")
+            raise ValueError(
+                f"cufft_plan_cache_size: expected a whole number of plans, at least 0, got {size!r}"
+            )
 
 
-# torch has two interfaces to TF32, and reading the older one raises after only the newer was written
-# ("mix of the legacy and new APIs"), which Lightning does when it sets a GPU up. The older one first and
-# the newer after it with the same meaning leaves both readable.
+# torch has two interfaces to TF32, and reading the older one raises after only the newer was
+# written ("mix of the legacy and new APIs"), which Lightning does when it sets a GPU up. The older
+# one first and the newer after it with the same meaning leaves both readable.
 
 
 def _read_tf32_matmul() -> str:
@@ -265,7 +304,9 @@ def _read_tf32_cudnn() -> bool:
 
 
 def _write_tf32_cudnn(value: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = value  # sets both convolutions and recurrent layers in both interfaces
+    torch.backends.cudnn.allow_tf32 = (
+        value  # sets both convolutions and recurrent layers in both interfaces
+    )
 
 
 def _reduction(attribute: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:

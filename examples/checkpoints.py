@@ -2,8 +2,9 @@
 
     python examples/checkpoints.py
 
-Every process writes its own part of a checkpoint, while training goes on. Another number of processes reads it, tools look into
-it without the model's class, and one command makes it a single file.
+Every process writes its own part of a checkpoint, while training goes on. Another number of
+processes reads it, tools look into it without the model's class, and one command makes it a single
+file.
 """
 
 import sys
@@ -24,7 +25,9 @@ class Regression(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -46,7 +49,11 @@ def fit(folder: Path, devices: int, epochs: int) -> None:
         devices=devices,
         strategy=Zero3Strategy(start_method="spawn", checkpoint=CheckpointOptions(background=True)),
         max_epochs=epochs,
-        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last="link", enable_version_counter=False)],
+        callbacks=[
+            ModelCheckpoint(
+                folder, "{epoch}", save_top_k=-1, save_last="link", enable_version_counter=False
+            )
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -68,7 +75,10 @@ def main() -> None:
         model.load_state_dict(checkpoint["state_dict"])
         x = torch.randn(64, 8)
         error = torch.nn.functional.mse_loss(model.net(x), x.sum(1, keepdim=True)).item()
-        print(f"epoch {checkpoint['epoch']}, error of the model in one file: {error:.3f} (the target's variance is 8)")
+        print(
+            f"epoch {checkpoint['epoch']}, error of the model in one file: {error:.3f} (the"
+            " target's variance is 8)"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Train with the step as a CUDA graph, and check that nothing else changed.
 
-    python examples/cuda_graph.py                    # on a GPU; without one, a software graph on the CPU
+    python examples/cuda_graph.py                    # on a GPU; without one, a software graph
     python examples/cuda_graph.py --strategy zero3
     python examples/cuda_graph.py --refused          # why a step cannot be captured, and where
     python examples/cuda_graph.py --modules          # such a step, with its layers captured
     python examples/cuda_graph.py --optimizer        # the optimizer's update in a second graph
 
-The same model is trained twice, eagerly and captured. Weights and everything that was logged must be equal, bit by bit.
+The same model is trained twice, eagerly and captured. Weights and everything that was logged must
+be equal, bit by bit.
 """
 
 import argparse
@@ -29,7 +30,10 @@ class Deep(LightningModule):
 
     def __init__(self, refused: bool = False) -> None:
         super().__init__()
-        blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
+        blocks = [
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(8)
+        ]
         self.model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
         self.refused = refused
 
@@ -45,16 +49,24 @@ class Deep(LightningModule):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(SAMPLES, WIDTH, generator=generator)
         data = TensorDataset(x, x.sin().sum(1, keepdim=True))
-        return DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))  # the last batch is smaller
+        # the last batch is smaller
+        return DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # A graph keeps Python numbers: the learning rate is a tensor, and `capturable` and `fused` keep the rest in tensors.
+        # A graph keeps Python numbers: the learning rate is a tensor, and `capturable` and `fused`
+        # keep the rest in tensors.
         rate = torch.tensor(0.003, device=self.device)
-        return torch.optim.AdamW(self.parameters(), lr=rate, fused=True, capturable=self.device.type == "cuda")
+        return torch.optim.AdamW(
+            self.parameters(), lr=rate, fused=True, capturable=self.device.type == "cuda"
+        )
 
 
 def fit(
-    callback: CUDAGraphStep | None, strategy: str = "auto", epochs: int = 3, refused: bool = False, accelerator: str = "auto"
+    callback: CUDAGraphStep | None,
+    strategy: str = "auto",
+    epochs: int = 3,
+    refused: bool = False,
+    accelerator: str = "auto",
 ) -> tuple[Deep, dict[str, Tensor]]:
     """Train; returns the module and what was logged."""
     torch.manual_seed(7)
@@ -75,25 +87,45 @@ def fit(
     torch.manual_seed(8)  # of dropout
     start = time.perf_counter()
     trainer.fit(module)
-    what = "eager" if callback is None else "captured" if torch.cuda.is_available() else "captured, in slow software"
+    what = (
+        "eager"
+        if callback is None
+        else "captured"
+        if torch.cuda.is_available()
+        else "captured, in slow software"
+    )
     print(f"{what}: {time.perf_counter() - start:.2f} s")
     return module, dict(trainer.callback_metrics)
 
 
-def compare(strategy: str = "auto", epochs: int = 3, refused: bool = False, accelerator: str = "auto", **options: Any) -> None:
-    """Assert that the captured run is the eager run; that nothing could be captured is an error where it was not the aim."""
+def compare(
+    strategy: str = "auto",
+    epochs: int = 3,
+    refused: bool = False,
+    accelerator: str = "auto",
+    **options: Any,
+) -> None:
+    """Assert that the captured run is the eager run; that nothing could be captured is an error
+    where it was not the aim.
+    """
     strict = not refused or "modules" in options
     callbacks = None, CUDAGraphStep(software=True, strict=strict, **options)
     runs = [fit(callback, strategy, epochs, refused, accelerator) for callback in callbacks]
     (eager, eager_logged), (captured, logged) = runs
-    for (name, mine), reference in zip(captured.state_dict().items(), eager.state_dict().values(), strict=True):
+    for (name, mine), reference in zip(
+        captured.state_dict().items(), eager.state_dict().values(), strict=True
+    ):
         assert torch.equal(mine, reference), f"{name} differs"
-    assert logged.keys() == eager_logged.keys() and all(torch.equal(logged[k], eager_logged[k]) for k in logged)
+    assert logged.keys() == eager_logged.keys() and all(
+        torch.equal(logged[k], eager_logged[k]) for k in logged
+    )
     print(f"the same weights and the same {len(logged)} logged values, bit by bit")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--refused", action="store_true")
@@ -103,4 +135,6 @@ if __name__ == "__main__":
     if arguments.modules:
         compare(arguments.strategy, arguments.epochs, refused=True, modules=["model"])
     else:
-        compare(arguments.strategy, arguments.epochs, arguments.refused, optimizer=arguments.optimizer)
+        compare(
+            arguments.strategy, arguments.epochs, arguments.refused, optimizer=arguments.optimizer
+        )

@@ -1,7 +1,10 @@
-"""Finetune a model whose backbone is frozen at first, and average its weights: Lightning's own callbacks, on shards.
+"""Finetune a model whose backbone is frozen at first, and average its weights: Lightning's own
+callbacks, on shards.
 
-python examples/finetune.py                       # 2 processes on the CPU
-python examples/finetune.py --strategy ddp        # other numbers: ddp does not add up what is unfrozen later over its processes
+    python examples/finetune.py                    # 2 processes on the CPU
+    python examples/finetune.py --strategy ddp     # to compare
+
+Under `ddp` the numbers differ: it does not average gradients of what is unfrozen later.
 """
 
 import argparse
@@ -21,13 +24,17 @@ class Classifier(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [layer for _ in range(3) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+        layers = [
+            layer for _ in range(3) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+        ]
         self.backbone = torch.nn.Sequential(torch.nn.Linear(2, WIDTH), torch.nn.ReLU(), *layers)
         self.head = torch.nn.Linear(WIDTH, 1)
 
     def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
         points, inside = batch  # [batch, 2], [batch, 1]
-        return torch.nn.functional.binary_cross_entropy_with_logits(self.head(self.backbone(points)), inside)
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            self.head(self.backbone(points)), inside
+        )
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         return self.loss(batch)
@@ -55,7 +62,10 @@ def main(devices: int = 2, strategy: str = "zero3") -> float:
         devices=devices,
         strategy=strategy,
         max_epochs=EPOCHS,
-        callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01), EMAWeightAveraging(decay=0.9)],
+        callbacks=[
+            BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01),
+            EMAWeightAveraging(decay=0.9),
+        ],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -69,7 +79,9 @@ def main(devices: int = 2, strategy: str = "zero3") -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--strategy", default="zero3")
     main(**vars(parser.parse_args()))

@@ -1,9 +1,10 @@
-"""A process is killed in the middle of training; torchrun starts all of them again, and they go on from the last checkpoint.
+"""A process is killed in the middle of training; torchrun starts all of them again, and they go on
+from the last checkpoint.
 
     torchrun --nproc-per-node 2 --max-restarts 1 examples/restart.py
 
-In the first attempt rank 1 kills itself in step 12. Rank 0 says which rank died and where it was, and ends too. The second
-attempt finds the checkpoint of step 10.
+In the first attempt rank 1 kills itself in step 12. Rank 0 says which rank died and where it was,
+and ends too. The second attempt finds the checkpoint of step 10.
 """
 
 import os
@@ -24,7 +25,9 @@ class Regression(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

@@ -3,8 +3,8 @@
     python examples/resume.py            # 2 processes on the CPU
     python examples/resume.py --devices 1
 
-The run is made twice: once whole, once stopped after some steps and resumed from its checkpoint. Both
-must see the same samples in the same order. Nothing in the module or in
+The run is made twice: once whole, once stopped after some steps and resumed from its checkpoint.
+Both must see the same samples in the same order. Nothing in the module or in
 the loader knows about it: the position travels in Lightning's own checkpoint.
 """
 
@@ -28,7 +28,9 @@ class Regression(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
+        )
         self.seen: list[list[int]] = []
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -54,7 +56,9 @@ class Stop(Callback):
         trainer.should_stop = trainer.global_step == self.steps
 
 
-def fit(folder: Path, devices: int, strategy: object, steps: int = -1, checkpoint: str | None = None) -> Regression:
+def fit(
+    folder: Path, devices: int, strategy: object, steps: int = -1, checkpoint: str | None = None
+) -> Regression:
     """Train until the last epoch, or for some steps."""
     # The same weights to begin with on every rank; the order of samples follows from the same seed.
     torch.manual_seed(7)
@@ -64,7 +68,10 @@ def fit(folder: Path, devices: int, strategy: object, steps: int = -1, checkpoin
         devices=devices,
         strategy=strategy,
         max_epochs=EPOCHS,
-        callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1), Stop(steps)],
+        callbacks=[
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+            Stop(steps),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -78,10 +85,15 @@ def compare(folder: Path, devices: int, strategy: object = "zero3", stop: int = 
     make = strategy if callable(strategy) else lambda: strategy
     whole = fit(folder / "whole", devices, make())
     first = fit(folder / "parts", devices, make(), steps=stop)
-    rest = fit(folder / "parts", devices, make(), checkpoint=str(folder / "parts" / f"step={stop}.ckpt"))
+    rest = fit(
+        folder / "parts", devices, make(), checkpoint=str(folder / "parts" / f"step={stop}.ckpt")
+    )
     assert first.seen + rest.seen == whole.seen, "the resumed run saw other samples"
     rank = whole.global_rank
-    print(f"rank {rank}: {len(first.seen)} batches, stopped, {len(rest.seen)} more: the same {len(whole.seen)} batches")
+    print(
+        f"rank {rank}: {len(first.seen)} batches, stopped, {len(rest.seen)} more: the same"
+        f" {len(whole.seen)} batches"
+    )
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py  # another launcher, nothing else changes
 
 The text is on every machine that can run this file, so nothing is downloaded. A CPU machine trains
-with two processes, a GPU machine with all its GPUs. You see a progress bar with the loss, and at the
-end a table: what one rank holds of the model and its optimizer, against the 16Ψ/N bytes that ZeRO-3
-promises, speed, memory, how well the model predicts text it has not seen, and some text it wrote.
+with two processes, a GPU machine with all its GPUs. You see a progress bar with the loss, and at
+the end a table: what one rank holds of the model and its optimizer, against the 16Ψ/N bytes that
+ZeRO-3 promises, speed, memory, how well the model predicts text it has not seen, and some text it
+wrote.
 
-`GPT` is an ordinary LightningModule and `Trainer` an ordinary Trainer. What makes the run sharded is
-`import lightning_zero3` and `strategy="zero3"`.
+`GPT` is an ordinary LightningModule and `Trainer` an ordinary Trainer. What makes the run sharded
+is `import lightning_zero3` and `strategy="zero3"`.
 """
 
 import argparse
@@ -63,12 +64,16 @@ def standard_library(limit: int | None) -> tuple[bytes, bytes]:
         texts[zlib.crc32(name.encode()) % 32 == 0].append((root / name).read_bytes())
     train, validation = b"".join(texts[False])[:limit], b"".join(texts[True])
     if min(len(train), len(validation)) < 100_000:
-        raise SystemExit(f"Found {len(names)} Python files in {root}; expected the standard library's sources.")
+        raise SystemExit(
+            f"Found {len(names)} Python files in {root}; expected the standard library's sources."
+        )
     return train, validation if limit is None else validation[: limit // 16]
 
 
 class Tokenizer:
-    """The most frequent pieces of the text, then frequent parts of the others, and all 256 bytes."""
+    """The most frequent pieces of the text, then frequent parts of the others, and all 256
+    bytes.
+    """
 
     def __init__(self, text: bytes, size: int):
         counts = Counter(PIECE.findall(text))
@@ -111,12 +116,15 @@ class Tokenizer:
 
 
 class Windows(Dataset):
-    """(inputs, targets) of `length` tokens. Over all windows each token is a target exactly once."""
+    """(inputs, targets) of `length` tokens. Over all windows each token is a target exactly
+    once.
+    """
 
     def __init__(self, tokens: torch.Tensor, length: int, multiple_of: int = 1):
         count = math.ceil(len(tokens) / length)
         count = math.ceil(count / multiple_of) * multiple_of
-        # The first token is predicted from token 0 (a zero byte); the end is filled with targets that do not count.
+        # The first token is predicted from token 0 (a zero byte); the end is filled with targets
+        # that do not count.
         fill = torch.full((count * length - len(tokens),), IGNORED, dtype=torch.int32)
         self.targets = torch.cat([tokens, fill]).view(count, length)
         inputs = torch.cat([tokens.new_zeros(1), self.targets.flatten()[:-1]])
@@ -140,22 +148,28 @@ class Corpus(LightningDataModule):
         self.validation_tokens = self.tokenizer.encode(self.validation_text)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(Windows(self.train_tokens, self.length), self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(
+            Windows(self.train_tokens, self.length), self.batch_size, shuffle=True, drop_last=True
+        )
 
     def val_dataloader(self) -> DataLoader:
-        # A distributed sampler repeats windows when their number is not a multiple of the ranks, and
-        # the sum over ranks would count those twice. Empty windows make it a multiple.
+        # A distributed sampler repeats windows when their number is not a multiple of the ranks,
+        # and the sum over ranks would count those twice. Empty windows make it a multiple.
         windows = Windows(self.validation_tokens, self.length, multiple_of=self.trainer.world_size)
         return DataLoader(windows, 2 * self.batch_size)
 
     def yardsticks(self) -> dict[str, float]:
-        """Bits per byte of the validation text for methods that learn nothing about order, and for lzma."""
+        """Bits per byte of the validation text for methods that learn nothing about order, and for
+        lzma.
+        """
 
         def unigram(train: np.ndarray, validation: np.ndarray, symbols: int) -> float:
             counts = np.bincount(train, minlength=symbols) + 1
             return -np.log2(counts / counts.sum())[validation].sum() / len(self.validation_text)
 
-        as_bytes = [np.frombuffer(text, np.uint8) for text in (self.train_text, self.validation_text)]
+        as_bytes = [
+            np.frombuffer(text, np.uint8) for text in (self.train_text, self.validation_text)
+        ]
         as_tokens = [tokens.numpy() for tokens in (self.train_tokens, self.validation_tokens)]
         packed = lzma.compress(self.validation_text, preset=9 | lzma.PRESET_EXTREME)
         return {
@@ -189,7 +203,9 @@ class Block(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding: turn pairs of channels by an angle that grows with the position."""
+    """Rotary position embedding: turn pairs of channels by an angle that grows with the
+    position.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
 
@@ -197,10 +213,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class GPT(LightningModule):
     def __init__(self, corpus: Corpus, width: int, depth: int, pairs: int, lr: float):
         super().__init__()
-        self.tokenizer, self.length, self.pairs, self.lr = corpus.tokenizer, corpus.length, pairs, lr
+        self.tokenizer, self.length, self.pairs, self.lr = (
+            corpus.tokenizer,
+            corpus.length,
+            pairs,
+            lr,
+        )
         self.embed = nn.Embedding(len(self.tokenizer.vocabulary), width)
-        # A second table is indexed by a hash of the last two tokens. A lookup costs next to nothing, and
-        # it spares the first layers from having to learn which tokens follow which.
+        # A second table is indexed by a hash of the last two tokens. A lookup costs next to
+        # nothing, and it spares the first layers from having to learn which tokens follow which.
         self.pair_embed = nn.Embedding(pairs, width)
         self.blocks = nn.ModuleList(Block(width, heads=width // 64) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
@@ -209,7 +230,9 @@ class GPT(LightningModule):
         self.register_buffer("cos", angles.cos(), persistent=False)  # [length, 32]
         self.register_buffer("sin", angles.sin(), persistent=False)
         self.val_nats = SumMetric().set_dtype(torch.float64)
-        self.progress = 0.0  # how much of this run's budget is used, 0 to 1; the Budget callback sets it
+        self.progress = (
+            0.0  # how much of this run's budget is used, 0 to 1; the Budget callback sets it
+        )
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.5 if "embed" in name else width**-0.5)
@@ -228,17 +251,22 @@ class GPT(LightningModule):
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
         inputs, targets = batch
-        loss = F.cross_entropy(self(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(
+            self(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED
+        )
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> None:
         inputs, targets = batch
         logits = self(inputs).flatten(0, 1).float()
-        self.val_nats.update(F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
+        self.val_nats.update(
+            F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        )
 
     def on_validation_epoch_end(self) -> None:
-        # Nats of every token of the text, over all ranks, per byte of the text: no average of averages.
+        # Nats of every token of the text, over all ranks, per byte of the text: no average of
+        # averages.
         bits = self.val_nats.compute() / math.log(2)
         self.val_nats.reset()
         bits_per_byte = bits / len(self.trainer.datamodule.validation_text)
@@ -247,11 +275,16 @@ class GPT(LightningModule):
     def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
 
         def scale(step: int) -> float:
-            """Warm up for 20 steps, hold, and fall to a twentieth over the second half of the budget."""
+            """Warm up for 20 steps, hold, and fall to a twentieth over the second half of the
+            budget.
+            """
             return min((step + 1) / 20, 1.0) * min(1.0, 0.05 + 1.9 * (1 - self.progress))
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
@@ -259,7 +292,9 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, prompt: str, count: int) -> str:
-        """Continue `prompt`. All ranks call this together: under ZeRO-3 each forward gathers the weights."""
+        """Continue `prompt`. All ranks call this together: under ZeRO-3 each forward gathers the
+        weights.
+        """
         tokens = self.tokenizer.encode(prompt.encode()).long().to(self.device)[None]
         random = torch.Generator().manual_seed(0)
         for _ in range(count):
@@ -273,14 +308,18 @@ class GPT(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         if checkpoint["vocabulary"] != self.tokenizer.fingerprint:
-            raise ValueError("The checkpoint was trained with another vocabulary (another Python or --smoke).")
+            raise ValueError(
+                "The checkpoint was trained with another vocabulary (another Python or --smoke)."
+            )
 
 
 # ------------------------------------------------------------------------- time, and the report
 
 
 class Budget(Timer):
-    """Lightning's `max_time`, counted anew in a resumed run; or a number of steps in all, if given."""
+    """Lightning's `max_time`, counted anew in a resumed run; or a number of steps in all, if
+    given.
+    """
 
     def __init__(self, minutes: float, steps: int | None):
         super().__init__(None if steps else timedelta(minutes=minutes))
@@ -317,8 +356,11 @@ class Report(Callback):
     def on_train_start(self, trainer: Trainer, model: GPT) -> None:
         self.first_step, self.base_bytes = trainer.global_step, peak_bytes()
 
-    def on_before_optimizer_step(self, trainer: Trainer, model: GPT, optimizer: torch.optim.Optimizer) -> None:
-        self.state_bytes = max(self.state_bytes, live_state_bytes(optimizer))  # gradients are still here
+    def on_before_optimizer_step(
+        self, trainer: Trainer, model: GPT, optimizer: torch.optim.Optimizer
+    ) -> None:
+        # gradients are still here
+        self.state_bytes = max(self.state_bytes, live_state_bytes(optimizer))
 
     def on_train_batch_start(self, *_) -> None:
         if self.clock is None and self.steps_here >= 3:  # the first steps allocate and connect
@@ -343,12 +385,15 @@ class Report(Callback):
     def on_train_end(self, trainer: Trainer, model: GPT) -> None:
         self.stop_clock()
         model.eval()
-        sample = model.generate("\nclass Reader:\n    def __init__(self, ", count=100)  # on every rank
+        # on every rank
+        sample = model.generate("\nclass Reader:\n    def __init__(self, ", count=100)
         mine = torch.tensor([self.state_bytes, peak_bytes(), self.base_bytes], dtype=torch.int64)
         state, peak, base = model.all_gather(mine.to(model.device)).view(-1, 3).amax(0).tolist()
         self.result = self.summary(trainer, model, sample, state, peak, base)
 
-    def summary(self, trainer: Trainer, model: GPT, sample: str, state: int, peak: int, base: int) -> dict:
+    def summary(
+        self, trainer: Trainer, model: GPT, sample: str, state: int, peak: int, base: int
+    ) -> dict:
         ranks, parameters = trainer.world_size, sum(p.numel() for p in model.parameters())
         tokens = self.timed_steps * self.corpus.batch_size * self.corpus.length * ranks
         losses = torch.stack(self.losses).tolist()
@@ -374,7 +419,12 @@ class Report(Callback):
 
 def show(result: dict) -> None:
     ranks, bits = result["ranks"], result["bits_per_byte"]
-    in_bytes = ("state_bytes_per_rank", "state_bytes_formula", "peak_bytes", "peak_bytes_before_training")
+    in_bytes = (
+        "state_bytes_per_rank",
+        "state_bytes_formula",
+        "peak_bytes",
+        "peak_bytes_before_training",
+    )
     state, formula, peak, base = (result[name] / 2**20 for name in in_bytes)
     ideal = f"16Ψ/{ranks} = {formula:.1f} MiB"
     table = Table(title=f"{result['strategy']}, {ranks} ranks", title_justify="left")
@@ -383,16 +433,44 @@ def show(result: dict) -> None:
     table.add_column("against")
     for row in [
         ("model size Ψ", f"{result['parameters'] / 1e6:.2f} M parameters", ""),
-        ("weights, gradients, Adam on one rank", f"{state:.1f} MiB", f"{ideal}; ratio {state / formula:.4f}"),
+        (
+            "weights, gradients, Adam on one rank",
+            f"{state:.1f} MiB",
+            f"{ideal}; ratio {state / formula:.4f}",
+        ),
         ("peak memory of one rank", f"{peak:.0f} MiB", f"{base:.0f} MiB before the first step"),
         ("training speed, all ranks", f"{result['tokens_per_second']:,.0f} tokens/s", ""),
-        ("steps", f"{result['last_step']:,}", f"of them {result['last_step'] - result['first_step']:,} in this run"),
-        ("training loss, nats per token", f"{result['last_loss']:.3f}", f"{result['first_loss']:.3f} at its start"),
-        ("validation, bits per byte", f"[bold]{bits['model']:.3f}[/bold]", "text from files the model has not seen"),
+        (
+            "steps",
+            f"{result['last_step']:,}",
+            f"of them {result['last_step'] - result['first_step']:,} in this run",
+        ),
+        (
+            "training loss, nats per token",
+            f"{result['last_loss']:.3f}",
+            f"{result['first_loss']:.3f} at its start",
+        ),
+        (
+            "validation, bits per byte",
+            f"[bold]{bits['model']:.3f}[/bold]",
+            "text from files the model has not seen",
+        ),
         ("   by lzma, of the same text", f"{bits['lzma']:.3f}", "8 would be no compression"),
-        ("   by how frequent each token is", f"{bits['unigram_tokens']:.3f}", "counted in the training text"),
-        ("   by how frequent each byte is", f"{bits['unigram_bytes']:.3f}", "counted in the training text"),
-        ("time since start", f"{result['seconds']:.0f} s", "start-up, validation and sample included"),
+        (
+            "   by how frequent each token is",
+            f"{bits['unigram_tokens']:.3f}",
+            "counted in the training text",
+        ),
+        (
+            "   by how frequent each byte is",
+            f"{bits['unigram_bytes']:.3f}",
+            "counted in the training text",
+        ),
+        (
+            "time since start",
+            f"{result['seconds']:.0f} s",
+            "start-up, validation and sample included",
+        ),
     ]:
         table.add_row(*row)
     console = Console() if sys.stdout.isatty() else Console(width=120)
@@ -401,10 +479,17 @@ def show(result: dict) -> None:
 
 
 def live_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages behind the optimizer's tensors, their gradients and its state."""
+    """Bytes of the distinct storages behind the optimizer's tensors, their gradients and its
+    state.
+    """
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     tensors += [p.grad for p in tensors if p.grad is not None]
-    tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    tensors += [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -432,13 +517,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     on_gpu = torch.cuda.is_available()
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if on_gpu else 2))
-    parser.add_argument("--strategy", default="zero3", help="zero3 (default), ddp, or any other of Lightning's")
-    parser.add_argument("--minutes", type=float, default=2.5, help="training time, 2.5 if not given")
-    parser.add_argument("--steps", type=int, help="train to this step instead, counted over all runs")
+    parser.add_argument(
+        "--strategy", default="zero3", help="zero3 (default), ddp, or any other of Lightning's"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=2.5, help="training time, 2.5 if not given"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="train to this step instead, counted over all runs"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     parser.add_argument("--devices", type=int, default=devices, help="processes on this machine")
     parser.add_argument("--precision", default="bf16-mixed" if on_gpu else "32-true")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on little text, for tests")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model on little text, for tests"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the checkpoints")
     parser.add_argument("--json", help="also write the figures of the table to this file")
     return parser.parse_args()
@@ -460,7 +553,10 @@ def main() -> None:
     if args.smoke:
         shape, corpus = {"width": 64, "depth": 2, "pairs": 512}, Corpus(512, 64, 4, limit=2**20)
     else:
-        shape, corpus = {"width": 256, "depth": 4, "pairs": 20000}, Corpus(4096, 128, 32 if on_gpu else 8, limit=None)
+        shape, corpus = (
+            {"width": 256, "depth": 4, "pairs": 20000},
+            Corpus(4096, 128, 32 if on_gpu else 8, limit=None),
+        )
     report = Report(corpus)
     trainer = Trainer(
         strategy=args.strategy,
@@ -478,7 +574,9 @@ def main() -> None:
         default_root_dir=args.output,
         callbacks=[
             Budget(args.minutes, args.steps),
-            ModelCheckpoint(last.parent, filename="newest", save_last="link", enable_version_counter=False),
+            ModelCheckpoint(
+                last.parent, filename="newest", save_last="link", enable_version_counter=False
+            ),
             Bar(),
             report,
         ],

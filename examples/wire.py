@@ -1,7 +1,8 @@
-"""What travels between the ranks, and what it costs in memory: the same training with four options of the strategy.
+"""What travels between the ranks, and what it costs in memory: the same training with four options
+of the strategy.
 
-python examples/wire.py               # 2 processes on the CPU
-python examples/wire.py --devices 4
+    python examples/wire.py               # 2 processes on the CPU
+    python examples/wire.py --devices 4
 """
 
 import argparse
@@ -18,16 +19,22 @@ WIDTH, BLOCKS, STEPS, MICRO_BATCHES = 128, 4, 5, 4
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    # Gradients of a window add up on each rank, and travel with its last micro-batch: fewer bytes, the same numbers but for
-    # rounding, and a full-size fp32 gradient in memory.
+    # Gradients of a window add up on each rank, and travel with its last micro-batch: fewer bytes,
+    # the same numbers but for rounding, and a full-size fp32 gradient in memory.
     "reduce once": {"reduce_once": True},
     # Gradients travel as bfloat16, each rounded once, and are added up in fp32.
     "reduce in bf16": {"reduce_dtype": "bf16"},
-    # Weights travel as bfloat16: layers compute in fp32 with rounded weights, the optimizer steps on exact ones.
+    # Weights travel as bfloat16: layers compute in fp32 with rounded weights, the optimizer steps
+    # on exact ones.
     "gather in bf16": {"gather_dtype": "bf16"},
     # The same, but some layers get their exact weights. Kept ones travel in fp32.
     "gather in bf16, keep the head": {"gather_dtype": "bf16", "keep_in_fp32": ["head", "*.norm"]},
-    "all of them": {"reduce_once": True, "reduce_dtype": "bf16", "gather_dtype": "bf16", "keep_in_fp32": ["head", "*.norm"]},
+    "all of them": {
+        "reduce_once": True,
+        "reduce_dtype": "bf16",
+        "gather_dtype": "bf16",
+        "keep_in_fp32": ["head", "*.norm"],
+    },
 }
 
 
@@ -37,7 +44,9 @@ class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(WIDTH)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, WIDTH] to the same
         return x + self.layers(self.norm(x))
@@ -68,22 +77,27 @@ class SentBytes(Callback):
         self.weights = self.gradients = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        door = trainer.strategy.engine.collectives  # all that travels goes through it
-        door.all_gather = self._counted(door.all_gather, "weights")
-        door.reduce_scatter = self._counted(door.reduce_scatter, "gradients")
-        door.all_to_all = self._counted(door.all_to_all, "gradients")  # rounded ones
+        communicator = trainer.strategy.engine.collectives  # all that travels goes through it
+        communicator.all_gather = self._counted(communicator.all_gather, "weights")
+        communicator.reduce_scatter = self._counted(communicator.reduce_scatter, "gradients")
+        # rounded ones
+        communicator.all_to_all = self._counted(communicator.all_to_all, "gradients")
 
     def _counted(self, exchange: Callable[..., Any], what: str) -> Callable[..., Any]:
         def counted(buffer: torch.Tensor, *args: Any) -> Any:
             world_size = torch.distributed.get_world_size()
-            setattr(self, what, getattr(self, what) + buffer.nbytes * (world_size - 1) // world_size)
+            setattr(
+                self, what, getattr(self, what) + buffer.nbytes * (world_size - 1) // world_size
+            )
             return exchange(buffer, *args)
 
         return counted
 
 
 def train(devices: int, options: dict[str, Any]) -> dict[str, float]:
-    """Figures of a run: what a rank sends in a step and what it keeps in memory, in bytes; the mean loss."""
+    """Figures of a run: what a rank sends in a step and what it keeps in memory, in bytes; the mean
+    loss.
+    """
     seed_everything(7, verbose=False)
     sent = SentBytes()
     trainer = Trainer(
@@ -98,7 +112,9 @@ def train(devices: int, options: dict[str, Any]) -> dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    x, a, b = torch.randn(3, devices * STEPS * MICRO_BATCHES * 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    x, a, b = torch.randn(
+        3, devices * STEPS * MICRO_BATCHES * 8, WIDTH, generator=torch.Generator().manual_seed(1)
+    )
     trainer.fit(Regression(), DataLoader(TensorDataset(x, x + a * b), batch_size=8))
     ledger = trainer.strategy.memory_ledger()
     return {
@@ -114,14 +130,24 @@ def main(devices: int = 2) -> dict[str, dict[str, float]]:
     """Train with each of OPTIONS, print the figures and return them."""
     found = {name: train(devices, options) for name, options in OPTIONS.items()}
     if lightning_zero3.current_world().rank == 0:
-        print(f"{'':30}   sent per step (KB)       in memory (KB)\n{'':30} weights  gradients     slots   state      loss")
+        print(
+            f"{'':30}   sent per step (KB)       in memory (KB)\n{'':30} weights  gradients    "
+            " slots   state      loss"
+        )
         for name, row in found.items():
-            weights, gradients, slots, state = (row[key] / 1000 for key in ("weights", "gradients", "slots", "state"))
-            print(f"{name:30} {weights:7.0f} {gradients:10.0f} {slots:9.0f} {state:7.0f} {row['loss']:9.6f}")
+            weights, gradients, slots, state = (
+                row[key] / 1000 for key in ("weights", "gradients", "slots", "state")
+            )
+            print(
+                f"{name:30} {weights:7.0f} {gradients:10.0f} {slots:9.0f} {state:7.0f}"
+                f" {row['loss']:9.6f}"
+            )
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=2)
     main(**vars(parser.parse_args()))

@@ -4,12 +4,20 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from .checkpoints import CheckpointOptions
 from .data import DataOptions
-from .rendezvous import current_world
-from .watch import WatchOptions
-from .world import LaunchError, World
+from .launch.rendezvous import current_world
+from .launch.world import LaunchError, World
+from .liveness.watchdog import WatchOptions
 from .zero3 import Zero3Strategy
 
-__all__ = ["CheckpointOptions", "DataOptions", "LaunchError", "WatchOptions", "World", "Zero3Strategy", "current_world"]
+__all__ = [
+    "CheckpointOptions",
+    "DataOptions",
+    "LaunchError",
+    "WatchOptions",
+    "World",
+    "Zero3Strategy",
+    "current_world",
+]
 
 
 def _full_name(cls: object) -> str:

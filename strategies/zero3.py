@@ -24,30 +24,36 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .adapted import adapt, follow, start_averages
+from .adapters.lightning_callbacks import adapt, follow, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
-from .checkpoints.optimizer_state import of_rank_zero
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine, gathered
-from .evaluation import EvaluationStrategy
-from .finite import FiniteCheck
-from .host import require_sync_batch_norm
-from .ledger import by_category, by_unit
-from .metric_states import share_metrics
-from .param_groups import ParamGroups
-from .precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
-from .processes import StartMethod
-from .second_run import SecondRun
-from .watch import WatchOptions
+from .engine.memory_ledger import by_category, by_unit
+from .evaluation.strategy import EvaluationStrategy
+from .evaluation.torchmetrics import share_metrics
+from .launch.host import require_sync_batch_norm
+from .launch.process_strategy import StartMethod
+from .liveness.watchdog import WatchOptions
+from .numerics.nonfinite import FiniteCheck
+from .numerics.precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
+from .numerics.rerun import SecondRun
+from .optimizers.param_groups import ParamGroups
+from .state_dicts.optimizer_state import of_rank_zero
 
-_NAMES: dict[str, StartMethod] = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_notebook": "fork"}
+_NAMES: dict[str, StartMethod] = {
+    "zero3": "popen",
+    "zero3_spawn": "spawn",
+    "zero3_notebook": "fork",
+}
 
 
 class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
-    """Trains with parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3, arXiv 1910.02054).
+    """Trains with parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3,
+    arXiv 1910.02054).
 
-    A LightningModule that trains with ``strategy="ddp"`` trains with ``strategy="zero3"`` to the same losses.
+    A LightningModule that trains with ``strategy="ddp"`` trains with ``strategy="zero3"`` to the
+    same losses.
 
     Args:
         accelerator: set by the Trainer.
@@ -57,32 +63,45 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         precision_plugin: set by the Trainer from ``precision``.
         process_group_backend: "nccl" on CUDA and "gloo" on the CPU by default.
         timeout: after which a collective that a rank does not join is an error.
-        start_method: how ``Trainer(devices=n)`` starts processes: "popen" runs the script again for each (as ``ddp``), "spawn",
-            "fork" and "forkserver" use ``multiprocessing``.
-        unit_policy: which modules are gathered together: None finds repeated blocks by itself; a list of module classes or
-            class names; or a function from the model to a list of modules or lists of modules.
-        shard_size: shard over groups of so many neighbouring ranks, a node's for example, each of which has all of the model;
-            by default over all ranks.
-        keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed" and "16-mixed" gather in
-            fp32, though they are linear or convolution layers: for those that the model runs with autocast off.
-        gather_dtype: "bf16" sends fp32 parameters as bfloat16, except those in ``keep_in_fp32``: layers compute in fp32 with
-            rounded weights. The shards that the optimizer steps on stay exact.
-        reduce_dtype: "bf16" sends fp32 gradients as bfloat16; they are added up in fp32 and in rank order.
-        reduce_once: with ``accumulate_grad_batches``, add the gradients of the micro-batches up on each rank and reduce them
-            with the last one, instead of each by itself: fewer bytes, for a full-size fp32 gradient in every rank's memory.
-        data: how loaders are shared out over the ranks and resumed; see :class:`~lightning_zero3.strategies.data.DataOptions`.
-            With ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
-        checkpoint: sharded directories or full files; see :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
-        debug: memory that a unit has given up reads as NaN, and writes that would not reach the shards are errors. No two units
-            share memory then: it takes that of the whole model on every rank.
-        start_timeout: how long a process waits for the others to come up, before an error names those that did not.
-        cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has bound it already.
-        stop_on_nonfinite: look at the loss and at each flat group of gradients, with a kernel each, and raise at the end of a
-            backward with nan or inf (with "16-mixed" in the loss, because the scaler skips steps with such gradients), naming
-            the step, the rank, the unit and the parameters where it first appeared. To find these the micro-batch is run once
-            more, ``training_step`` included; with manual optimization, `reduce_once` or a ``dataloader_iter``, where it cannot
-            be, a kernel looks at each unit's outputs and gradients in every step.
-        watch: time limits of the thread that finds ranks which died, hang or are slow; None for no such thread.
+        start_method: how ``Trainer(devices=n)`` starts processes: "popen" runs the script again for
+            each (as ``ddp``), "spawn", "fork" and "forkserver" use ``multiprocessing``.
+        unit_policy: which modules are gathered together: None finds repeated blocks by itself; a
+            list of module classes or class names; or a function from the model to a list of modules
+            or lists of modules.
+        shard_size: shard over groups of so many neighbouring ranks, a node's for example, each of
+            which has all of the model; by default over all ranks.
+        keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed"
+            and "16-mixed" gather in fp32, though they are linear or convolution layers: for those
+            that the model runs with autocast off.
+        gather_dtype: "bf16" sends fp32 parameters as bfloat16, except those in ``keep_in_fp32``:
+            layers compute in fp32 with rounded weights. The shards that the optimizer steps on stay
+            exact.
+        reduce_dtype: "bf16" sends fp32 gradients as bfloat16; they are added up in fp32 and in rank
+            order.
+        reduce_once: with ``accumulate_grad_batches``, add the gradients of the micro-batches up on
+            each rank and reduce them with the last one, instead of each by itself: fewer bytes, for
+            a full-size fp32 gradient in every rank's memory.
+        data: how loaders are shared out over the ranks and resumed; see
+            :class:`~lightning_zero3.strategies.data.DataOptions`. With
+            ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
+        checkpoint: sharded directories or full files; see
+            :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
+        debug: memory that a unit has given up reads as NaN, and writes that would not reach the
+            shards are errors. No two units share memory then: it takes that of the whole model on
+            every rank.
+        start_timeout: how long a process waits for the others to come up, before an error names
+            those that did not.
+        cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has
+            bound it already.
+        stop_on_nonfinite: look at the loss and at each flat group of gradients, with a kernel each,
+            and raise at the end of a backward with nan or inf (with "16-mixed" in the loss, because
+            the scaler skips steps with such gradients), naming the step, the rank, the unit and the
+            parameters where it first appeared. To find these the micro-batch is run once more,
+            ``training_step`` included; with manual optimization, `reduce_once` or a
+            ``dataloader_iter``, where it cannot be, a kernel looks at each unit's outputs and
+            gradients in every step.
+        watch: time limits of the thread that finds ranks which died, hang or are slow; None for no
+            such thread.
     """
 
     strategy_name = "zero3"
@@ -143,17 +162,23 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._data.take_over(self._trainer)
         adapt(self._trainer.callbacks)
 
-    # ------------------------------------------------------------------------------------------------ precision
+    # ------------------------------------------------------------------------------------ precision
 
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else self._convert(Precision())
+        return (
+            self._precision_plugin
+            if self._precision_plugin is not None
+            else self._convert(Precision())
+        )
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else self._convert(precision_plugin)
+        self._precision_plugin = (
+            None if precision_plugin is None else self._convert(precision_plugin)
+        )
 
     def _convert(self, plugin: Precision) -> Precision:
         return convert(plugin, self._sum, self._adopt, self._unguard)
@@ -170,7 +195,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self.engine is not None:
             self.engine.hand_over(optimizer)
 
-    # ------------------------------------------------------------------------------------------------ set-up
+    # --------------------------------------------------------------------------------------- set-up
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -184,7 +209,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
         if fitting:
-            # On the module's own parameters, as the user wrote it; the engine re-points every group to its flat shard.
+            # On the module's own parameters, as the user wrote it; the engine re-points every group
+            # to its flat shard.
             self.setup_optimizers(trainer)
         self._shard()
         self._load_weights()
@@ -195,19 +221,23 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """This rank's share of ``dataloader``, which keeps its own order and resumes with the next sample; collective."""
+        """This rank's share of ``dataloader``, which keeps its own order and resumes with the next
+        sample; collective.
+        """
         return self._data.shard(self._trainer, dataloader)
 
     def _shard(self) -> None:
         module = self.lightning_module
         assert module is not None
         names = {id(p): name for name, p in module.named_parameters()}
-        states = [{names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers]
+        states = [
+            {names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers
+        ]
         group = dist.group.WORLD if _distributed_is_initialized() else None
         if self._shard_size is None:
-            self._door = make_collectives(group, self.root_device)
+            self._communicator = make_collectives(group, self.root_device)
         else:
-            self._door = make_hybrid_collectives(self._shard_size, self.root_device)
+            self._communicator = make_hybrid_collectives(self._shard_size, self.root_device)
         self.show_progress()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
@@ -227,7 +257,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             module,
             self.optimizers,
             device=self.root_device,
-            collectives=self._door,
+            collectives=self._communicator,
             unit_policy=self.unit_policy,
             debug=self._debug,
             slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
@@ -241,8 +271,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         for rank, names in enumerate(everyone):
             if names:
                 rank_zero_warn(
-                    f"Rank {rank} initialised {names[0]!r} (and perhaps others) differently from rank 0. All ranks now have "
-                    "rank 0's values; call `seed_everything` for the same model in every run."
+                    f"Rank {rank} initialised {names[0]!r} (and perhaps others) differently from"
+                    " rank 0. All ranks now have rank 0's values; call `seed_everything` for the"
+                    " same model in every run."
                 )
                 return True
         return False
@@ -254,7 +285,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     @override
@@ -266,14 +300,18 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 self.end_together()  # where a rank had no batch at all
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.revert(self.model)
-            if isinstance(self._launcher, _MultiProcessingLauncher) and not module._trainer.interrupted:
-                self.engine.unshard()  # the launcher sends rank 0's state_dict to the process that called fit
+            if (
+                isinstance(self._launcher, _MultiProcessingLauncher)
+                and not module._trainer.interrupted
+            ):
+                # the launcher sends rank 0's state_dict to the process that called fit
+                self.engine.unshard()
                 self.engine = None
         self.stop_watch()
         self._check_values(None)
         super().teardown()
 
-    # ------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     @override
     def on_train_start(self) -> None:
@@ -285,9 +323,12 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._follow_groups()  # after the user's hooks, and before the optimizer looks at its groups
+        # after the user's hooks, and before the optimizer looks at its groups
+        self._follow_groups()
         self._data.on_train_batch_start(self._trainer)
-        if self._stop_on_nonfinite and (self._finite is None or self._finite.engine is not self.engine):
+        if self._stop_on_nonfinite and (
+            self._finite is None or self._finite.engine is not self.engine
+        ):
             self._check_values(self.engine)
         if self._second_run is not None:
             self._second_run.begin()
@@ -299,15 +340,23 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             return super().training_step(*args, **kwargs)
 
     def _are_gradients_over(self) -> bool:
-        """Whether Lightning clears gradients after this `training_step`, and no hook can look at them before."""
+        """Whether Lightning clears gradients after this `training_step`, and no hook can look at
+        them before.
+        """
         assert self.lightning_module is not None
         trainer, module = self._trainer, self.lightning_module
         return (
             module.automatic_optimization
             and not trainer.fit_loop._skip_backward  # in SWA's last epoch, which clears none
             and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-            and not any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks)
-            and not any(is_overridden(hook, module) for hook in ("on_before_zero_grad", "optimizer_zero_grad"))
+            and not any(
+                is_overridden("on_before_zero_grad", callback, pl.Callback)
+                for callback in trainer.callbacks
+            )
+            and not any(
+                is_overridden(hook, module)
+                for hook in ("on_before_zero_grad", "optimizer_zero_grad")
+            )
         )
 
     def _check_values(self, engine: Zero3Engine | None) -> None:
@@ -319,13 +368,21 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             return
         step = self._trainer.lightning_module.training_step
         fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
-        if self._trainer.lightning_module.automatic_optimization and not engine.reducer.once and not fetches:
+        if (
+            self._trainer.lightning_module.automatic_optimization
+            and not engine.reducer.once
+            and not fetches
+        ):
             self._second_run = SecondRun(self._trainer, engine, super().training_step)
         # A loss scaler skips steps whose gradients overflow.
-        self._finite = FiniteCheck(engine, self._second_run, gradients=self.precision_plugin.precision != "16-mixed")
+        self._finite = FiniteCheck(
+            engine, self._second_run, gradients=self.precision_plugin.precision != "16-mixed"
+        )
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         assert self.lightning_module is not None and self.engine is not None
         self.pre_backward(closure_loss)
         if self._finite is not None:
@@ -334,7 +391,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._groups.require_cleared(self.engine)
         # Gradients are complete before `on_after_backward` looks at them.
         with self.engine.backward():
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(
+                closure_loss, self.lightning_module, optimizer, *args, **kwargs
+            )
         if self._finite is not None:
             self._finite.check(self._trainer.global_step)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -347,9 +406,12 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         return nullcontext() if self.engine is None else self.engine.accumulate()
 
     def gathered(
-        self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, modify: bool = False
+        self,
+        what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None,
+        modify: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside, parameters have their full values; to be entered by all ranks, and read or written by any; gradients by all.
+        """Inside, parameters have their full values; to be entered by all ranks, and read or
+        written by any; gradients by all.
 
         Args:
             what: a module of the model, or some parameters; the whole model by default.
@@ -363,7 +425,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     @contextmanager
     def param_groups(self) -> Generator[None, None, None]:
-        """Inside, optimizers' param groups hold the module's own parameters, to be edited; between steps, on all ranks."""
+        """Inside, optimizers' param groups hold the module's own parameters, to be edited; between
+        steps, on all ranks.
+        """
         if self.engine is None:
             yield
             return
@@ -381,16 +445,19 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.
 
         Args:
-            per_unit: add "units": shards of parameters, gradients and optimizer state by the name of their unit.
+            per_unit: add "units": shards of parameters, gradients and optimizer state by the name
+                of their unit.
         """
         assert self.engine is not None and self.lightning_module is not None
         ledger: dict[str, Any] = by_category(self.engine, self.optimizers, self.lightning_module)
         return {**ledger, "units": by_unit(self.engine, self.optimizers)} if per_unit else ledger
 
-    # ------------------------------------------------------------------------------------------------ registry
+    # ------------------------------------------------------------------------------------- registry
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         for name, method in _NAMES.items():
-            strategy_registry.register(name, cls, description=f"ZeRO-3, processes started by {method}", start_method=method)
+            strategy_registry.register(
+                name, cls, description=f"ZeRO-3, processes started by {method}", start_method=method
+            )

@@ -1,4 +1,6 @@
-"""Each test, and each file, finds the process as it would find a new one: what trainers leave behind is taken away."""
+"""Each test, and each file, finds the process as it would find a new one: what trainers leave
+behind is taken away.
+"""
 
 import os
 import signal
@@ -11,13 +13,20 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 _HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run as a background job, all processes would ignore it
+# where tests run as a background job, all processes would ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def _put_back() -> Iterator[None]:
-    """Lightning's cluster environments write variables and a rank; its trainers keep a process group and signal handlers."""
-    environ, grouped, rank = dict(os.environ), dist.is_initialized(), getattr(rank_zero_only, "rank", None)
+    """Lightning's cluster environments write variables and a rank; its trainers keep a process
+    group and signal handlers.
+    """
+    environ, grouped, rank = (
+        dict(os.environ),
+        dist.is_initialized(),
+        getattr(rank_zero_only, "rank", None),
+    )
     handlers = {number: signal.getsignal(number) for number in _HEEDED}
     yield
     os.environ.clear()

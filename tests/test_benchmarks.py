@@ -11,8 +11,21 @@ import train
 
 sys.path.pop()  # modules there are called as folders of tests are
 
-BASE = {"step_ms": 100.0, "ratio": 1.0, "over_fsdp2": 0.6, "peak_mb": 10.0, "first_step_s": 4.0, "loss_difference": 0.0}
-WORSE = {"loss_difference": 2e-5, "ratio": 1.3, "over_fsdp2": 1.1, "peak_mb": 11.0, "first_step_s": 4.3}
+BASE = {
+    "step_ms": 100.0,
+    "ratio": 1.0,
+    "over_fsdp2": 0.6,
+    "peak_mb": 10.0,
+    "first_step_s": 4.0,
+    "loss_difference": 0.0,
+}
+WORSE = {
+    "loss_difference": 2e-5,
+    "ratio": 1.3,
+    "over_fsdp2": 1.1,
+    "peak_mb": 11.0,
+    "first_step_s": 4.3,
+}
 
 
 def missed(rows, kind, added):
@@ -33,5 +46,7 @@ def test_each_target_can_be_missed(kind):
 
 
 def test_an_entry_that_failed_is_not_judged():
-    rows = {entry: dict(BASE) for entry in train.ENTRIES["cpu"]} | {train.MINE: {"error": "RuntimeError: no"}}
+    rows = {entry: dict(BASE) for entry in train.ENTRIES["cpu"]} | {
+        train.MINE: {"error": "RuntimeError: no"}
+    }
     assert train.against_targets({"small": {"plain": rows}}, {}, "cpu") == []

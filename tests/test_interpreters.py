@@ -1,4 +1,6 @@
-"""The two commands set themselves up with the versions of Python that README.md tells, and no other."""
+"""The two commands set themselves up with the versions of Python that README.md tells, and no
+other.
+"""
 
 import re
 import subprocess

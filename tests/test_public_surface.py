@@ -16,7 +16,15 @@ import lightning_zero3.strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STRATEGIES = {"CheckpointOptions", "DataOptions", "LaunchError", "WatchOptions", "World", "Zero3Strategy", "current_world"}
+STRATEGIES = {
+    "CheckpointOptions",
+    "DataOptions",
+    "LaunchError",
+    "WatchOptions",
+    "World",
+    "Zero3Strategy",
+    "current_world",
+}
 PUBLIC = {
     "lightning_zero3": {*STRATEGIES, "__version__"},
     "lightning_zero3.strategies": STRATEGIES,
@@ -111,7 +119,9 @@ def outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
     folder = tmp_path_factory.mktemp("errors")
     done = run_python(FORK_FOR_EACH, str(folder), json.dumps(PROGRAMS))
     assert done.returncode == 0, done.stderr
-    return {name: (code, (folder / name).read_text()) for name, code in json.loads(done.stdout).items()}
+    return {
+        name: (code, (folder / name).read_text()) for name, code in json.loads(done.stdout).items()
+    }
 
 
 @pytest.mark.parametrize("module_name", PUBLIC)
@@ -207,7 +217,15 @@ def test_one_file_under_two_names_is_an_error(program, outcomes):
     assert "one file was imported under two names" in error
 
 
-@pytest.mark.parametrize("program, named", [("rank in words", "RANK='one'"), ("rank without a value", "SLURM_PROCID=''")])
-def test_a_rank_that_is_no_number_is_named_though_lightning_stumbles_over_it(program, named, outcomes):
+@pytest.mark.parametrize(
+    "program, named", [("rank in words", "RANK='one'"), ("rank without a value", "SLURM_PROCID=''")]
+)
+def test_a_rank_that_is_no_number_is_named_though_lightning_stumbles_over_it(
+    program, named, outcomes
+):
     code, error = outcomes[program]
-    assert code == 1 and error.splitlines()[-1] == f"RuntimeError: {named} is not a whole number. Correct or unset it."
+    assert (
+        code == 1
+        and error.splitlines()[-1]
+        == f"RuntimeError: {named} is not a whole number. Correct or unset it."
+    )

@@ -1,4 +1,6 @@
-"""Checksums of the zip file that ``torch.save`` writes: torch never looks at them, and leaves them out where it skips data."""
+"""Checksums of the zip file that ``torch.save`` writes: torch never looks at them, and leaves them
+out where it skips data.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,18 @@ def seal(file: Path) -> None:
         entry = archive.start_dir
         for record in archive.infolist():
             if record.CRC == 0 and record.file_size:
-                start = record.header_offset + _HEADER_BYTES + sum(_read(stream, record.header_offset + _HEADER_LENGTHS, "<HH"))
+                start = (
+                    record.header_offset
+                    + _HEADER_BYTES
+                    + sum(_read(stream, record.header_offset + _HEADER_LENGTHS, "<HH"))
+                )
                 checksum = struct.pack("<I", _checksum(stream, start, record.file_size))
                 behind = record.flag_bits & _DESCRIPTOR_FLAG
-                place = start + record.file_size + _DESCRIPTOR_CRC if behind else record.header_offset + _HEADER_CRC
+                place = (
+                    start + record.file_size + _DESCRIPTOR_CRC
+                    if behind
+                    else record.header_offset + _HEADER_CRC
+                )
                 for offset in (place, entry + _ENTRY_CRC):
                     stream.seek(offset)
                     stream.write(checksum)
@@ -32,16 +42,24 @@ def seal(file: Path) -> None:
 
 
 def damage(file: Path) -> str | None:
-    """What is wrong with a file as far as its end, the index of a zip file, tells; None if it is whole."""
+    """What is wrong with a file as far as its end, the index of a zip file, tells; None if it is
+    whole.
+    """
     with open(file, "rb") as stream:
         begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
-    return "incomplete: the end of the file is missing" if begins_as_zip and not zipfile.is_zipfile(file) else None
+    return (
+        "incomplete: the end of the file is missing"
+        if begins_as_zip and not zipfile.is_zipfile(file)
+        else None
+    )
 
 
 def changed(file: Path, part: int, parts: int) -> str | None:
-    """What checksums tell about every ``parts``-th record, from number ``part`` on; None if they are as they were written.
+    """What checksums tell about every ``parts``-th record, from number ``part`` on; None if they
+    are as they were written.
 
-    Files of torch's format before version 1.6 have no checksums, nor have those of ``set_crc32_options(False)``.
+    Files of torch's format before version 1.6 have no checksums, nor have those of
+    ``set_crc32_options(False)``.
     """
     if not zipfile.is_zipfile(file):
         return None

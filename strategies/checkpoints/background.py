@@ -1,4 +1,6 @@
-"""Saving while training goes on: torch.distributed.checkpoint's thread writes a copy of this rank's shards."""
+"""Saving while training goes on: torch.distributed.checkpoint's thread writes a copy of this rank's
+shards.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class BackgroundSave:
         return self._running is not None
 
     def start(self, prepared: Prepared) -> None:
-        """Copy this rank's part and begin to write it; collective. The one before must have been waited for."""
+        """Copy this rank's part and begin to write it; collective. The one before must have been
+        waited for.
+        """
         from .writer import save_copies
 
         assert self._running is None
@@ -56,5 +60,7 @@ class BackgroundSave:
             work()
 
     def afterwards(self, work: Callable[[], None]) -> None:
-        """Do ``work`` once the save in flight is whole: remove what it replaces, let links lead to it."""
+        """Do ``work`` once the save in flight is whole: remove what it replaces, let links lead to
+        it.
+        """
         self._afterwards.append(work)

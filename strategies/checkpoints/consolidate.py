@@ -1,4 +1,6 @@
-"""``consolidate``: one file out of a sharded checkpoint, with the memory of one tensor and without the model's class."""
+"""``consolidate``: one file out of a sharded checkpoint, with the memory of one tensor and without
+the model's class.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .errors import alone
+from ..state_dicts.collective_errors import alone
+from ..state_dicts.gather import tensors_in
+from ..state_dicts.optimizer_state import numbered
+from ..state_dicts.slices import SavedTensor
 from .full import finish, reserve
-from .gather import tensors_in
-from .optimizer_state import numbered
 from .sharded import ShardedCheckpoint
-from .slices import SavedTensor
 from .storage import begin, commit, make_folder
 from .weights import SafetensorsWriter
 
@@ -24,9 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the sharded checkpoint, of zero3 or of FSDP2")
     parser.add_argument("out", type=Path, help="the file to write; with --safetensors a folder")
     parser.add_argument(
-        "--safetensors", action="store_true", help="write the weights alone, as safetensors files with an index"
+        "--safetensors",
+        action="store_true",
+        help="write the weights alone, as safetensors files with an index",
     )
-    parser.add_argument("--max-file-bytes", type=int, default=5 * 10**9, help="of a safetensors file (default: 5 GB)")
+    parser.add_argument(
+        "--max-file-bytes",
+        type=int,
+        default=5 * 10**9,
+        help="of a safetensors file (default: 5 GB)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @alone()
 def export(folder: Path, out: Path, max_file_bytes: int) -> None:
-    """Write the weights in ``folder`` as safetensors files to the folder ``out``, which appears when it is whole.
+    """Write the weights in ``folder`` as safetensors files to the folder ``out``, which appears
+    when it is whole.
 
     Raises:
         CheckpointError: the checkpoint is broken.
@@ -67,10 +77,14 @@ def consolidate(folder: Path, out: Path) -> None:
     source = ShardedCheckpoint(folder)
     checkpoint = source.checkpoint()
     if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
+        checkpoint["optimizer_states"] = [
+            numbered(state) for state in checkpoint["optimizer_states"]
+        ]
     stage = begin(out)
     places = reserve(checkpoint, stage)
-    saved: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)}
+    saved: dict[int, Tensor] = {
+        id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)
+    }
     source.read((saved[key], place) for key, place in places.items())
     places.clear()
     finish(stage, out)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, alone
+from ..state_dicts.collective_errors import CheckpointError, alone
 from .manifest import Manifest
 from .sharded import ShardedCheckpoint
 from .storage import changed, damage, last_complete
@@ -23,7 +23,9 @@ DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a check
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("path", type=Path, help="a sharded checkpoint, a full one, or a folder of them")
+    parser.add_argument(
+        "path", type=Path, help="a sharded checkpoint, a full one, or a folder of them"
+    )
 
 
 @alone()
@@ -42,10 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe_file(path: Path) -> Iterator[str]:
     """Lines about a full checkpoint that is whole; its tensors are mapped, not read."""
-    checkpoint = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    checkpoint = torch.load(
+        path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+    )
     yield f"single file, {path.stat().st_size:,} bytes"
     yield f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-    yield from _lines({key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint})
+    yield from _lines(
+        {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    )
 
 
 def describe_folder(path: Path) -> Iterator[str]:
@@ -55,8 +61,8 @@ def describe_folder(path: Path) -> Iterator[str]:
         yield "no manifest: another program wrote it"
     else:
         yield (
-            f"epoch {manifest.epoch}, step {manifest.global_step}, written by {manifest.world_size} ranks on "
-            + time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
+            f"epoch {manifest.epoch}, step {manifest.global_step}, written by {manifest.world_size}"
+            " ranks on " + time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
         )
     for file in sorted(path.iterdir()):
         yield f"  {file.name}  {file.stat().st_size:,} bytes"

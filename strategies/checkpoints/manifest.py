@@ -1,4 +1,6 @@
-"""The list of files in a checkpoint's directory, with sizes and checksums: what tells a whole one from a broken one."""
+"""The list of files in a checkpoint's directory, with sizes and checksums: what tells a whole one
+from a broken one.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Manifest:
             raise ValueError(f"{folder / MANIFEST} is damaged: {error}.") from error
         if content.pop("version", None) != _VERSION:
             raise ValueError(f"{folder / MANIFEST} was written by another version of this package.")
-        return cls(**{**content, "files": {name: File(**file) for name, file in content["files"].items()}})
+        return cls(
+            **{**content, "files": {name: File(**file) for name, file in content["files"].items()}}
+        )
 
 
 def measure(file: Path) -> File:
@@ -72,7 +76,9 @@ def measure(file: Path) -> File:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a directory as far as names and sizes of its files tell; None if it is whole."""
+    """What is wrong with a directory as far as names and sizes of its files tell; None if it is
+    whole.
+    """
     try:
         manifest = Manifest.read(folder)
     except ValueError as error:
@@ -81,7 +87,10 @@ def damage(folder: Path) -> str | None:
         return None
     if not manifest.files:
         begun = len({file.name.split("_")[2] for file in folder.glob("__*.distcp")})
-        return f"incomplete: its save did not finish ({begun} of {manifest.world_size} shards were begun)"
+        return (
+            f"incomplete: its save did not finish ({begun} of {manifest.world_size} shards were"
+            " begun)"
+        )
     missing = [name for name in manifest.files if not (folder / name).is_file()]
     if missing:
         shards = [name for name in manifest.files if name.endswith(".distcp")]
@@ -95,7 +104,9 @@ def damage(folder: Path) -> str | None:
 
 
 def changed(folder: Path, part: int, parts: int) -> str | None:
-    """What checksums tell about every ``parts``-th file, from number ``part`` on; None if they are as they were written."""
+    """What checksums tell about every ``parts``-th file, from number ``part`` on; None if they are
+    as they were written.
+    """
     manifest = Manifest.read(folder)
     for name in sorted(manifest.files if manifest is not None else ())[part::parts]:
         if measure(folder / name) != manifest.files[name]:

@@ -11,13 +11,16 @@ class CheckpointOptions:
     """How checkpoints are written and read.
 
     Args:
-        kind: "sharded" writes a directory in torch's distributed format, every rank its own part; "full" writes one file that
-            any strategy reads. Both kinds are read whatever is chosen here.
-        background: copy this rank's shards to CPU memory and go on training while a thread writes them. There is never more
-            than one such copy: a save waits for the one before. One that fails is an error on all ranks when the next step
-            begins, or at the end of training. Sharded only.
-        weights_only: reading rebuilds tensors and plain values only. With False it runs whatever code the checkpoint names:
-            for hyperparameters or callback states of other classes, from a source that you trust.
+        kind: "sharded" writes a directory in torch's distributed format, every rank its own part;
+            "full" writes one file that any strategy reads. Both kinds are read whatever is chosen
+            here.
+        background: copy this rank's shards to CPU memory and go on training while a thread writes
+            them. There is never more than one such copy: a save waits for the one before. One that
+            fails is an error on all ranks when the next step begins, or at the end of training.
+            Sharded only.
+        weights_only: reading rebuilds tensors and plain values only. With False it runs whatever
+            code the checkpoint names: for hyperparameters or callback states of other classes, from
+            a source that you trust.
     """
 
     kind: Literal["sharded", "full"] = "sharded"
@@ -28,4 +31,7 @@ class CheckpointOptions:
         if self.kind not in ("sharded", "full"):
             raise ValueError(f"CheckpointOptions(kind={self.kind!r}): choose 'sharded' or 'full'.")
         if self.background and self.kind == "full":
-            raise ValueError("CheckpointOptions(background=True) writes sharded checkpoints only: leave out kind='full'.")
+            raise ValueError(
+                "CheckpointOptions(background=True) writes sharded checkpoints only: leave out"
+                " kind='full'."
+            )

@@ -1,4 +1,6 @@
-"""Directories in the format of torch.distributed.checkpoint, read by any number of ranks; written by :mod:`.writer`."""
+"""Directories in the format of torch.distributed.checkpoint, read by any number of ranks; written
+by :mod:`.writer`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .errors import CheckpointError, rank_and_world_size, together
+from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, together
+from ..state_dicts.slices import SavedTensor
 from .manifest import changed, damage
-from .slices import SavedTensor
 from .writer import INDEX, OTHERS, TRAINER_STATE, put_back, torch_errors
 
 
@@ -41,19 +47,29 @@ class ShardedCheckpoint:
 
     def _open(self) -> None:
         if not (self.folder / INDEX).is_file():
-            raise CheckpointError(f"it has no {INDEX} and is no checkpoint in torch's distributed format")
+            raise CheckpointError(
+                f"it has no {INDEX} and is no checkpoint in torch's distributed format"
+            )
         rank, world_size = rank_and_world_size()
         found = damage(self.folder) or changed(self.folder, rank, world_size)
         if found:
             raise CheckpointError(found)
-        self._metadata = read_index(self.folder) if self._weights_only else FileSystemReader(self.folder).read_metadata()
+        self._metadata = (
+            read_index(self.folder)
+            if self._weights_only
+            else FileSystemReader(self.folder).read_metadata()
+        )
         self._require_files()
 
     def _require_files(self) -> None:
-        """Directories of other programs have no manifest, but their index tells how long the files must be."""
+        """Directories of other programs have no manifest, but their index tells how long the files
+        must be.
+        """
         needed: dict[str, int] = {}
         for entry in self._metadata.storage_data.values():
-            needed[entry.relative_path] = max(needed.get(entry.relative_path, 0), entry.offset + entry.length)
+            needed[entry.relative_path] = max(
+                needed.get(entry.relative_path, 0), entry.offset + entry.length
+            )
         for name, size in needed.items():
             file = self.folder / name
             there = file.stat().st_size if file.is_file() else 0
@@ -61,20 +77,31 @@ class ShardedCheckpoint:
                 raise CheckpointError(f"incomplete: {name} has {there:,} of {size:,} bytes")
 
     def checkpoint(self) -> dict[str, Any]:
-        """The checkpoint as Lightning made it, with a :class:`~.slices.SavedTensor` for each tensor; collective."""
+        """The checkpoint as Lightning made it, with a :class:`~.slices.SavedTensor` for each
+        tensor; collective.
+        """
         state = self.state()
         rest: dict[str, Any] = {}
         together(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
-        checkpoint = {**put_back(rest, state.pop(OTHERS, {})), "state_dict": state.pop("state_dict")}
+        checkpoint = {
+            **put_back(rest, state.pop(OTHERS, {})),
+            "state_dict": state.pop("state_dict"),
+        }
         if state:
-            checkpoint["optimizer_states"] = [state[f"optimizer_{index}"] for index in range(len(state))]
+            checkpoint["optimizer_states"] = [
+                state[f"optimizer_{index}"] for index in range(len(state))
+            ]
         return checkpoint
 
     def _trainer_state(self) -> dict[str, Any]:
-        return torch.load(self.folder / TRAINER_STATE, map_location="cpu", weights_only=self._weights_only)
+        return torch.load(
+            self.folder / TRAINER_STATE, map_location="cpu", weights_only=self._weights_only
+        )
 
     def state(self) -> dict[str, Any]:
-        """The nested state as it was saved, with a :class:`SavedTensor` for each tensor that has dimensions; collective."""
+        """The nested state as it was saved, with a :class:`SavedTensor` for each tensor that has
+        dimensions; collective.
+        """
         values: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
             if not isinstance(kind, TensorStorageMetadata):
@@ -97,13 +124,15 @@ class ShardedCheckpoint:
         return SavedTensor(name, kind.size, kind.properties.dtype, read)
 
     def read(self, wanted: Iterable[tuple[SavedTensor, Tensor]]) -> None:
-        """Fill this rank's tensors, or its parts of :class:`~.slices.SlicedTensor`, with saved values; collective.
+        """Fill this rank's tensors, or its parts of :class:`~.slices.SlicedTensor`, with saved
+        values; collective.
 
         Values are converted to the dtype of the tensor that they are read into.
         """
         rounds: list[dict[str, Tensor]] = [{}]
         for saved, target in wanted:
-            free = next((r for r in rounds if saved.label not in r), None)  # one tensor may be wanted twice
+            # one tensor may be wanted twice
+            free = next((r for r in rounds if saved.label not in r), None)
             if free is None:
                 rounds.append(free := {})
             free[saved.label] = target
@@ -132,7 +161,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._weights_only = weights_only
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(
+            value, map_location="cpu", weights_only=self._weights_only
+        )
 
 
 class _Reader(FileSystemReader):
@@ -179,8 +210,8 @@ _INDEX_NAMES = {
 
 def _foreign(what: str) -> pickle.UnpicklingError:
     return pickle.UnpicklingError(
-        f"the index names {what}, which torch does not write there. If you trust the source, read it with "
-        "CheckpointOptions(weights_only=False)."
+        f"the index names {what}, which torch does not write there. If you trust the source, read"
+        " it with CheckpointOptions(weights_only=False)."
     )
 
 

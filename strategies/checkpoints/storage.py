@@ -5,8 +5,9 @@
     folder/step=8.ckpt              whole
     folder/.unfinished/step=9.ckpt  being written; moved up when it is whole
     folder/.removed/...             being deleted
-    folder/last.previous.ckpt       the one before, for the moment in which `last.ckpt` is replaced, where a file system
-                                    cannot exchange two names; Lightning's `ckpt_path="last"` finds it there
+    folder/last.previous.ckpt       the one before, while `last.ckpt` is replaced on a file system
+                                    that cannot exchange two names; Lightning's `ckpt_path="last"`
+                                    finds it there
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..state_dicts.collective_errors import CheckpointError
 from . import archive, manifest
-from .errors import CheckpointError
 from .manifest import MANIFEST, Manifest
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
-_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}  # other errors: this file system, or this kind of file, has no fsync
+# other errors: this file system, or this kind of file, has no fsync
+_NOT_WRITTEN = {
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
@@ -81,7 +87,8 @@ def remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
-    if path.parent.name == _UNFINISHED:  # nobody takes it for a checkpoint, and the disk may be full
+    # nobody takes it for a checkpoint, and the disk may be full
+    if path.parent.name == _UNFINISHED:
         shutil.rmtree(path, ignore_errors=True)
         return
     rubbish = path.parent / _REMOVED / uuid.uuid4().hex
@@ -91,7 +98,9 @@ def remove(path: Path) -> None:
 
 
 def retire(path: Path) -> None:
-    """Delete a checkpoint; links to it (`save_last="link"`) lead to the newest of the others from then on."""
+    """Delete a checkpoint; links to it (`save_last="link"`) lead to the newest of the others from
+    then on.
+    """
     for link in path.parent.glob("*.ckpt"):
         if link.is_symlink() and link != path and link.resolve() == path.resolve():
             other = last_complete(path.parent, path)
@@ -108,8 +117,14 @@ def point(link: Path, target: Path) -> None:
 
 
 def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
-    """The newest checkpoint in ``folder``, but for one, that is whole as far as names and sizes tell."""
-    paths = [path for path in folder.glob("*.ckpt") if besides is None or path.resolve() != besides.resolve()]
+    """The newest checkpoint in ``folder``, but for one, that is whole as far as names and sizes
+    tell.
+    """
+    paths = [
+        path
+        for path in folder.glob("*.ckpt")
+        if besides is None or path.resolve() != besides.resolve()
+    ]
     return max(((_saved(path), path) for path in paths if _is_whole(path)), default=(0.0, None))[1]
 
 
@@ -133,15 +148,25 @@ def choose(path: Path, newest: bool) -> Choice:
 
     Args:
         path: the checkpoint that was asked for.
-        newest: it was asked for as the newest one, so another takes its place if it is incomplete. (What is complete and
-            has other checksums is an error all the same: disks that lose bytes should not go unnoticed.)
+        newest: it was asked for as the newest one, so another takes its place if it is incomplete.
+            (What is complete and has other checksums is an error all the same: disks that lose
+            bytes should not go unnoticed.)
 
     Raises:
-        CheckpointError: there is nothing, or it is incomplete; the error names the last complete one of the folder.
+        CheckpointError: there is nothing, or it is incomplete; the error names the last complete
+            one of the folder.
     """
     last = last_complete(path.parent, path)
-    other = f"The last complete one besides it is {last}." if last else "There is no other complete one in its folder."
-    remarks = [f"{path.parent / stage.name}: {damage(stage)}." for stage in unfinished(path.parent) if stage.is_dir()]
+    other = (
+        f"The last complete one besides it is {last}."
+        if last
+        else "There is no other complete one in its folder."
+    )
+    remarks = [
+        f"{path.parent / stage.name}: {damage(stage)}."
+        for stage in unfinished(path.parent)
+        if stage.is_dir()
+    ]
     if not path.exists():
         raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
     found = damage(path)
@@ -164,7 +189,9 @@ def damage(path: Path) -> str | None:
 
 
 def changed(path: Path, part: int, parts: int) -> str | None:
-    """What checksums tell about every ``parts``-th piece of a checkpoint, from number ``part`` on; None if they are right."""
+    """What checksums tell about every ``parts``-th piece of a checkpoint, from number ``part`` on;
+    None if they are right.
+    """
     return (manifest if path.is_dir() else archive).changed(path, part, parts)
 
 
@@ -191,7 +218,8 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make the names in a folder, or the bytes of a file, last through a power cut, where the file system can.
+    """Make the names in a folder, or the bytes of a file, last through a power cut, where the file
+    system can.
 
     Raises:
         OSError: it could not write them.

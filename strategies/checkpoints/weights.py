@@ -1,4 +1,6 @@
-"""Weights alone, from other programs and for them: any checkpoint, and Hugging Face's safetensors with their index."""
+"""Weights alone, from other programs and for them: any checkpoint, and Hugging Face's safetensors
+with their index.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..state_dicts.collective_errors import CheckpointError, together
+from ..state_dicts.gather import gather
+from ..state_dicts.slices import SavedTensor, SlicedTensor
 from . import full
-from .errors import CheckpointError, together
-from .gather import gather
-from .slices import SavedTensor, SlicedTensor
 from .storage import commit, make_folder
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
     """Key -> tensor, of which nothing is read yet; collective.
 
     Args:
-        path: a safetensors file, its index or the folder of both; a checkpoint's file or folder; a file of ``torch.save``.
+        path: a safetensors file, its index or the folder of both; a checkpoint's file or folder; a
+            file of ``torch.save``.
         weights_only: see :class:`~.options.CheckpointOptions`.
 
     Returns:
@@ -49,7 +52,12 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
     Raises:
         CheckpointError: on all ranks, if it cannot be read.
     """
-    if path.suffix == ".safetensors" or path.name.endswith(".index.json") or (path / INDEX).exists() or _single(path).exists():
+    if (
+        path.suffix == ".safetensors"
+        or path.name.endswith(".index.json")
+        or (path / INDEX).exists()
+        or _single(path).exists()
+    ):
         found: dict[str, Any] = {}
         together(f"Loading {path}", lambda: found.update(_open_safetensors(path)))
         return found, None
@@ -74,7 +82,12 @@ def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
         path = path / INDEX if (path / INDEX).exists() else _single(path)
     files = [path]
     if path.suffix == ".json":
-        files = sorted({path.parent / name for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+        files = sorted(
+            {
+                path.parent / name
+                for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+            }
+        )
     found = {}
     for file in files:
         with safe_open(file, "pt") as stream:
@@ -82,8 +95,13 @@ def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
                 part = stream.get_slice(key)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
-                    raise CheckpointError(f"{key!r} in {file} has the type {part.get_dtype()}, which is not supported.")
-                found[key] = SavedTensor(key, torch.Size(part.get_shape()), dtype, partial(_read, file, key))
+                    raise CheckpointError(
+                        f"{key!r} in {file} has the type {part.get_dtype()}, which is not"
+                        " supported."
+                    )
+                found[key] = SavedTensor(
+                    key, torch.Size(part.get_shape()), dtype, partial(_read, file, key)
+                )
     return found
 
 
@@ -127,7 +145,10 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor; a copy of it is written."""
-        if self._held and sum(held.nbytes for held in self._held.values()) + tensor.nbytes > self._max_bytes:
+        if (
+            self._held
+            and sum(held.nbytes for held in self._held.values()) + tensor.nbytes > self._max_bytes
+        ):
             self._write()
         self._held[name] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
         self._total += tensor.nbytes
@@ -136,13 +157,26 @@ class SafetensorsWriter:
         """Write what is held, and the index if there are several files."""
         self._write()
         count = len(self._files)
-        names = [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] if count > 1 else ["model.safetensors"]
+        names = (
+            [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
+            if count > 1
+            else ["model.safetensors"]
+        )
         for k, name in enumerate(names):
             (self._folder / f"part-{k}").rename(self._folder / name)
         if count > 1:
-            where = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
-            content = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
-            (self._folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            where = {
+                tensor: name
+                for name, tensors in zip(names, self._files, strict=True)
+                for tensor in tensors
+            }
+            content = {
+                "metadata": {"total_size": self._total},
+                "weight_map": dict(sorted(where.items())),
+            }
+            (self._folder / INDEX).write_text(
+                json.dumps(content, indent=2) + "\n", encoding="utf-8"
+            )
 
     def _write(self) -> None:
         from safetensors.torch import save_file

@@ -4,7 +4,8 @@ The layout is the one of Lightning's ``ModelParallelStrategy`` (FSDP2)::
 
     .metadata          which part of which tensor lies where
     __0_0.distcp, ...  the parts that rank 0, ... wrote
-    meta.pt            everything that is no weight and no optimizer state: loops, callbacks, loaders, random states, ...
+    meta.pt            everything that is no weight and no optimizer state: loops, callbacks,
+                       loaders, random states, ...
     manifest.json      sizes and checksums of these files; ours alone
 
 and so are the names in it: ``state_dict.<key>``, ``optimizer_<index>.state.<parameter>.<key>`` and
@@ -35,10 +36,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .errors import CheckpointError, describe, rank_and_world_size, together
-from .gather import tensors_in
+from ..state_dicts.collective_errors import CheckpointError, describe, rank_and_world_size, together
+from ..state_dicts.gather import tensors_in
+from ..state_dicts.slices import SlicedTensor
 from .manifest import MANIFEST, File, Manifest, measure
-from .slices import SlicedTensor
 from .storage import commit, make_folder, remove, stage_of, sync
 
 INDEX = ".metadata"
@@ -68,7 +69,8 @@ def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
     """Take a Lightning checkpoint apart; collective.
 
     Args:
-        checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded tensor, wherever it is.
+        checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded
+            tensor, wherever it is.
         path: where it will be.
 
     Raises:
@@ -78,7 +80,11 @@ def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
     state = {"state_dict": checkpoint["state_dict"]}
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    rest = {
+        key: value
+        for key, value in checkpoint.items()
+        if key not in ("state_dict", "optimizer_states")
+    }
     if any(True for _ in tensors_in(rest, SlicedTensor)):
         state[OTHERS] = {}  # averages of weights, and what else callbacks keep
         rest = _take_slices(rest, (), state[OTHERS])
@@ -104,14 +110,19 @@ def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
 def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
     """Undo :func:`_take_slices`."""
     if isinstance(tree, dict):
-        return tensors[tree[_MARK]] if tree.keys() == {_MARK} else {k: put_back(item, tensors) for k, item in tree.items()}
+        return (
+            tensors[tree[_MARK]]
+            if tree.keys() == {_MARK}
+            else {k: put_back(item, tensors) for k, item in tree.items()}
+        )
     if type(tree) in (list, tuple):
         return type(tree)(put_back(item, tensors) for item in tree)
     return tree
 
 
 def save(prepared: Prepared) -> None:
-    """Write a checkpoint, every rank its part; collective. What is at its path is replaced when the new one is whole.
+    """Write a checkpoint, every rank its part; collective. What is at its path is replaced when the
+    new one is whole.
 
     Raises:
         CheckpointError: on all ranks; what was at the path is still there.
@@ -125,7 +136,8 @@ def save_copies(prepared: Prepared, group: dist.ProcessGroup | None) -> Upload[M
 
     Args:
         prepared: this rank's part.
-        group: of all ranks, for this alone, on gloo: the training's own collectives go on meanwhile.
+        group: of all ranks, for this alone, on gloo: the training's own collectives go on
+            meanwhile.
 
     Returns:
         the end of the save, to be looked at inside :func:`saving`.
@@ -136,7 +148,11 @@ def save_copies(prepared: Prepared, group: dist.ProcessGroup | None) -> Upload[M
     if group is None:  # in the thread, where filters cannot be changed for a moment only
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     upload = dcp.async_save(
-        prepared.state, storage_writer=_Writer(prepared), planner=_planner(), process_group=group, async_stager=_Copies()
+        prepared.state,
+        storage_writer=_Writer(prepared),
+        planner=_planner(),
+        process_group=group,
+        async_stager=_Copies(),
     )
     assert isinstance(upload, Upload)
     return upload
@@ -144,7 +160,8 @@ def save_copies(prepared: Prepared, group: dist.ProcessGroup | None) -> Upload[M
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Around the end of a save: one that failed is an error of all ranks, and leaves nothing behind.
+    """Around the end of a save: one that failed is an error of all ranks, and leaves nothing
+    behind.
 
     Raises:
         CheckpointError: it failed.
@@ -171,18 +188,23 @@ def torch_errors(doing: str) -> Iterator[None]:
 
 
 def _planner() -> DefaultSavePlanner:
-    # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other strategy.
+    # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other
+    # strategy.
     return DefaultSavePlanner(dedup_save_to_lowest_rank=True)
 
 
 class _Copies(AsyncStager):
-    """Copies this rank's parts and nothing else. torch's own stagers want tensors that have values, or copy whole storages."""
+    """Copies this rank's parts and nothing else. torch's own stagers want tensors that have values,
+    or copy whole storages.
+    """
 
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         copies: dict[str, Any] = {}
-        together("Copying shards for a background save", lambda: copies.update(_copied(state_dict, {})))
+        together(
+            "Copying shards for a background save", lambda: copies.update(_copied(state_dict, {}))
+        )
         return copies
 
 
@@ -193,7 +215,9 @@ def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
         return tree.detach().to("cpu", copy=True)
     if isinstance(tree, dict):
         return {key: _copied(item, memory) for key, item in tree.items()}
-    return type(tree)(_copied(item, memory) for item in tree) if type(tree) in (list, tuple) else tree
+    return (
+        type(tree)(_copied(item, memory) for item in tree) if type(tree) in (list, tuple) else tree
+    )
 
 
 class _Written(list[WriteResult]):
@@ -203,10 +227,11 @@ class _Written(list[WriteResult]):
 
 
 class _Writer(FileSystemWriter):
-    """Writes beside the path, adds what is ours, and gives the directory its name when all of it is there.
+    """Writes beside the path, adds what is ours, and gives the directory its name when all of it is
+    there.
 
-    torch calls one method after the other on all ranks, those about all plans and the finish on the coordinator alone, and
-    raises everywhere what any of them raised anywhere.
+    torch calls one method after the other on all ranks, those about all plans and the finish on the
+    coordinator alone, and raises everywhere what any of them raised anywhere.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -224,7 +249,8 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not (self._stage / MANIFEST).is_file():
             raise CheckpointError(
-                f"{self._stage} was created by rank 0 and is not there. All ranks must see the same file system."
+                f"{self._stage} was created by rank 0 and is not there. All ranks must see the same"
+                " file system."
             )
         written = _Written(super().write_data(plan, planner).wait())
         written.files = _measured(self._stage.glob(f"{plan.storage_data.prefix}*"))
@@ -234,7 +260,11 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[_Written]) -> None:
         super().finish(metadata, results)
-        index, rest, manifest = self._stage / INDEX, self._stage / TRAINER_STATE, self._prepared.manifest
+        index, rest, manifest = (
+            self._stage / INDEX,
+            self._stage / TRAINER_STATE,
+            self._prepared.manifest,
+        )
         rest.write_bytes(self._prepared.rest)
         sync(rest)
         for files in (*(written.files for written in results), _measured([index, rest])):

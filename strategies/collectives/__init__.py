@@ -1,20 +1,21 @@
-"""How ranks exchange tensors: one door, and what is behind it on a machine, between machines and on devices.
+"""How ranks exchange tensors: one communicator, within a machine, between machines, on devices.
 
-====================  ==================================================================================================
-door                  the object that all exchanges of an engine go through; tests and timers substitute its methods
-label                 number that an exchange has on all ranks: those that come with different ones have parted
-trace                 labels since the ranks last agreed that they do the same
-board                 memory of one machine in which each rank posts the exchange that it has come to
-====================  ==================================================================================================
+communicator
+    the object through which all exchanges of an engine go; tests and timers replace its methods
+label
+    a number that says which exchange this is; ranks that meet with different labels have diverged
+trace
+    the labels since the ranks last agreed that they do the same
+shared flags
+    memory of one machine in which each rank posts the exchange that it has reached
 """
 
-from .compared import ComparedCollectives
-from .diary import (
+from .exchange_log import (
     ASSIGNED,
     CLEARED,
     LOOK_FOR,
-    Diary,
     DivergenceError,
+    ExchangeLog,
     Meeting,
     Setting,
     checksum,
@@ -23,12 +24,13 @@ from .diary import (
     require_same_settings,
     require_same_values,
 )
-from .door import make_collectives, make_hybrid_collectives
-from .group import GroupCollectives, LocalCollectives, Pending, Work
+from .factory import make_collectives, make_hybrid_collectives
+from .label_checked import ComparedCollectives
 from .pairwise import PairwiseCollectives
-from .shared import SharedMemoryCollectives
-from .timing import CallTimer, CollectiveTimer, HostClock, make_clock
-from .wire import ROOM, narrow, widen
+from .process_group import GroupCollectives, LocalCollectives, Pending, Work
+from .rounding import ROOM, narrow, widen
+from .shared_memory import SharedMemoryCollectives
+from .timers import CallTimer, CollectiveTimer, HostClock, make_clock
 
 __all__ = [
     "ASSIGNED",
@@ -38,7 +40,7 @@ __all__ = [
     "CallTimer",
     "CollectiveTimer",
     "ComparedCollectives",
-    "Diary",
+    "ExchangeLog",
     "DivergenceError",
     "GroupCollectives",
     "HostClock",

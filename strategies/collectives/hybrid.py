@@ -1,4 +1,5 @@
-"""Hybrid sharding: groups of ranks share one copy of the model's shards each, and average their gradients with each other.
+"""Hybrid sharding: groups of ranks share one copy of the model's shards each, and average their
+gradients with each other.
 
 ::
 
@@ -15,20 +16,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import LocalCollectives, Pending, Work
+from .process_group import LocalCollectives, Pending, Work
 
 
 class HybridCollectives(LocalCollectives):
-    """Shards along ``shards``, the same shards along ``replicas``; what concerns no shard goes to ``everyone``."""
+    """Shards along ``shards``, the same shards along ``replicas``; what concerns no shard goes to
+    ``everyone``.
+    """
 
     alone = False
 
-    def __init__(self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup) -> None:
+    def __init__(
+        self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup
+    ) -> None:
         self._shards, self._everyone, self._replicas = shards, everyone, replicas
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
-        self.diary = everyone.diary = shards.diary
-        for name in ("allocate", "all_gather", "all_to_all", "all_reduce"):  # along a row; all rows hold the same
+        self.exchange_log = everyone.exchange_log = shards.exchange_log
+        # along a row; all rows hold the same
+        for name in (
+            "allocate",
+            "all_gather",
+            "all_to_all",
+            "all_reduce",
+        ):
             setattr(self, name, getattr(shards, name))
         for name in ("meet", "agree", "broadcast", "all_gather_object"):
             setattr(self, name, getattr(everyone, name))
@@ -42,9 +53,13 @@ class HybridCollectives(LocalCollectives):
         """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
         return _OverReplicas(self._shards.reduce_scatter(buffer, label), self._replicas)
 
-    def reduce_scatter_in(self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0) -> Work:
+    def reduce_scatter_in(
+        self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0
+    ) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter_in`; between replicas fp32 travels."""
-        return _OverReplicas(self._shards.reduce_scatter_in(dtype, buffer, room, label), self._replicas)
+        return _OverReplicas(
+            self._shards.reduce_scatter_in(dtype, buffer, room, label), self._replicas
+        )
 
 
 class _OverReplicas(Pending):

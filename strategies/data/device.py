@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 
-def map_tensors(batch: Any, fn: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any]) -> Any:
+def map_tensors(
+    batch: Any, fn: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any]
+) -> Any:
     """Apply ``fn`` to every tensor in any nesting, ``other`` to objects with a ``to`` method.
 
     The containers are new ones of the same type; leaves of other kinds are the same objects.
@@ -58,8 +60,8 @@ def move(batch: Any, device: torch.device) -> Any:
 class DeviceFeed:
     """Iterates (batch, position) pairs with the batches on the device.
 
-    With ``ahead``, the next batch is fetched and copied on a stream of its own before the current one
-    is handed over. The position travels with its batch, so what is ahead does not count.
+    With ``ahead``, the next batch is fetched and copied on a stream of its own before the current
+    one is handed over. The position travels with its batch, so what is ahead does not count.
     """
 
     def __init__(self, pairs: Iterator[tuple[Any, Any]], device: torch.device, ahead: bool) -> None:
@@ -105,8 +107,8 @@ class DeviceFeed:
         compute.wait_stream(self.stream)
 
         def used_by_compute(tensor: torch.Tensor) -> torch.Tensor:
-            # Hazard: the block belongs to the copy stream. Freed while the compute stream still reads
-            # it, it would take the next batch's copy; this delays its reuse.
+            # Hazard: the block belongs to the copy stream. Freed while the compute stream still
+            # reads it, it would take the next batch's copy; this delays its reuse.
             if tensor.is_cuda:
                 tensor.record_stream(compute)
             return tensor
@@ -115,7 +117,9 @@ class DeviceFeed:
             if callable(record := getattr(obj, "record_stream", None)):
                 record(compute)
                 return obj
-            parts = obj if isinstance(obj, Mapping) else vars(obj) if hasattr(obj, "__dict__") else {}
+            parts = (
+                obj if isinstance(obj, Mapping) else vars(obj) if hasattr(obj, "__dict__") else {}
+            )
             for part in parts.values():
                 map_tensors(part, used_by_compute, lambda inner: inner)
             return obj

@@ -1,9 +1,9 @@
 """Rank 0 reads for everybody: batches travel from rank to rank, not through the file system.
 
 Per rank and batch, rank 0 sends a header of three integers and one buffer with all tensors of the
-batch. The structure around the tensors (containers, shapes, other objects) is pickled, and sent only
-when it differs from the last one. Each rank is sent its own batch and nothing else. The group is one
-of its own, on CPU, so that its messages cannot meet the collectives of the training step.
+batch. The structure around the tensors (containers, shapes, other objects) is pickled, and sent
+only when it differs from the last one. Each rank is sent its own batch and nothing else. The group
+is one of its own, on CPU, so that its messages cannot meet the collectives of the training step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from .base_feed import Feed, Pairs
 from .device import map_tensors
-from .feed import Feed, Pairs
 from .map_feed import MapFeed
 
 _BATCH, _END, _ERROR = 0, 1, 2
-# A message that is freed before it has left never arrives, so the lists of messages on their way outlive
-# a loop that is given up and a loader that is dropped: at most one row each.
+# A message that is freed before it has left never arrives, so the lists of messages on their way
+# outlive a loop that is given up and a loader that is dropped: at most one row each.
 _KEPT: list[list[Any]] = []
 _ALIGN = 16  # bytes; views of every dtype start aligned
 
@@ -62,8 +62,12 @@ def pack(batch: Any) -> tuple[bytes, torch.Tensor]:
 def unpack(structure: tuple[Any, list[Any]], buffer: torch.Tensor) -> Any:
     """The inverse of `pack`; the tensors are views of ``buffer``."""
     skeleton, layout = structure
-    views = [buffer[begin : begin + size].view(dtype).view(shape) for dtype, shape, begin, size in layout]
-    return map_tensors(skeleton, lambda tensor: tensor, lambda obj: views[obj.index] if type(obj) is _Slot else obj)
+    views = [
+        buffer[begin : begin + size].view(dtype).view(shape) for dtype, shape, begin, size in layout
+    ]
+    return map_tensors(
+        skeleton, lambda tensor: tensor, lambda obj: views[obj.index] if type(obj) is _Slot else obj
+    )
 
 
 class DispatchFeed:
@@ -88,7 +92,9 @@ class DispatchFeed:
         self.world_size = world_size
         self._in_flight: list[Any] = []  # (work, tensor) of the row on its way
         _KEPT.append(self._in_flight)
-        facts: list[Any] = [(feed.row_samples, feed.batches_per_rank(), feed.describe())] if rank == 0 else [None]
+        facts: list[Any] = (
+            [(feed.row_samples, feed.batches_per_rank(), feed.describe())] if rank == 0 else [None]
+        )
         dist.broadcast_object_list(facts, group=self.group)
         self.row_samples, self._counts, self._facts = facts[0]
 
@@ -107,7 +113,8 @@ class DispatchFeed:
         sent: dict[int, bytes] = {}
         try:
             for row in self._rows(pairs):
-                # The row before is on its way while this one is read; its buffers are done with now.
+                # The row before is on its way while this one is read; its buffers are done with
+                # now.
                 self._finish_sending()
                 for rank in range(1, self.world_size):
                     kind, batch = (_BATCH, row[rank][0]) if rank < len(row) else (_END, None)
@@ -142,7 +149,9 @@ class DispatchFeed:
         structure, buffer = pack(batch)
         is_new = sent.get(rank) != structure
         sent[rank] = structure
-        header = torch.tensor([kind, len(structure) if is_new else 0, buffer.numel()], dtype=torch.int64, device="cpu")
+        header = torch.tensor(
+            [kind, len(structure) if is_new else 0, buffer.numel()], dtype=torch.int64, device="cpu"
+        )
         parts = [header]
         if is_new:
             parts.append(torch.frombuffer(bytearray(structure), dtype=torch.uint8))
@@ -167,7 +176,9 @@ class DispatchFeed:
             if kind == _END:
                 return
             if kind == _ERROR:
-                raise RuntimeError(f"{self.label}: rank 0, which reads for all ranks, failed: {structure[0][0]}")
+                raise RuntimeError(
+                    f"{self.label}: rank 0, which reads for all ranks, failed: {structure[0][0]}"
+                )
             count += 1
             yield unpack(structure, buffer), position_after(count)
 

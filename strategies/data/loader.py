@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from .base_feed import Feed
 from .device import DeviceFeed
-from .feed import Feed
-from .nobatch import NoBatch
+from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .stream import is_stateful
 
@@ -60,8 +60,8 @@ class ShardedLoader:
 
     Attributes:
         epoch: the epoch that the next pass belongs to, see `set_epoch`.
-        held_by_consumer: how many of the batches handed over last the loop keeps for later; these do not
-            count as handed over.
+        held_by_consumer: how many of the batches handed over last the loop keeps for later; these
+            do not count as handed over.
         place_on_device: whether batches are copied to the device here.
         accumulate: micro-batches per step, written into states.
         resumed: what the last loaded state said, until the next epoch begins.
@@ -100,8 +100,9 @@ class ShardedLoader:
         self.resumed = None
         self._resume: Place | None = None
         self._begun: Place | None = None  # where the newest pass began
-        # (batches, position, finished) after the newest batches: one in the loop, one held, one more.
-        # Plain tuples: a `Place` for every batch would cost more than the rest of the bookkeeping.
+        # (batches, position, finished) after the newest batches: one in the loop, one held, one
+        # more. Plain tuples: a `Place` for every batch would cost more than the rest of the
+        # bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded: dict[str, Any] | None = None
         self._skip_next = 0
@@ -156,7 +157,8 @@ class ShardedLoader:
             return Place(self.epoch)
         if last.finished:
             return Place(self.epoch, last.cycle + 1 if self.stage == "fit" else 0)
-        # Only the look-ahead of an iterator that was replaced has read anything: the same pass again.
+        # Only the look-ahead of an iterator that was replaced has read anything: the same pass
+        # again.
         return self._begun if last.batches - self._begun.batches <= 1 else Place(self.epoch)
 
     def _pairs(self, begin: Place) -> Iterator[tuple[Any, Any]]:
@@ -190,7 +192,9 @@ class ShardedLoader:
         """This rank's batches in a whole epoch, and 1 for a `NoBatch`."""
         length = self.feed.length()
         if length is None:
-            raise TypeError(f"{self.label}: it has no length, because its dataset or its sampler has none")
+            raise TypeError(
+                f"{self.label}: it has no length, because its dataset or its sampler has none"
+            )
         return length + self.is_empty
 
     @property
@@ -200,13 +204,17 @@ class ShardedLoader:
 
     @property
     def is_empty(self) -> bool:
-        """Other ranks evaluate samples and there is none for this rank, which is handed a single `NoBatch`."""
+        """Other ranks evaluate samples and there is none for this rank, which is handed a single
+        `NoBatch`.
+        """
         counts = self.batches_per_rank
         return self.stage != "fit" and counts is not None and counts[self.rank] == 0 < max(counts)
 
     @property
     def may_lack_batches(self) -> bool:
-        """The length is unknown: ranks without a sample in the last rows are handed `NoBatch` there."""
+        """The length is unknown: ranks without a sample in the last rows are handed `NoBatch`
+        there.
+        """
         return self.stage != "fit" and self.feed.length() is None
 
     @property
@@ -268,7 +276,11 @@ class ShardedLoader:
         self._check(state)
         self.seed = state["seed"]
         self.feed.reseed(state["seed"])
-        saved = state["position_per_rank"][self.rank] if "position_per_rank" in state else state["position"]
+        saved = (
+            state["position_per_rank"][self.rank]
+            if "position_per_rank" in state
+            else state["position"]
+        )
         self.feed.set_epoch(state["epoch"])
         position = self.feed.load(saved, state["feed"])
         self._begun = None
@@ -276,7 +288,9 @@ class ShardedLoader:
         done = self.feed.done_before(position)
         if done is None:
             done = state["batches"] * state["row_samples"] // self.row_samples
-        place = Place(state["epoch"], state["cycle"], done, position, state["new_epoch"], state["finished"])
+        place = Place(
+            state["epoch"], state["cycle"], done, position, state["new_epoch"], state["finished"]
+        )
         self._warn_of_skipping(place)
         self._resume = place
         # Whoever does not say the epoch continues with the next one.
@@ -296,12 +310,16 @@ class ShardedLoader:
     def _check(self, state: dict[str, Any]) -> None:
         if state.get("version") != VERSION:
             raise ValueError(
-                f"{self.label}: the checkpoint holds a loader state of version {state.get('version')!r}, this code"
-                f" reads version {VERSION}. HINT: it was saved by another loader or another release."
+                f"{self.label}: the checkpoint holds a loader state of version"
+                f" {state.get('version')!r}, this code reads version {VERSION}. HINT: it was saved"
+                " by another loader or another release."
             )
         kind = self.feed.describe()["kind"]
         if state["feed"]["kind"] != kind:
-            raise ValueError(f"{self.label}: the checkpoint's loader was a {state['feed']['kind']}, this is a {kind}")
+            raise ValueError(
+                f"{self.label}: the checkpoint's loader was a {state['feed']['kind']}, this is a"
+                f" {kind}"
+            )
         if state["world_size"] != self.world_size and self._differs_by_rank():
             raise ValueError(
                 f"{self.label}: the data is sharded by the user (rank by rank), so its positions on"
@@ -314,14 +332,20 @@ class ShardedLoader:
         return bool(facts.get("own") or facts.get("sharded_by_user"))
 
     def _warn_of_skipping(self, place: Place) -> None:
-        skips = place.position is not None and place.batches and not place.finished and self._loaded is None
+        skips = (
+            place.position is not None
+            and place.batches
+            and not place.finished
+            and self._loaded is None
+        )
         if self.feed.describe()["kind"] == "stream" and skips:
             if self.rank == 0 and not is_stateful(self.dataset):
                 warnings.warn(
-                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so it is read from its"
-                    " beginning and what was handed over before the checkpoint is thrown away. Implement"
-                    " `state_dict()` and `load_state_dict(state)` on the dataset (or on the iterator it returns):"
-                    " state_dict is taken after each batch, and iter() after load_state_dict continues there.",
+                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so it is"
+                    " read from its beginning and what was handed over before the checkpoint is"
+                    " thrown away. Implement `state_dict()` and `load_state_dict(state)` on the"
+                    " dataset (or on the iterator it returns): state_dict is taken after each"
+                    " batch, and iter() after load_state_dict continues there.",
                     stacklevel=3,
                 )
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..rng import derive_seed
-from .feed import Pairs, close_loader, copy_loader
-from .nobatch import NoBatch
+from ..support.random_states import derive_seed
+from .base_feed import Pairs, close_loader, copy_loader
+from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .order import batches_before
 from .sampler import ShardSampler
@@ -22,7 +22,14 @@ class MapFeed:
     """Batches of a map-style dataset; the position is the number of items of the order used up."""
 
     def __init__(
-        self, loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world: int, seed: int, label: str
+        self,
+        loader: DataLoader,
+        options: DataOptions,
+        stage: Stage,
+        rank: int,
+        world: int,
+        seed: int,
+        label: str,
     ) -> None:
         self.label = label
         self.rank = rank
@@ -60,7 +67,10 @@ class MapFeed:
         for batch in iter(self.inner):
             row = number // ranks + 1
             number += 1
-            yield batch, start + row * row_items if row < usual else self.sampler.plan().handed_over(row)
+            yield (
+                batch,
+                start + row * row_items if row < usual else self.sampler.plan().handed_over(row),
+            )
             del batch  # the caller may be done with it: its memory is for the next one
         if self.pads:
             counts = self.sampler.batches_per_rank()
@@ -107,18 +117,25 @@ class MapFeed:
     def load(self, state: int, saved: dict[str, Any]) -> int:
         """See `Feed`."""
         mine = self.describe()
-        for name, meaning in (("unit", "counts"), ("order", "draws its order as"), ("items", "length")):
+        for name, meaning in (
+            ("unit", "counts"),
+            ("order", "draws its order as"),
+            ("items", "length"),
+        ):
             if saved[name] != mine[name]:
                 raise ValueError(
-                    f"{self.label}: the checkpoint's loader differs from this one: {meaning} {saved[name]!r} then,"
-                    f" {mine[name]!r} now. Position {state} would mean other samples. HINT: resume with the same"
-                    " dataset and sampler, or start a new run from the weights only."
+                    f"{self.label}: the checkpoint's loader differs from this one: {meaning}"
+                    f" {saved[name]!r} then, {mine[name]!r} now. Position {state} would mean other"
+                    " samples. HINT: resume with the same dataset and sampler, or start a new run"
+                    " from the weights only."
                 )
         self.use_generator(saved["generator"])
         return state
 
     def use_generator(self, state: torch.Tensor | None) -> None:
-        """Draw orders from the user's own generator as it was in ``state``; None changes nothing."""
+        """Draw orders from the user's own generator as it was in ``state``; None changes
+        nothing.
+        """
         if state is not None:
             self.source.generator_state = state
             self.sampler.forget_order()

@@ -181,7 +181,8 @@ def stream_rows(
 ) -> Iterator[StreamRow]:
     """Cut a stream of unknown length into rows with the same layouts as `RowPlan`.
 
-    One row is held back: when the last row is given out the source has ended, and has reset itself if it does.
+    One row is held back: when the last row is given out the source has ended, and has reset itself
+    if it does.
 
     Args:
         source: the items.
@@ -214,7 +215,9 @@ def stream_rows(
     yield from _last_rows((held[0] if held else []) + buffer, shape, wrapped, begin, end)
 
 
-def _last_rows(items: list[Any], shape: RowPlan, head: list[Any], begin: Any, end: Any) -> Iterator[StreamRow]:
+def _last_rows(
+    items: list[Any], shape: RowPlan, head: list[Any], begin: Any, end: Any
+) -> Iterator[StreamRow]:
     plan = RowPlan(len(items), shape.batch, shape.world, shape.tail)
     for row in range(plan.rows):
         cells = [_cell(items, plan, row, rank, head) for rank in range(plan.world)]

@@ -11,7 +11,7 @@ from .options import DataOptions, Stage
 from .order import RowPlan, take
 from .seeding import SampleKey
 from .source import MapSource
-from .unsized import UnsizedOrder
+from .unsized_order import UnsizedOrder
 
 
 class ShardSampler:
@@ -28,7 +28,15 @@ class ShardSampler:
     cycle: int
     start: int  # items of the order that were handed over before
 
-    def __init__(self, source: MapSource, options: DataOptions, stage: Stage, rank: int, world_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        source: MapSource,
+        options: DataOptions,
+        stage: Stage,
+        rank: int,
+        world_size: int,
+        seed: int,
+    ) -> None:
         self.source = source
         self.options = options
         self.seed = seed
@@ -46,14 +54,14 @@ class ShardSampler:
         if source.opaque or not source.collated:
             raise ValueError(
                 f'{source.label}: sharding="split" cuts batches of one known size, but'
-                f" {type(source.sampler).__name__} yields whole batches of its own. HINT: give the batch sampler a"
-                ' `batch_size` that all its batches have, or use sharding="batch".'
+                f" {type(source.sampler).__name__} yields whole batches of its own. HINT: give the"
+                ' batch sampler a `batch_size` that all its batches have, or use sharding="batch".'
             )
         if source.batch % world:
             raise ValueError(
-                f'{source.label}: sharding="split" cuts each batch in {world} equal parts, but batch_size is'
-                f" {source.batch}. HINT: use {max(1, source.batch // world) * world} or"
-                f' {-(-source.batch // world) * world}, or sharding="batch".'
+                f'{source.label}: sharding="split" cuts each batch in {world} equal parts, but'
+                f" batch_size is {source.batch}. HINT: use {max(1, source.batch // world) * world}"
+                f' or {-(-source.batch // world) * world}, or sharding="batch".'
             )
         return source.batch // world
 
@@ -97,8 +105,13 @@ class ShardSampler:
     def __iter__(self) -> Iterator[Any]:
         plan, order, epoch = self.plan(), self.order, self.epoch
         usual = 0
-        if len(self.ranks) == 1 and isinstance(order, np.ndarray) and not self.options.per_sample_seed:
-            # The usual rows by slices of an array: this runs for every batch, and batches can be tiny.
+        if (
+            len(self.ranks) == 1
+            and isinstance(order, np.ndarray)
+            and not self.options.per_sample_seed
+        ):
+            # The usual rows by slices of an array: this runs for every batch, and batches can be
+            # tiny.
             usual = max(0, (plan.items - plan.start) // plan.row_items - 1)
             first = plan.start + self.ranks[0] * plan.batch
             for lo in range(first, first + usual * plan.row_items, plan.row_items):
@@ -133,8 +146,12 @@ class ShardSampler:
         return sum(self.plan().batches(rank) for rank in self.ranks)
 
     def batches_per_rank(self) -> list[int]:
-        """Batches of every rank in a whole epoch; of an order without a length, once its end was seen."""
+        """Batches of every rank in a whole epoch; of an order without a length, once its end was
+        seen.
+        """
         return self.plan(0).batches_per_rank()
 
     def set_epoch(self, epoch: int) -> None:
-        """Accepted for code that calls it on samplers; the loader tells the epoch through `begin`."""
+        """Accepted for code that calls it on samplers; the loader tells the epoch through
+        `begin`.
+        """

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
-from ..rng import derive_seed, scoped, seed_cpu
+from ..support.random_states import derive_seed, scoped, seed_cpu
 
 
 class SampleKey(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from .base_feed import Feed
 from .dispatch import DispatchFeed
-from .feed import Feed
 from .loader import ShardedLoader
 from .map_feed import MapFeed
 from .options import DataOptions, Stage
@@ -63,7 +63,13 @@ def shard_dataloader(
 
 
 def _agreed_feed(
-    loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world_size: int, data: str, label: str
+    loader: DataLoader,
+    options: DataOptions,
+    stage: Stage,
+    rank: int,
+    world_size: int,
+    data: str,
+    label: str,
 ) -> tuple[Feed, int]:
     """The feed, and the seed of its order, which is rank 0's."""
     feed, facts, seed = _make_feed(loader, options, stage, rank, world_size, label)
@@ -81,8 +87,9 @@ def _agreed_feed(
 
 def _warn_of_whole_reads(data: str, world_size: int) -> None:
     warnings.warn(
-        f'{data}: every rank reads the whole stream and keeps one of {world_size} batches (streams="cut"). If the'
-        ' dataset shards itself by rank already, choose `Zero3Strategy(data=DataOptions(streams="own"))`, or samples are lost.',
+        f"{data}: every rank reads the whole stream and keeps one of {world_size} batches"
+        ' (streams="cut"). If the dataset shards itself by rank already, choose'
+        ' `Zero3Strategy(data=DataOptions(streams="own"))`, or samples are lost.',
         stacklevel=3,
     )
 
@@ -121,7 +128,11 @@ def _choose_seed(options: DataOptions) -> int:
 
 def _facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, Any]:
     """What all ranks must have in common, by the name that an error gives it."""
-    facts = {"kind": feed.describe()["kind"], "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    facts = {
+        "kind": feed.describe()["kind"],
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+    }
     if isinstance(feed, MapFeed):
         source = feed.source
         if source.sharded_by_user:
@@ -132,7 +143,9 @@ def _facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, An
             # Checked with one seed on all ranks: the sampler may draw from the global generators.
             facts["checksum of the sampler's order"] = source.fingerprint(0)
         if source.generator_state is not None and "generator" not in options.rng_types:
-            facts["state of the sampler's generator"] = zlib.crc32(source.generator_state.numpy().tobytes())
+            facts["state of the sampler's generator"] = zlib.crc32(
+                source.generator_state.numpy().tobytes()
+            )
     return facts
 
 
@@ -144,16 +157,19 @@ def _agree(facts: dict[str, Any], shared: Any, data: str, rank: int, world_size:
         dist.all_gather_object(entries, (facts, shared))
     for other, (theirs, _) in enumerate(entries):
         if "problem" in theirs:
-            raise ValueError(theirs["problem"] if other == rank else f"on rank {other}: {theirs['problem']}")
+            raise ValueError(
+                theirs["problem"] if other == rank else f"on rank {other}: {theirs['problem']}"
+            )
     sizes = [theirs for theirs, _ in entries if theirs["kind"] != "receiver"]
     for name in sizes[0]:
         values = [theirs.get(name) for theirs in sizes]
         if any(value != values[0] for value in values):
             raise ValueError(
-                f"rank {rank}, {data}: the ranks do not agree about the {name}: by rank {values}. Each would take its"
-                " part of another sequence, so samples would be lost or repeated, and the run would hang where ranks"
-                " have different numbers of batches. HINT: build dataset and sampler in the same way on every rank,"
-                " or set Trainer(use_distributed_sampler=False) if each rank has data of its own."
+                f"rank {rank}, {data}: the ranks do not agree about the {name}: by rank {values}."
+                " Each would take its part of another sequence, so samples would be lost or"
+                " repeated, and the run would hang where ranks have different numbers of batches."
+                " HINT: build dataset and sampler in the same way on every rank, or set"
+                " Trainer(use_distributed_sampler=False) if each rank has data of its own."
             )
     return entries[0][1]
 
@@ -164,12 +180,14 @@ def _check_lengths(feed: Feed, stage: Stage, data: str, world_size: int) -> None
         return
     if min(counts) == 0:
         raise ValueError(
-            f"{data}: {world_size} ranks, but there are batches for only {sum(count > 0 for count in counts)}; rank"
-            f" {counts.index(0)} would have none. HINT: use fewer ranks or a smaller batch size."
+            f"{data}: {world_size} ranks, but there are batches for only"
+            f" {sum(count > 0 for count in counts)}; rank {counts.index(0)} would have none. HINT:"
+            " use fewer ranks or a smaller batch size."
         )
     if len(set(counts)) > 1:
         raise ValueError(
-            f"{data}: the ranks would have different numbers of training batches, {counts}, and those with more would"
-            " wait for the others for ever. HINT: even_batches=True (repeats some samples), drop_last=True, or a"
-            " batch size above 1, with which even_batches=False gives all ranks equally many."
+            f"{data}: the ranks would have different numbers of training batches, {counts}, and"
+            " those with more would wait for the others for ever. HINT: even_batches=True (repeats"
+            " some samples), drop_last=True, or a batch size above 1, with which"
+            " even_batches=False gives all ranks equally many."
         )

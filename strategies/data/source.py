@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ..rng import derive_seed, scoped
-from .unsized import UnsizedOrder
+from ..support.random_states import derive_seed, scoped
+from .unsized_order import UnsizedOrder
 
 _COMPARED = 1024  # items of an order without a length that are compared across ranks
 Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
@@ -30,13 +30,16 @@ class MapSource:
             generator, whose successive draws are the epochs' orders; "custom": any other sampler;
             "batches": a custom batch sampler.
         sampler: the user's sampler or batch sampler.
-        batch: samples in one of the user's batches; 1 where the items of the order are whole batches.
+        batch: samples in one of the user's batches; 1 where the items of the order are whole
+            batches.
         drop_last: the user's choice.
         collated: False with ``batch_size=None``: an item of the order is loaded by itself.
         opaque: an item of the order is a whole batch (a list of indices).
         sharded_by_user: a `DistributedSampler`: what it yields is this rank's already.
-        generator_state: of the user's own generator when the loader was set up, or of the run that is resumed.
-        shares_generator: the loader draws its workers' seed from that generator too, before the sampler.
+        generator_state: of the user's own generator when the loader was set up, or of the run that
+            is resumed.
+        shares_generator: the loader draws its workers' seed from that generator too, before the
+            sampler.
         sized: the sampler says how many items it yields; otherwise it may never end.
         size: samples in the dataset, None if it has no length.
         label: names rank and loader in errors.
@@ -82,7 +85,8 @@ class MapSource:
         return sampler
 
     def _draw_unsized(self, seed: int, epoch: int, cycle: int) -> UnsizedOrder:
-        if self.generator_state is not None:  # the user's own: its successive draws have no end to begin the next epoch at
+        # the user's own: its successive draws have no end to begin the next epoch at
+        if self.generator_state is not None:
             seed = _generator_in(self.generator_state).initial_seed()
         pass_seed = _pass_seed(seed, epoch, cycle)
         check = partial(self._check_range, epoch=epoch)
@@ -112,9 +116,10 @@ class MapSource:
         sizes = {len(batch) for batch in batches[:-1]}
         if sizes - {self.batch} or (batches and len(batches[-1]) > self.batch):
             raise ValueError(
-                f"{self.label}: batch sampler {type(self.sampler).__name__} has batch_size={self.batch}, but its"
-                f" batches of epoch {epoch} have other sizes too ({sorted(sizes | {len(batches[-1])})}). Its first"
-                " epoch had not. HINT: remove its `batch_size` attribute, then batches are kept whole."
+                f"{self.label}: batch sampler {type(self.sampler).__name__} has"
+                f" batch_size={self.batch}, but its batches of epoch {epoch} have other sizes too"
+                f" ({sorted(sizes | {len(batches[-1])})}). Its first epoch had not. HINT: remove"
+                " its `batch_size` attribute, then batches are kept whole."
             )
         return [index for batch in batches for index in batch]
 
@@ -122,19 +127,24 @@ class MapSource:
         if self.size is None or not len(order):
             return
         flat = [i for batch in order for i in batch] if self.opaque else order
-        if not flat or not all(isinstance(i, int | np.integer | torch.Tensor) for i in (flat[0], flat[-1])):
+        if not flat or not all(
+            isinstance(i, int | np.integer | torch.Tensor) for i in (flat[0], flat[-1])
+        ):
             return  # keys of another kind: the dataset knows
         values = np.asarray(flat)
         bad = np.flatnonzero((values >= self.size) | (values < -self.size))
         if values.dtype.kind in "iu" and bad.size:
             raise IndexError(
-                f"{self.label}: {type(self.sampler).__name__} yields index {values[bad[0]]} (place {first + bad[0]} of epoch"
-                f" {epoch}; {bad.size} such in all), but the dataset has {self.size} samples, so 0 to"
-                f" {self.size - 1} are valid. HINT: was the sampler made for another dataset?"
+                f"{self.label}: {type(self.sampler).__name__} yields index {values[bad[0]]} (place"
+                f" {first + bad[0]} of epoch {epoch}; {bad.size} such in all), but the dataset has"
+                f" {self.size} samples, so 0 to {self.size - 1} are valid. HINT: was the sampler"
+                " made for another dataset?"
             )
 
     def fingerprint(self, seed: int) -> int:
-        """A checksum of the first epoch's order (if it has no length, of its beginning), to compare across ranks."""
+        """A checksum of the first epoch's order (if it has no length, of its beginning), to compare
+        across ranks.
+        """
         order = self.order(seed, 0, 0)
         if isinstance(order, UnsizedOrder):
             order = order[0:_COMPARED]
@@ -148,7 +158,9 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
     if batches is None:
         return _describe(loader, loader.sampler, 1, False, size, label, collated=False)
     if _is_plain(batches):
-        return _describe(loader, batches.sampler, batches.batch_size, batches.drop_last, size, label)
+        return _describe(
+            loader, batches.sampler, batches.batch_size, batches.drop_last, size, label
+        )
     return _describe_batches(batches, size, label)
 
 
@@ -169,7 +181,13 @@ def _is_torchdata(obj: Any) -> bool:
 
 
 def _describe(
-    loader: DataLoader, sampler: Any, batch: int, drop_last: bool, size: int | None, label: str, collated: bool = True
+    loader: DataLoader,
+    sampler: Any,
+    batch: int,
+    drop_last: bool,
+    size: int | None,
+    label: str,
+    collated: bool = True,
 ) -> MapSource:
     generator = None if _is_torchdata(sampler) else getattr(sampler, "generator", None)
     kind: Kind = "custom"
@@ -177,7 +195,9 @@ def _describe(
         kind = "sequential"
     elif isinstance(generator, torch.Generator):
         kind = "drawn"
-    elif type(sampler) is RandomSampler or (_is_torchdata(sampler) and type(sampler).__name__ == "RandomSampler"):
+    elif type(sampler) is RandomSampler or (
+        _is_torchdata(sampler) and type(sampler).__name__ == "RandomSampler"
+    ):
         kind = "shuffled"
     return MapSource(
         kind=kind,
@@ -196,14 +216,21 @@ def _describe(
 
 
 def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
-    """A custom batch sampler: batches of one size are samples in disguise, others are kept whole."""
+    """A custom batch sampler: batches of one size are samples in disguise, others are kept
+    whole.
+    """
     batch = getattr(batches, "batch_size", None)
     sized = _is_sized(batches)
     first: list[Any] = []
     if isinstance(batch, int) and sized:
         with scoped():
             first = list(batches)
-    fixed = sized and isinstance(batch, int) and all(len(b) == batch for b in first[:-1]) and len((first or [[]])[-1]) <= batch
+    fixed = (
+        sized
+        and isinstance(batch, int)
+        and all(len(b) == batch for b in first[:-1])
+        and len((first or [[]])[-1]) <= batch
+    )
     return MapSource(
         kind="batches",
         sampler=batches,

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..rng import derive_seed, scoped, seed_cpu
+from ..support.random_states import derive_seed, scoped, seed_cpu
 from .device import map_tensors
-from .nobatch import NoBatch
+from .no_batch import NoBatch
 from .order import RowPlan, stream_rows
 
 _WITHIN_EPOCH, _AFTER_EPOCH = 1, 2
 
-Mark = dict[str, Any]  # {"read": items read, "state": the dataset's own state or None, "begin": at the start}
+# {"read": items read, "state": the dataset's own state or None, "begin": at the start}
+Mark = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ def _pin_other(obj: Any) -> Any:
 
 @dataclass(frozen=True)
 class OutOfTurn:
-    """Stands for a worker whose turn is over, so that a resumed loader begins with the right one."""
+    """Stands for a worker whose turn is over, so that a resumed loader begins with the right
+    one.
+    """
 
 
 @dataclass
@@ -59,8 +62,8 @@ class StreamPosition:
     """Where each worker stands.
 
     Attributes:
-        marks: by worker: the mark of its last batch that was handed over, rows to drop after it, and
-            whether the worker has ended.
+        marks: by worker: the mark of its last batch that was handed over, rows to drop after it,
+            and whether the worker has ended.
         turn: the worker that comes next.
     """
 
@@ -74,28 +77,35 @@ class StreamPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, for a checkpoint."""
-        marks = {w: {"mark": mark, "skip": skip, "last": last} for w, (mark, skip, last) in self.marks.items()}
+        marks = {
+            w: {"mark": mark, "skip": skip, "last": last}
+            for w, (mark, skip, last) in self.marks.items()
+        }
         return {"marks": marks, "turn": self.turn}
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> StreamPosition:
         """The inverse of `state_dict`."""
-        marks = {int(w): (entry["mark"], entry["skip"], entry["last"]) for w, entry in state["marks"].items()}
+        marks = {
+            int(w): (entry["mark"], entry["skip"], entry["last"])
+            for w, entry in state["marks"].items()
+        }
         return StreamPosition(marks, state["turn"])
 
 
 class StreamShard(IterableDataset):
     """Cuts the user's stream into rows and yields the collated cells of some ranks.
 
-    It stands in for the user's dataset in a loader with ``batch_size=None``. What changes from pass to
-    pass is in shared memory, because persistent workers never see this object again.
+    It stands in for the user's dataset in a loader with ``batch_size=None``. What changes from pass
+    to pass is in shared memory, because persistent workers never see this object again.
 
     Args:
         dataset: the user's.
         shape: batch per rank, world, tail and drop_last.
         ranks: whose cells are yielded, in rank order; one, or all for dispatch.
         collate: the user's ``collate_fn``; None hands items over one by one.
-        sample_seed: seed each item from (seed, epoch, worker, place in the stream); None: leave alone.
+        sample_seed: seed each item from (seed, epoch, worker, place in the stream); None: leave
+            alone.
         label: names rank and loader in messages.
         pads: ranks without a cell in a row get a `NoBatch`, so that all have equally many batches.
     """
@@ -118,10 +128,14 @@ class StreamShard(IterableDataset):
         self.sample_seed = sample_seed
         self.label = label
         self.position = StreamPosition()
-        self.control = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # [epoch, what to do with position]
+        self.control = torch.zeros(
+            2, dtype=torch.int64, device="cpu"
+        ).share_memory_()  # [epoch, what to do with position]
 
     def begin(self, epoch: int, position: StreamPosition, new_epoch: bool = False) -> None:
-        """The next iteration continues at ``position``; with ``new_epoch`` that is the end of the last one."""
+        """The next iteration continues at ``position``; with ``new_epoch`` that is the end of the
+        last one.
+        """
         self.position = position
         self.control[0] = epoch
         self.control[1] = 0 if not position.marks else _AFTER_EPOCH if new_epoch else _WITHIN_EPOCH
@@ -131,7 +145,9 @@ class StreamShard(IterableDataset):
     def __iter__(self) -> Iterator[Piece | OutOfTurn]:
         worker = info.id if (info := get_worker_info()) is not None else 0
         epoch, resume = self.control.tolist()
-        mark, skip, ended = self.position.marks.get(worker, (None, 0, False)) if resume else (None, 0, False)
+        mark, skip, ended = (
+            self.position.marks.get(worker, (None, 0, False)) if resume else (None, 0, False)
+        )
         if resume == _WITHIN_EPOCH:
             if worker < self.position.turn:
                 yield OutOfTurn()
@@ -171,8 +187,9 @@ class StreamShard(IterableDataset):
 class Cursor:
     """Reads the user's dataset and knows where it stands.
 
-    A dataset, or the iterator that it returns, with ``state_dict`` and ``load_state_dict`` continues by
-    these. Any other is read from its beginning and what was handed over before is thrown away.
+    A dataset, or the iterator that it returns, with ``state_dict`` and ``load_state_dict``
+    continues by these. Any other is read from its beginning and what was handed over before is
+    thrown away.
     """
 
     items: Iterator[Any]
@@ -188,8 +205,8 @@ class Cursor:
     def begin(self, mark: Mark | None, label: str | None, head: int) -> None:
         """Continue at ``mark``, or begin the stream.
 
-        The first ``head`` items are read before that, because the end of the stream may wrap around to
-        them. Later would be too late: it would move a dataset that has just come to its end.
+        The first ``head`` items are read before that, because the end of the stream may wrap around
+        to them. Later would be too late: it would move a dataset that has just come to its end.
         """
         if mark is None:
             self.items = iter(self.dataset)
@@ -199,7 +216,9 @@ class Cursor:
         else:
             if head:
                 self.begin_after({**mark, "state": mark["begin"]})
-                self.head = self._peeked + list(itertools.islice(self.items, head - len(self._peeked)))
+                self.head = self._peeked + list(
+                    itertools.islice(self.items, head - len(self._peeked))
+                )
                 self._peeked = []
             self.read, self._begin = mark["read"], mark["begin"]
             self.items = self._load(mark["state"])
@@ -207,8 +226,9 @@ class Cursor:
     def begin_after(self, mark: Mark | None) -> None:
         """Begin a new epoch of a stream whose last one ended at ``mark``.
 
-        A dataset that resets itself at its end goes on from that state. One that does not would give
-        an empty epoch: it is asked once more, as a run without a restart asks it after its end.
+        A dataset that resets itself at its end goes on from that state. One that does not would
+        give an empty epoch: it is asked once more, as a run without a restart asks it after its
+        end.
         """
         if mark is None or mark["state"] is None:
             self.items = iter(self.dataset)
@@ -239,8 +259,9 @@ class Cursor:
                 item = next(self)
             except StopIteration:
                 raise RuntimeError(
-                    f"{label or 'stream'}: {type(self.dataset).__name__} ended after {self.read} items while skipping"
-                    f" the {count} that were handed over before the checkpoint: it is not the same stream."
+                    f"{label or 'stream'}: {type(self.dataset).__name__} ended after {self.read}"
+                    f" items while skipping the {count} that were handed over before the"
+                    " checkpoint: it is not the same stream."
                 ) from None
             if len(kept) < head:
                 kept.append(item)
@@ -282,17 +303,28 @@ class SkipProgress:
         """Show ``done`` items of the total."""
         if self.label is not None and time.monotonic() - self.last_s > 1.0:
             self.last_s = time.monotonic()
-            print(f"\r{self.label}: skipping {done}/{self.total} items", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{self.label}: skipping {done}/{self.total} items",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         """End the line."""
         if self.label is not None and self.total > 0:
-            print(f"\r{self.label}: skipped {self.total}/{self.total} items", file=sys.stderr, flush=True)
+            print(
+                f"\r{self.label}: skipped {self.total}/{self.total} items",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def is_stateful(obj: Any) -> bool:
     """Whether the object can say where it stands and go back there."""
-    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+    return callable(getattr(obj, "state_dict", None)) and callable(
+        getattr(obj, "load_state_dict", None)
+    )
 
 
 def _state_of(obj: Any) -> Any:

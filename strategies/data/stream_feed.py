@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..rng import derive_seed
-from .feed import Pairs, close_loader, copy_loader
-from .nobatch import NoBatch
+from ..support.random_states import derive_seed
+from .base_feed import Pairs, close_loader, copy_loader
+from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .order import RowPlan
 from .stream import OutOfTurn, Piece, StreamPosition, StreamShard, is_stateful
@@ -22,7 +22,14 @@ class StreamFeed:
     """Batches of an `IterableDataset`; the position is a `StreamPosition`."""
 
     def __init__(
-        self, loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world: int, seed: int, label: str
+        self,
+        loader: DataLoader,
+        options: DataOptions,
+        stage: Stage,
+        rank: int,
+        world: int,
+        seed: int,
+        label: str,
     ) -> None:
         self.label = label
         self.rank = rank
@@ -34,7 +41,9 @@ class StreamFeed:
         sample_seed = seed if options.per_sample_seed else None
         collate = None if loader.batch_size is None else loader.collate_fn
         pads = stage != "fit" and not self.own and not hasattr(loader.dataset, "__len__")
-        self.shard = StreamShard(loader.dataset, self.shape, ranks, collate, sample_seed, label, pads)
+        self.shard = StreamShard(
+            loader.dataset, self.shape, ranks, collate, sample_seed, label, pads
+        )
         self.inner = copy_loader(
             loader,
             dataset=self.shard,
@@ -54,13 +63,16 @@ class StreamFeed:
         if options.sharding == "split" and world > 1:
             if batch % world:
                 raise ValueError(
-                    f'{self.label}: sharding="split" cuts each batch in {world} equal parts, but batch_size is'
-                    f' {loader.batch_size}. HINT: use a multiple of {world}, or sharding="batch".'
+                    f'{self.label}: sharding="split" cuts each batch in {world} equal parts, but'
+                    f" batch_size is {loader.batch_size}. HINT: use a multiple of {world}, or"
+                    ' sharding="batch".'
                 )
             batch //= world
         return RowPlan(0, batch, world, options.tail_for(stage, world), loader.drop_last)
 
-    def start(self, epoch: int, cycle: int, position: StreamPosition | None, new_epoch: bool) -> Pairs:
+    def start(
+        self, epoch: int, cycle: int, position: StreamPosition | None, new_epoch: bool
+    ) -> Pairs:
         """See `Feed`."""
         position = position or StreamPosition()
         if self._rewind_to is not None and not position.marks:
@@ -74,7 +86,9 @@ class StreamFeed:
         if position.marks:
             self.close()  # persistent workers do not see a new position
         self.shard.begin(epoch, position, new_epoch)
-        self.inner.generator.manual_seed(derive_seed(self.seed, epoch, cycle, self.rank, _items_read(position)))
+        self.inner.generator.manual_seed(
+            derive_seed(self.seed, epoch, cycle, self.rank, _items_read(position))
+        )
         after = StreamPosition() if new_epoch else position
         for piece in iter(self.inner):
             if isinstance(piece, OutOfTurn):
@@ -99,13 +113,22 @@ class StreamFeed:
         """See `Feed`. With several workers: if each reads every n-th item, the usual way."""
         if self.own or not hasattr(self.user_dataset, "__len__"):
             return None
-        return [sum(plan.batches(rank) for plan in self._worker_plans()) for rank in range(self.shape.world)]
+        return [
+            sum(plan.batches(rank) for plan in self._worker_plans())
+            for rank in range(self.shape.world)
+        ]
 
     def _worker_plans(self) -> list[RowPlan]:
         size, workers = len(self.user_dataset), max(1, self.workers)
         shape = self.shape
         return [
-            RowPlan(math.ceil(max(0, size - w) / workers), shape.batch, shape.world, shape.tail, shape.drop_last)
+            RowPlan(
+                math.ceil(max(0, size - w) / workers),
+                shape.batch,
+                shape.world,
+                shape.tail,
+                shape.drop_last,
+            )
             for w in range(workers)
         ]
 
@@ -126,7 +149,12 @@ class StreamFeed:
 
     def describe(self) -> dict[str, Any]:
         """See `Feed`."""
-        return {"kind": "stream", "workers": self.workers, "own": self.own, "dataset": type(self.user_dataset).__name__}
+        return {
+            "kind": "stream",
+            "workers": self.workers,
+            "own": self.own,
+            "dataset": type(self.user_dataset).__name__,
+        }
 
     def save(self, position: StreamPosition | None) -> dict[str, Any]:
         """See `Feed`."""
@@ -136,9 +164,10 @@ class StreamFeed:
         """See `Feed`."""
         if max(1, saved["workers"]) != max(1, self.workers):
             raise ValueError(
-                f"{self.label}: the checkpoint was made with num_workers={saved['workers']}, this loader has"
-                f" {self.workers}. Each worker reads a part of the stream of its own, so its position means nothing"
-                f" to another number of workers. HINT: resume with num_workers={saved['workers']}."
+                f"{self.label}: the checkpoint was made with num_workers={saved['workers']}, this"
+                f" loader has {self.workers}. Each worker reads a part of the stream of its own, so"
+                " its position means nothing to another number of workers. HINT: resume with"
+                f" num_workers={saved['workers']}."
             )
         return StreamPosition.from_state(state)
 

@@ -1,4 +1,6 @@
-"""Values of resting parameters: reads inside a step, full values on demand, writes that reach the shards."""
+"""Values of resting parameters: reads inside a step, full values on demand, writes that reach the
+shards.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,19 @@ class Access:
         retire: Callable[[], None],
     ) -> None:
         self._units, self._collectives, self._gradients = units, collectives, gradients
-        self._adopt_values, self._weights_changed, self.retire = adopt_values, weights_changed, retire
+        self._adopt_values, self._weights_changed, self.retire = (
+            adopt_values,
+            weights_changed,
+            retire,
+        )
         self._entries = {id(entry.parameter): entry for unit in units for entry in unit.entries}
         self.held = HeldGradients(gradients, collectives)
         for group in dict.fromkeys(group for unit in units for group in unit.groups):
             for flat in group.parameters:
                 flat.asked = partial(weakly(self._before_reading), group)
                 flat.writing = partial(weakly(self._before_writing), group)
-                if isinstance(gradients.reducer, WholeReducer):  # users may have gradients of parameters, or have assigned some
+                # users may have gradients of parameters, or have assigned some
+                if isinstance(gradients.reducer, WholeReducer):
                     flat.cleared = partial(weakly(gradients.reducer.clear), group)
                     flat.written = weakly(self.held.follow_all)
         for entry in self._entries.values():
@@ -56,7 +63,9 @@ class Access:
                 set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     def _before_reading(self, group: FlatGroup, flat: nn.Parameter) -> None:
-        """Users ask for the gradient of ``flat``, in ``group``: to change it perhaps, or to keep it."""
+        """Users ask for the gradient of ``flat``, in ``group``: to change it perhaps, or to keep
+        it.
+        """
         reducer = self._gradients.reducer
         if not isinstance(reducer, WholeReducer):
             self.held.look_again()
@@ -73,11 +82,16 @@ class Access:
     def _before_writing(self, group: FlatGroup) -> None:
         """Users write to flat values of ``group``, perhaps where they have seen a gradient."""
         for entry in self._gradients.uncut:
-            if entry.group is group and group.shows_gradients and not self._gradients.has_gradient(entry):
+            if (
+                entry.group is group
+                and group.shows_gradients
+                and not self._gradients.has_gradient(entry)
+            ):
                 raise ResidencyError(
-                    f"Values in `optimizer.param_groups` were changed while parameter {entry.name!r} has no gradient and "
-                    "others have one: they lie in one flat tensor, which has one. Step the optimizer, or change the module's "
-                    "parameters in `with strategy.gathered(module, modify=True):`."
+                    "Values in `optimizer.param_groups` were changed while parameter"
+                    f" {entry.name!r} has no gradient and others have one: they lie in one flat"
+                    " tensor, which has one. Step the optimizer, or change the module's parameters"
+                    " in `with strategy.gathered(module, modify=True):`."
                 )
 
     def compare_notes(self) -> None:
@@ -90,10 +104,11 @@ class Access:
         spread = self._units[entry.unit].spread
         if not (self.in_step or graph_task() != NO_GRAPH_TASK or spread is not None):
             raise ResidencyError(
-                f"The value of parameter {entry.name!r} is sharded over the ranks and was read outside "
-                "a step. Read it in `training_step` (or another step), or inside `with trainer.strategy.gathered(module):` "
-                "(to change it, `gathered(module, modify=True)`) on all ranks; to save the model call "
-                "`trainer.save_checkpoint(path)` there."
+                f"The value of parameter {entry.name!r} is sharded over the ranks and was read"
+                " outside a step. Read it in `training_step` (or another step), or inside `with"
+                " trainer.strategy.gathered(module):` (to change it, `gathered(module,"
+                " modify=True)`) on all ranks; to save the model call"
+                " `trainer.save_checkpoint(path)` there."
             )
         differentiable = torch.is_grad_enabled() and parameter.requires_grad
         with apart():
@@ -103,14 +118,19 @@ class Access:
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See :meth:`~.residency.home.Home.full_values`."""
         entries = [self._entries[id(p)] for p in parameters]
-        values = {index: self._units[index].values() for index in dict.fromkeys(entry.unit for entry in entries)}
+        values = {
+            index: self._units[index].values()
+            for index in dict.fromkeys(entry.unit for entry in entries)
+        }
         return [values[entry.unit][entry.name] for entry in entries]
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
         """See :meth:`~.residency.home.Home.write`."""
         entry = self._entries[id(parameter)]
         value = value.detach().broadcast_to(entry.size)
-        self._collectives.diary.wrote(entry.name, value.to(entry.group.data.device, entry.dtype), self.in_step)
+        self._collectives.exchange_log.wrote(
+            entry.name, value.to(entry.group.data.device, entry.dtype), self.in_step
+        )
         entry.store(value, entry.group.data)
         self._weights_changed([entry])
 
@@ -149,7 +169,9 @@ class Access:
                 self.held.assigned(entry, grad)
 
     def keeper_of(self, held: Held) -> HeldGradients | None:
-        """See :meth:`~.residency.home.Home.keeper_of`. An earlier engine's: it is of before `add_param_group`."""
+        """See :meth:`~.residency.home.Home.keeper_of`. An earlier engine's: it is of before
+        `add_param_group`.
+        """
         return self.held if self._entries[id(held.entry.parameter)] is held.entry else None
 
     @contextmanager
@@ -165,7 +187,9 @@ class Access:
         with apart():
             for unit in units:
                 full = unit.values()
-                values.update({e.name: full[e.name].clone() for e in wanted if e.unit == unit.index})
+                values.update(
+                    {e.name: full[e.name].clone() for e in wanted if e.unit == unit.index}
+                )
         for unit in units:
             _require_unused(unit, wanted)
         aliased = [about(entry.parameter).aliased for entry in wanted]
@@ -185,17 +209,29 @@ class Access:
                 unit.lent = False
                 unit.rest()
         for entry in wanted if modify else ():
-            self.write(entry.parameter, self._collectives.broadcast(values[entry.name].contiguous()))
+            self.write(
+                entry.parameter, self._collectives.broadcast(values[entry.name].contiguous())
+            )
 
 
 @contextmanager
-def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
-    """Inside, the parameters are ordinary and full; collective at entry, and at exit with ``modify``.
+def gathered(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool
+) -> Iterator[None]:
+    """Inside, the parameters are ordinary and full; collective at entry, and at exit with
+    ``modify``.
 
-    At exit rank 0's values are stored with ``modify``, whatever the other ranks wrote; else a write is an error. Those of an
-    earlier run come from its engine; parameters that are not sharded are left alone.
+    At exit rank 0's values are stored with ``modify``, whatever the other ranks wrote; else a write
+    is an error. Those of an earlier run come from its engine; parameters that are not sharded are
+    left alone.
     """
-    parameters = what.parameters() if isinstance(what, nn.Module) else [what] if isinstance(what, Tensor) else what
+    parameters = (
+        what.parameters()
+        if isinstance(what, nn.Module)
+        else [what]
+        if isinstance(what, Tensor)
+        else what
+    )
     by_home: dict[Home, list[nn.Parameter]] = {}
     for parameter in parameters:
         if is_sharded(parameter):
@@ -210,8 +246,9 @@ def _require_unused(unit: Unit, wanted: list[Entry]) -> None:
     if unit.pins or unit.lent:
         name = next(entry.name for entry in wanted if entry.unit == unit.index)
         raise ResidencyError(
-            f"Parameter {name!r} has its full value here, in a step or forward that uses it or another `gathered`, "
-            "and is not gathered once more: read it, or change it in place, as it is."
+            f"Parameter {name!r} has its full value here, in a step or forward that uses it or"
+            " another `gathered`, and is not gathered once more: read it, or change it in place,"
+            " as it is."
         )
 
 
@@ -219,8 +256,8 @@ def _require_unwritten(wanted: list[Entry]) -> None:
     for entry in wanted:
         if entry.parameter._version != entry.seen:
             raise ResidencyError(
-                f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost. To store rank 0's values use "
-                "`with strategy.gathered(..., modify=True):`."
+                f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost."
+                " To store rank 0's values use `with strategy.gathered(..., modify=True):`."
             )
 
 
@@ -228,7 +265,8 @@ def _lend(entry: Entry, value: Tensor) -> Tensor:
     """Make the parameter an ordinary one that holds ``value``; returns its place in the slot."""
     take_back(entry.parameter)
     entry.parameter.__class__ = entry.cls_while_used  # which counts writes to `.data`, too
-    slot = Tensor.data.__get__(entry.parameter)  # past the class, for which the user would have read it
+    # past the class, for which the user would have read it
+    slot = Tensor.data.__get__(entry.parameter)
     set_data(entry.parameter, value)
     entry.seen = entry.parameter._version
     return slot

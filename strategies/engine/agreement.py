@@ -20,38 +20,51 @@ from ..collectives import (
 from .unit import Exchange, Unit
 
 # By `Exchange`.
-_VERBS = "gather", "gather a copy of", "gather the stored values of", "gather the gradients of", "reduce the gradients of"
+_VERBS = (
+    "gather",
+    "gather a copy of",
+    "gather the stored values of",
+    "gather the gradients of",
+    "reduce the gradients of",
+)
 
 
 def compare_notes(collectives: LocalCollectives, assigned: Sequence[Setting] = ()) -> None:
-    """What ranks have written, read and stepped with since the last agreement, where no backward will compare it; collective.
+    """What ranks have written, read and stepped with since the last agreement, where no backward
+    will compare it; collective.
 
     Args:
-        collectives: whose diary has it.
+        collectives: whose exchange_log has it.
         assigned: gradients of users, which are alike, too.
 
     Raises:
         DivergenceError: naming a parameter or an option.
     """
-    diary = collectives.diary
-    written = diary.checksums()
-    stepped = [*diary.stepped, *assigned]
+    exchange_log = collectives.exchange_log
+    written = exchange_log.checksums()
+    stepped = [*exchange_log.stepped, *assigned]
     number = digest((), [*written, *stepped])
-    most, least = collectives.agree(torch.tensor([number, -number], device="cpu"), Meeting.NOTES).tolist()
+    most, least = collectives.agree(
+        torch.tensor([number, -number], device="cpu"), Meeting.NOTES
+    ).tolist()
     if most != -least:
         everyone = collectives.all_gather_object((written, stepped))
         require_same_values([values for values, _ in everyone])
         require_same_settings([settings for _, settings in everyone])
-        raise DivergenceError(f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
-    diary.compared()
+        raise DivergenceError(
+            f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}"
+        )
+    exchange_log.compared()
 
 
 class Agreement:
-    """One small message of every rank: did all run the same, what has gradients, what is late, whose buffers changed."""
+    """One small message of every rank: did all run the same, what has gradients, what is late,
+    whose buffers changed.
+    """
 
     def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
         self._units, self._collectives = units, collectives
-        collectives.diary.describe = self.describe
+        collectives.exchange_log.describe = self.describe
 
     def reach(self, late: bytes, changed: bytes, used: bytes) -> tuple[bytes, bytes, bytes]:
         """The same of all ranks together; collective.
@@ -62,26 +75,36 @@ class Agreement:
             used: for each trained parameter, whether it has a gradient.
 
         Raises:
-            DivergenceError: the ranks did not exchange the same things in the same order since the last time, wrote other
-                values, or have other options in their optimizers.
+            DivergenceError: the ranks did not exchange the same things in the same order since the
+                last time, wrote other values, or have other options in their optimizers.
         """
         if self._collectives.alone:
             return late, changed, used
-        diary = self._collectives.diary
-        written = diary.checksums()
-        number = diary.digest(written)
+        exchange_log = self._collectives.exchange_log
+        written = exchange_log.checksums()
+        number = exchange_log.digest(written)
         flags = late + changed + used
         mine = torch.empty(2 + len(flags), dtype=torch.int64, device="cpu")
-        mine[0], mine[1], mine[2:] = number, -number, torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+        mine[0], mine[1], mine[2:] = (
+            number,
+            -number,
+            torch.frombuffer(bytearray(flags), dtype=torch.uint8),
+        )
         most, least, *agreed = self._collectives.agree(mine).tolist()
         if most != -least:
-            mine = [*diary.trace[1:], Meeting.AGREEMENT], written, diary.all_settings()
+            mine = (
+                [*exchange_log.trace[1:], Meeting.AGREEMENT],
+                written,
+                exchange_log.all_settings(),
+            )
             traces, values, settings = zip(*self._collectives.all_gather_object(mine), strict=True)
             if not (difference := first_difference(traces, self.describe)):
                 require_same_values(values)
                 require_same_settings(settings)
-            raise DivergenceError(difference or f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
-        diary.agreed()
+            raise DivergenceError(
+                difference or f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}"
+            )
+        exchange_log.agreed()
         flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
         return flags[:units], flags[units:modules], flags[modules:]
 

@@ -1,4 +1,6 @@
-"""A backward pass: which unit's turn it is, from the first gradient to gradients that the optimizers see."""
+"""A backward pass: which unit's turn it is, from the first gradient to gradients that the
+optimizers see.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,16 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from ..frames import read_frames
 from ..residency.home import ResidencyError
 from ..residency.resting import get_grad, set_grad
+from ..support.thread_stacks import read_frames
 from .access import Access
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
-from .joint_steps import JointSteps
 from .runs import WAITING, Run, current_run, watch_runs
 from .saved_tensors import SavedTensors
+from .uneven import JointSteps
 from .unit import Unit
 
 
@@ -43,20 +45,27 @@ class Backward:
         self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
         gradients.settle, joint.assist_backward = self.settle, self.assist
-        # Indices of units in the order that all ranks expect, the reverse of their forward. All must issue exchanges in one
-        # order, but a rank may skip a unit that others visit (its loss does not depend on it there): walking this to its
-        # end, it takes part in the exchanges of all visits, its own or not.
+        # Indices of units in the order that all ranks expect, the reverse of their forward. All
+        # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
+        # does not depend on it there): walking this to its end, it takes part in the exchanges of
+        # all visits, its own or not.
         self.coming: deque[int] = deque()
         self.active = False  # a pass has begun and not ended
-        self.opened = self._ended = False  # all ranks end one, whatever this one has to differentiate; and have
+        self.opened = self._ended = (
+            False  # all ranks end one, whatever this one has to differentiate; and have
+        )
         self.thread = get_ident()  # whose backwards may begin a pass, or fail it
         self.told = watch_runs(self)
         if self._reducer.whole:
             WAITING.append(self.told)
         self._run: Run | None = None  # that it has joined, and whose end will be its own
         self._accumulates = True
-        self._muted = frozenset[int]()  # numbers of the parameters whose gradients are not wanted in it
-        self._owed = b""  # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them as saved
+        self._muted = frozenset[
+            int
+        ]()  # numbers of the parameters whose gradients are not wanted in it
+        # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
+        # as saved
+        self._owed = b""
         self._current: Unit | None = None  # the unit whose backward runs
         self._holds = False  # its memory is its own meanwhile
         self._recomputed = saved.recomputed
@@ -64,14 +73,29 @@ class Backward:
         self.added = 0  # 1: the pass has added to gradients
 
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the reducer, and drops it.
+        """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the
+        reducer, and drops it.
 
-        One function, because it runs for each parameter in each backward. Its reference is weak: torch keeps the hooks of a
-        parameter where the garbage collector cannot look, so the model would never be freed.
+        One function, because it runs for each parameter in each backward. Its reference is weak:
+        torch keeps the hooks of a parameter where the garbage collector cannot look, so the model
+        would never be freed.
         """
-        where, name, number, views = unit.index, unit.trained[index].name, unit.trained[index].number, self._reducer.views
-        claimed, written, lies_there = self._reducer.claimed, self._reducer.written, self._reducer.whole
-        used, graphs, arrived = self._gradients.used, self._gradients.graphs, self._gradients.arrived
+        where, name, number, views = (
+            unit.index,
+            unit.trained[index].name,
+            unit.trained[index].number,
+            self._reducer.views,
+        )
+        claimed, written, lies_there = (
+            self._reducer.claimed,
+            self._reducer.written,
+            self._reducer.whole,
+        )
+        used, graphs, arrived = (
+            self._gradients.used,
+            self._gradients.graphs,
+            self._gradients.arrived,
+        )
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -82,7 +106,8 @@ class Backward:
                 set_grad(parameter, None)
             if not now.active:
                 now.begin()
-            if grad is None or (now._muted and number in now._muted):  # a custom Function may return None
+            # a custom Function may return None
+            if grad is None or (now._muted and number in now._muted):
                 return
             if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
                 raise _seen_alone(name)
@@ -124,7 +149,9 @@ class Backward:
                 WAITING.remove(self.told)
 
     def before_run(self, run: Run) -> None:
-        """``run`` begins. Those of other threads join with their first gradient, if that is one of ours."""
+        """``run`` begins. Those of other threads join with their first gradient, if that is one of
+        ours.
+        """
         if get_ident() != self.thread and read_frames(lambda frames: self.thread not in frames):
             self.thread = get_ident()  # that one has ended
         if self.active or self._run is not None or get_ident() != self.thread:
@@ -165,14 +192,17 @@ class Backward:
             run = current_run(self.thread)
             if run is None:
                 raise ResidencyError(
-                    "A loss was differentiated past `torch.autograd`, by a scripted function, for instance, or in one of two "
-                    "threads that differentiate on a device. Call `loss.backward()` or `self.manual_backward(loss)` in Python, "
-                    "in the thread of the step."
+                    "A loss was differentiated past `torch.autograd`, by a scripted function, for"
+                    " instance, or in one of two threads that differentiate on a device. Call"
+                    " `loss.backward()` or `self.manual_backward(loss)` in Python, in the thread of"
+                    " the step."
                 )
-            if self._reducer.whole and self._gradients.any_shown():  # autograd has added to what was not out of its way
+            # autograd has added to what was not out of its way
+            if self._reducer.whole and self._gradients.any_shown():
                 raise ResidencyError(
-                    "Gradients were accumulated in another thread than the one that runs `training_step`. Call "
-                    "`loss.backward()` in that one, or clear gradients before."
+                    "Gradients were accumulated in another thread than the one that runs"
+                    " `training_step`. Call `loss.backward()` in that one, or clear gradients"
+                    " before."
                 )
             self._join(run)
         self._accumulates |= self._run is None
@@ -197,8 +227,8 @@ class Backward:
             return
         if not self.active:
             self.begin()
-        # Other ranks may be using the units on the way: take part in what they exchange, one visit at a time, because each
-        # gathers the one after it ahead.
+        # Other ranks may be using the units on the way: take part in what they exchange, one visit
+        # at a time, because each gathers the one after it ahead.
         while unit.index in self.coming:
             passed = self.coming.popleft()
             self._visit(self._units[passed])
@@ -207,7 +237,9 @@ class Backward:
         self._visit(unit)
 
     def recompute(self, unit: Unit) -> None:
-        """A checkpoint runs ``unit`` again: what it saves must stay until the backward that reads it is over."""
+        """A checkpoint runs ``unit`` again: what it saves must stay until the backward that reads
+        it is over.
+        """
         if unit.use():
             self._recomputed.append(unit)
 
@@ -226,8 +258,10 @@ class Backward:
         if self._holds:
             unit.unuse()
         if self._recomputed:
-            self._drop_recomputed([unit])  # another's may still come, and by a way that nobody announces
-        # Nested units get more gradients while the units inside them run; one reduction at the end is enough.
+            # another's may still come, and by a way that nobody announces
+            self._drop_recomputed([unit])
+        # Nested units get more gradients while the units inside them run; one reduction at the end
+        # is enough.
         if unit.trained and not unit.nested and unit.index not in self.coming:
             self.added |= self._accumulates
             self._reducer.reduce(unit)
@@ -259,11 +293,15 @@ class Backward:
                 self._reducer.reduce(unit)
 
     def _conclude(self) -> None:
-        """Agree with the other ranks on what was used, reduce what is left, and show the gradients."""
+        """Agree with the other ranks on what was used, reduce what is left, and show the
+        gradients.
+        """
         late = bytes(len(self._units)) if self._reducer.holding else bytes(self._reducer.claimed)
         joint = self._joint.running
         with self._joint.end_of_backward():
-            late, changed, used = self._agreement.reach(late, self._buffers.changed(), bytes(self._gradients.used))
+            late, changed, used = self._agreement.reach(
+                late, self._buffers.changed(), bytes(self._gradients.used)
+            )
             for unit in reversed(self._units):
                 if late[unit.index]:
                     self._reducer.reduce(unit)
@@ -280,13 +318,17 @@ class Backward:
         self.active = self._hides = False
 
     def end_step(self) -> None:
-        """No graph of the step is differentiated any more: buffers become rank 0's; collective if any changed."""
+        """No graph of the step is differentiated any more: buffers become rank 0's; collective if
+        any changed.
+        """
         owed, self._owed = self._owed, b""
         if any(owed):
             self._buffers.synchronize(owed)
 
     def assist(self, unit: Unit | None) -> None:
-        """Take part in a backward that this rank does not run: in the reduction of ``unit``, or (None) in the end."""
+        """Take part in a backward that this rank does not run: in the reduction of ``unit``, or
+        (None) in the end.
+        """
         if not self.active:
             self.coming.clear()
             self.begin(silent=True)
@@ -296,10 +338,11 @@ class Backward:
             self._reducer.reduce(unit)
             self._reducer.finish()
 
-    # ------------------------------------------------------------------------------------------------ between passes
+    # ------------------------------------------------------------------------------- between passes
 
     def settle(self, name: str = "") -> None:
-        """Reduce gradients that are held, between passes, because that of parameter ``name`` is asked for, or all are.
+        """Reduce gradients that are held, between passes, because that of parameter ``name`` is
+        asked for, or all are.
 
         Collective if there are any.
         """
@@ -308,12 +351,14 @@ class Backward:
         if self.active:
             what = f"The gradient of parameter {name!r}" if name else "Gradients"
             raise ResidencyError(
-                f"{what} cannot be read or set in the middle of a backward pass while the ranks hold those of earlier "
-                "micro-batches back (`reduce_once=True`). Do that after the backward, or do without the option."
+                f"{what} cannot be read or set in the middle of a backward pass while the ranks"
+                " hold those of earlier micro-batches back (`reduce_once=True`). Do that after the"
+                " backward, or do without the option."
             )
         holding, self._reducer.holding = self._reducer.holding, False
         self._joint.begin_backward()
-        self._gradients.begin_windows(False)  # what is held is dropped where gradients were cleared since
+        # what is held is dropped where gradients were cleared since
+        self._gradients.begin_windows(False)
         self._conclude()
         self._reducer.holding = holding
 
@@ -339,7 +384,9 @@ class Backward:
             self._hides = False
 
     def _drop_leftovers(self) -> None:
-        """What autograd put on a parameter before a user's hook raised, which ran before the engine's took it away."""
+        """What autograd put on a parameter before a user's hook raised, which ran before the
+        engine's took it away.
+        """
         if self._reducer.whole and not self._hides:
             return  # they are the gradients
         with torch._C.DisableTorchFunctionSubclass():
@@ -349,7 +396,8 @@ class Backward:
 
 def _seen_alone(name: str) -> ResidencyError:
     return ResidencyError(
-        f"Parameter {name!r} has a post-accumulate hook, and got a gradient before the one of an earlier backward, or of "
-        "an earlier use of it, was cleared: the hook would find the last one alone. Use `parameter.register_hook`, which "
-        "is given each by itself, or change `parameter.grad` after the backward (`on_after_backward`)."
+        f"Parameter {name!r} has a post-accumulate hook, and got a gradient before the one of an"
+        " earlier backward, or of an earlier use of it, was cleared: the hook would find the last"
+        " one alone. Use `parameter.register_hook`, which is given each by itself, or change"
+        " `parameter.grad` after the backward (`on_after_backward`)."
     )

@@ -1,4 +1,6 @@
-"""Buffers are whole on every rank, and rank 0's count: at set-up, and after a backward, or step, in which some changed."""
+"""Buffers are whole on every rank, and rank 0's count: at set-up, and after a backward, or step, in
+which some changed.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,32 @@ from ..collectives import LocalCollectives
 from ..residency.given_out import is_gathered, note_uncounted
 from ..residency.home import ResidencyError
 
-# A buffer's name, itself, the number of writes to it and its address, its shape (if it is not dense, what tells that it
-# changed), its dtype.
+# A buffer's name, itself, the number of writes to it and its address, its shape (if it is not
+# dense, what tells that it changed), its dtype.
 _Seen = tuple[str, Tensor, tuple[int, int], tuple[object, ...], torch.dtype]
-_UNCOUNTED = -1  # of what was made under inference_mode: it may have been written any number of times
+# of what was made under inference_mode: it may have been written any number of times
+_UNCOUNTED = -1
 
 
 class Buffers:
-    """Keeps the buffers of all ranks equal to rank 0's, as ``DistributedDataParallel(broadcast_buffers=True)`` does.
+    """Keeps the buffers of all ranks equal to rank 0's, as
+    ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-    Only modules whose buffers changed take part, so constant ones (masks, rotary tables) cost nothing. A buffer that got
-    another shape on some rank (a table that grows with a rank's own sequences) is each rank's own until all have one shape.
+    Only modules whose buffers changed take part, so constant ones (masks, rotary tables) cost
+    nothing. A buffer that got another shape on some rank (a table that grows with a rank's own
+    sequences) is each rank's own until all have one shape.
     """
 
-    def __init__(self, model: nn.Module, collectives: LocalCollectives, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, collectives: LocalCollectives, device: torch.device
+    ) -> None:
         self._collectives, self._device = collectives, device
-        self.differing: list[str] = []  # names of those that were not rank 0's when they were placed
-        moved: dict[Tensor, Tensor] = {}  # by the object, not by its id: one that dies here leaves that to a new buffer
+        self.differing: list[
+            str
+        ] = []  # names of those that were not rank 0's when they were placed
+        moved: dict[
+            Tensor, Tensor
+        ] = {}  # by the object, not by its id: one that dies here leaves that to a new buffer
         for prefix, module in model.named_modules():
             _materialize_buffers(prefix, module)
             _require_dense_if_saved(prefix, module)
@@ -39,10 +50,12 @@ class Buffers:
                     moved[buffer] = self._placed(f"{prefix}.{name}".lstrip("."), buffer.to(device))
                 module._buffers[name] = moved[buffer]
         self._model = model
-        self._numbers: dict[str, int] = {}  # of modules with buffers, by prefix; all ranks have the same
+        self._numbers: dict[
+            str, int
+        ] = {}  # of modules with buffers, by prefix; all ranks have the same
         self._tables: list[dict[str, Tensor | None]] = []
-        # For each module, whether its buffers may be written so that torch does not count it: by `buffer.data`, in a script.
-        # Then they are as changed from there on.
+        # For each module, whether its buffers may be written so that torch does not count it: by
+        # `buffer.data`, in a script. Then they are as changed from there on.
         self._uncounted = bytearray()
         self._seen: list[list[_Seen]] = []
         self._alike: list[list[str]] = []  # names of those that all ranks have in one shape
@@ -59,7 +72,9 @@ class Buffers:
             _require_same(name, self._collectives.all_gather_object(_digest(buffer)))
             return buffer
         agreed = self._collectives.broadcast(_plain(buffer).clone())
-        if self._collectives.global_rank and not torch.allclose(buffer, agreed, rtol=0, atol=0, equal_nan=True):
+        if self._collectives.global_rank and not torch.allclose(
+            buffer, agreed, rtol=0, atol=0, equal_nan=True
+        ):
             self.differing.append(name)
             _write(buffer, agreed)
         return buffer
@@ -82,7 +97,8 @@ class Buffers:
         return {prefix: table for prefix, table in found if id(table) not in known}
 
     def changed(self) -> bytes:
-        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed, 2 if their shapes did.
+        """For each module, since the last :meth:`synchronize`, on this rank: 1 if buffers changed,
+        2 if their shapes did.
 
         The last byte says whether there are modules with buffers that had none.
         """
@@ -97,18 +113,29 @@ class Buffers:
         for name, buffer, *_ in look:
             if id(buffer) not in known and is_gathered(buffer):
                 raise ResidencyError(
-                    f"Buffer {([*self._numbers][k] + name)!r} was set to a view of a sharded parameter, whose memory will be "
-                    "another unit's. Set it to a copy (`.clone()`)."
+                    f"Buffer {([*self._numbers][k] + name)!r} was set to a view of a sharded"
+                    " parameter, whose memory will be another unit's. Set it to a copy"
+                    " (`.clone()`)."
                 )
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """All buffers, each with the number of times that it was written."""
-        return [(b, b._version) for table in self._tables for b in table.values() if b is not None and not b.is_inference()]
+        return [
+            (b, b._version)
+            for table in self._tables
+            for b in table.values()
+            if b is not None and not b.is_inference()
+        ]
 
     def keep(self) -> Callable[[], None]:
         """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
-        tables = [(table, {name: b for name, b in table.items() if b is not None}) for table in self._tables]
-        written = (b for _, kept in tables for b in kept.values() if _is_dense(b) and not b.is_inference())
+        tables = [
+            (table, {name: b for name, b in table.items() if b is not None})
+            for table in self._tables
+        ]
+        written = (
+            b for _, kept in tables for b in kept.values() if _is_dense(b) and not b.is_inference()
+        )
         copies = {b: b.detach().to("cpu", copy=True) for b in written}
 
         def put_back() -> None:
@@ -125,15 +152,20 @@ class Buffers:
         """Copy rank 0's buffers to the other ranks in one exchange; collective.
 
         Args:
-            chosen: for each module what :meth:`changed` said on any rank; None takes all. Torch's own batch norm writes its
-                statistics unnoticed when it is called as a function, so what a rank saw change may not be everything.
+            chosen: for each module what :meth:`changed` said on any rank; None takes all. Torch's
+                own batch norm writes its statistics unnoticed when it is called as a function, so
+                what a rank saw change may not be everything.
         """
         picked = {k for k in range(len(self._tables)) if chosen is None or chosen[k]}
         late = chosen is None or bool(chosen[-1])
-        compared, places = self._compare({k for k in picked if chosen is None or chosen[k] > 1}, late)
+        compared, places = self._compare(
+            {k for k in picked if chosen is None or chosen[k] > 1}, late
+        )
         picked = sorted(picked | compared)
         if self._collectives.world_size > 1:
-            places = places if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
+            places = (
+                places if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
+            )
             self._copy([b for b in (self._tables[k][name] for k, name in places) if b.numel()])
         for k in picked:
             self._see(k)
@@ -146,9 +178,11 @@ class Buffers:
                 note_uncounted(buffer, self._uncounted, k)
 
     def _compare(self, modules: set[int], late: bool) -> tuple[set[int], list[tuple[int, str]]]:
-        """Note which buffers of ``modules``, and of those that had none, all ranks have in one shape; collective if asked.
+        """Note which buffers of ``modules``, and of those that had none, all ranks have in one
+        shape; collective if asked.
 
-        Returns the modules, and these buffers, but only one place of each that has several on every rank.
+        Returns the modules, and these buffers, but only one place of each that has several on every
+        rank.
         """
         if not modules and not late:
             return set(), []
@@ -158,7 +192,10 @@ class Buffers:
         ids: dict[int, int] = {}
         looks = [_look(table) for table in tables.values()]
         mine = [
-            {n: (tuple(s) if _is_dense(b) else _digest(b), d, ids.setdefault(id(b), len(ids))) for n, b, _, s, d in look}
+            {
+                n: (tuple(s) if _is_dense(b) else _digest(b), d, ids.setdefault(id(b), len(ids)))
+                for n, b, _, s, d in look
+            }
             for look in looks
         ]
         first, *others = self._collectives.all_gather_object(dict(zip(tables, mine, strict=True)))
@@ -169,12 +206,17 @@ class Buffers:
             found = first[prefix], *(other[prefix] for other in others)
             for name in found[0]:
                 _require_same(prefix + name, [each[name][0] for each in found if name in each])
-            alike = [n for n in found[0] if all(n in each and each[n][:2] == found[0][n][:2] for each in found)]
+            alike = [
+                n
+                for n in found[0]
+                if all(n in each and each[n][:2] == found[0][n][:2] for each in found)
+            ]
             self._alike[k] = [n for n in alike if isinstance(found[0][n][0], tuple)]
             for name in self._alike[k]:
                 places.setdefault(tuple(each[name][2] for each in found), (k, name))
         if late:
-            self._others = [table for table in self._unknown().values() if not table]  # what only some ranks have is their own
+            # what only some ranks have is their own
+            self._others = [table for table in self._unknown().values() if not table]
         return set(numbers), list(places.values())
 
     def _number(self, prefix: str, table: dict[str, Tensor | None]) -> int:
@@ -184,24 +226,31 @@ class Buffers:
             self._require_own_memory(self._numbers[prefix], _look(table))
         k = self._numbers[prefix]
         if self._tables[k] is not table:
-            self._tables[k], self._seen[k], self._uncounted[k] = table, [], not isinstance(table, dict)
+            self._tables[k], self._seen[k], self._uncounted[k] = (
+                table,
+                [],
+                not isinstance(table, dict),
+            )
         return k
 
     def _copy(self, tensors: list[Tensor]) -> None:
         """Of rank 0, to the other ranks."""
         if not tensors:
             return
-        parts = [_plain(b).view(-1).view(torch.uint8).to(self._device) for b in tensors]  # a forward may assign any
+        # a forward may assign any
+        parts = [_plain(b).view(-1).view(torch.uint8).to(self._device) for b in tensors]
         packed = self._collectives.broadcast(torch.cat(parts))
         if not self._collectives.global_rank:
             return
         own = {id(b): address for seen in self._seen for _, b, (_, address), *_ in seen}
         assigned: dict[Tensor, Tensor] = {}
         for b, part in zip(tensors, packed.split([b.nbytes for b in tensors]), strict=True):
-            value = part.clone().view(b.dtype).view(b.shape)  # cloned: a view of a dtype must be aligned
+            # cloned: a view of a dtype must be aligned
+            value = part.clone().view(b.dtype).view(b.shape)
             if own.get(id(b)) == b.data_ptr():
                 _write(b, value)
-            elif id(b) in own:  # `buffer.data` was set: an activation, or the user's data, may be the same memory
+            elif id(b) in own:
+                # `buffer.data` was set: an activation, or the user's data, may be the same memory
                 b.data = _like(b, value)
             else:  # the buffer itself was
                 assigned[b] = _like(b, value)
@@ -238,10 +287,15 @@ def _is_dense(buffer: Tensor) -> bool:
 
 def _require_dense_if_saved(prefix: str, module: nn.Module) -> None:
     for name, buffer in module._buffers.items():
-        if buffer is not None and not _is_dense(buffer) and name not in module._non_persistent_buffers_set:
+        if (
+            buffer is not None
+            and not _is_dense(buffer)
+            and name not in module._non_persistent_buffers_set
+        ):
             raise ValueError(
-                f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} is sparse, nested or quantized, and checkpoints hold dense tensors "
-                "only. Register it with `persistent=False`, or make it dense."
+                f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} is sparse, nested or quantized, and"
+                " checkpoints hold dense tensors only. Register it with `persistent=False`, or"
+                " make it dense."
             )
 
 
@@ -254,7 +308,9 @@ def _digest(buffer: Tensor) -> str:
     else:
         coordinates = buffer.detach().to_sparse_coo().coalesce()
         parts = coordinates.indices(), coordinates.values()
-    found = hashlib.sha256(f"{buffer.layout} {buffer.dtype} {[part.shape for part in parts]}".encode())
+    found = hashlib.sha256(
+        f"{buffer.layout} {buffer.dtype} {[part.shape for part in parts]}".encode()
+    )
     for part in parts:
         found.update(_plain(part).cpu().view(-1).view(torch.uint8).numpy())
     return found.hexdigest()
@@ -264,8 +320,9 @@ def _require_same(name: str, kinds: Sequence[object]) -> None:
     """``kinds``: of all ranks, shapes or digests."""
     if any(isinstance(kind, str) for kind in kinds) and len(set(kinds)) > 1:
         raise ValueError(
-            f"Buffer {name!r} is sparse, nested or quantized, and not the same on all ranks: only dense buffers are copied "
-            "from rank 0. Give all ranks the same one, make it dense, or keep it in an attribute that is no buffer."
+            f"Buffer {name!r} is sparse, nested or quantized, and not the same on all ranks: only"
+            " dense buffers are copied from rank 0. Give all ranks the same one, make it dense, or"
+            " keep it in an attribute that is no buffer."
         )
 
 
@@ -276,26 +333,38 @@ def _look(table: dict[str, Tensor | None]) -> list[_Seen]:
         for name, b in table.items():
             if b is not None:
                 dense = _is_dense(b)
-                writes = _UNCOUNTED if b.is_inference() else b._version, b.data_ptr() if dense else 0
+                writes = (
+                    _UNCOUNTED if b.is_inference() else b._version,
+                    b.data_ptr() if dense else 0,
+                )
                 found.append((name, b, writes, b.shape if dense else (id(b), writes), b.dtype))
     return found
 
 
 def _difference(now: list[_Seen], before: list[_Seen]) -> int:
-    if [(name, *kind) for name, _, _, *kind in now] != [(name, *kind) for name, _, _, *kind in before]:
+    if [(name, *kind) for name, _, _, *kind in now] != [
+        (name, *kind) for name, _, _, *kind in before
+    ]:
         return 2
-    return int(any(a[1] is not b[1] or a[2] != b[2] or a[2][0] == _UNCOUNTED for a, b in zip(now, before, strict=True)))
+    return int(
+        any(
+            a[1] is not b[1] or a[2] != b[2] or a[2][0] == _UNCOUNTED
+            for a, b in zip(now, before, strict=True)
+        )
+    )
 
 
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:
-    waiting = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    waiting = [
+        name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+    ]
     if not waiting:
         return
     if not hasattr(module, "reset_running_stats"):
         name = f"{prefix}.{waiting[0]}".lstrip(".")
         raise ValueError(
-            f"Buffer {name!r} is on the meta device, and only the running statistics of norm layers can be initialised from "
-            'there. Create it with `device="cpu"`.'
+            f"Buffer {name!r} is on the meta device, and only the running statistics of norm layers"
+            ' can be initialised from there. Create it with `device="cpu"`.'
         )
     for name in waiting:
         module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")

@@ -1,4 +1,6 @@
-"""Set-up: from a whole model and its optimizers to units and flat groups, unit by unit, so that a device never holds it all."""
+"""Set-up: from a whole model and its optimizers to units and flat groups, unit by unit, so that a
+device never holds it all.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 def optimizer_groups(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[dict[int, tuple[int, int]], list[list[list[str]]]]:
-    """(optimizer, param group) of each parameter, by its ``id``; and the parameters' names, by optimizer and param group.
+    """(optimizer, param group) of each parameter, by its ``id``; and the parameters' names, by
+    optimizer and param group.
 
-    A ValueError if an optimizer holds a tensor that is no parameter of ``model``, or two optimizers hold the same one.
+    A ValueError if an optimizer holds a tensor that is no parameter of ``model``, or two optimizers
+    hold the same one.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     home: dict[int, tuple[int, int]] = {}
@@ -41,18 +45,24 @@ def optimizer_groups(
                 if id(p) not in names:
                     instead = "Pass only parameters that `named_parameters()` of the module yields."
                     if isinstance(p, FlatParameter):
-                        instead = "It has stepped on shards in an earlier run: make another one in `configure_optimizers`."
+                        instead = (
+                            "It has stepped on shards in an earlier run: make another one in"
+                            " `configure_optimizers`."
+                        )
                     raise ValueError(
-                        f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape {tuple(p.shape)} (param group "
-                        f"{g}, position {k}) that is not a parameter of {type(model).__name__}. {instead}"
+                        f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape"
+                        f" {tuple(p.shape)} (param group {g}, position {k}) that is not a parameter"
+                        f" of {type(model).__name__}. {instead}"
                     )
                 if id(p) in home:
                     raise ValueError(
-                        f"Parameter {names[id(p)]!r} is in optimizer {home[id(p)][0]} and in optimizer {i}; it has one shard, "
-                        "so it can have one optimizer."
+                        f"Parameter {names[id(p)]!r} is in optimizer {home[id(p)][0]} and in"
+                        f" optimizer {i}; it has one shard, so it can have one optimizer."
                     )
                 home[id(p)] = (i, g)
-    return home, [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+    return home, [
+        [[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers
+    ]
 
 
 def build_units(
@@ -70,15 +80,31 @@ def build_units(
         buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[Entry]] = {}
         for name, p in part.parameters.items():
             _check_parameter(name, p)
-            optimizer, number = home.get(id(p), (None, None)) if p.is_floating_point() or p.is_complex() else (None, None)
+            optimizer, number = (
+                home.get(id(p), (None, None))
+                if p.is_floating_point() or p.is_complex()
+                else (None, None)
+            )
             key = GroupKey(optimizer, number, p.dtype)
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
             stride = torch.empty_like(p, device="meta").stride()
-            entry = Entry(name, p, about(p).cls if is_sharded(p) else type(p), p.dtype, p.shape, stride, group, index)
+            entry = Entry(
+                name,
+                p,
+                about(p).cls if is_sharded(p) else type(p),
+                p.dtype,
+                p.shape,
+                stride,
+                group,
+                index,
+            )
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
             wire = wire_dtype(name, p) if slot == torch.float32 and not collectives.alone else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
-        chunks = [_chunk(bucket, dtypes, collectives.world_size) for (_, *dtypes), bucket in buckets.items()]
+        chunks = [
+            _chunk(bucket, dtypes, collectives.world_size)
+            for (_, *dtypes), bucket in buckets.items()
+        ]
         kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
         units.append(kind(index, part, chunks))
     _number(units, groups.values())
@@ -86,9 +112,12 @@ def build_units(
 
 
 def _chunk(entries: list[Entry], dtypes: list[torch.dtype], world_size: int) -> Chunk:
-    entries.sort(key=lambda entry: entry.group.index)  # stable: groups become neighbours, names keep their order
+    # stable: groups become neighbours, names keep their order
+    entries.sort(key=lambda entry: entry.group.index)
     itemsize = min(dtype.itemsize for dtype in dtypes)
-    layout = ChunkLayout.build([e.size.numel() for e in entries], [e.group.index for e in entries], world_size, itemsize)
+    layout = ChunkLayout.build(
+        [e.size.numel() for e in entries], [e.group.index for e in entries], world_size, itemsize
+    )
     return Chunk(entries, layout, *dtypes)
 
 
@@ -106,32 +135,48 @@ def _number(units: list[Unit], groups: Iterable[FlatGroup]) -> None:
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
     # A wrapper of other tensors calls itself a parameter, but has no memory of its own.
-    wraps = nn.Parameter not in type(p).__mro__ or type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    wraps = (
+        nn.Parameter not in type(p).__mro__
+        or type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    )
     if wraps or p.layout != torch.strided:
         raise ValueError(
-            f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense parameters can be sharded. Make it "
-            "a dense `nn.Parameter`, or a buffer if it is not trained; take `fully_shard` and other wrappers out of the model."
+            f"Parameter {name!r} is a {type(p).__name__} with layout {p.layout}; only dense"
+            " parameters can be sharded. Make it a dense `nn.Parameter`, or a buffer if it is not"
+            " trained; take `fully_shard` and other wrappers out of the model."
         )
 
 
 def check_memory(model: nn.Module) -> None:
-    """A ValueError if a parameter shares memory with another, a buffer or a tensor in an attribute of a module.
+    """A ValueError if a parameter shares memory with another, a buffer or a tensor in an attribute
+    of a module.
 
     These would see its changes until it is sharded, but not after.
     """
     everything = (*model.named_parameters(), *model.named_buffers(), *_attributes(model))
-    own = [(name, tensor) for name, tensor in everything if not (is_sharded(tensor) or tensor.is_meta)]
-    named = [(name, tensor) for name, tensor in own if tensor.layout == torch.strided and tensor.numel() > 0]
-    earlier: list[tuple[str, Tensor, np.ndarray]] = []  # those that reach beyond the start of the next one
+    own = [
+        (name, tensor) for name, tensor in everything if not (is_sharded(tensor) or tensor.is_meta)
+    ]
+    named = [
+        (name, tensor)
+        for name, tensor in own
+        if tensor.layout == torch.strided and tensor.numel() > 0
+    ]
+    earlier: list[
+        tuple[str, Tensor, np.ndarray]
+    ] = []  # those that reach beyond the start of the next one
     for name, tensor in sorted(named, key=lambda each: (each[1].data_ptr(), each[0])):
         place = _place(tensor)
         earlier = [each for each in earlier if np.may_share_memory(each[2], place)]
         for other, theirs, there in earlier:
-            both_stay_whole = not isinstance(tensor, nn.Parameter) and not isinstance(theirs, nn.Parameter)
+            both_stay_whole = not isinstance(tensor, nn.Parameter) and not isinstance(
+                theirs, nn.Parameter
+            )
             if not both_stay_whole and np.shares_memory(there, place):
                 raise ValueError(
-                    f"{other!r} and {name!r} share memory, and after sharding they would not. To tie two layers let both have "
-                    "the same parameter (`head.weight = embedding.weight`, without `.data`), else use `.clone()`."
+                    f"{other!r} and {name!r} share memory, and after sharding they would not. To"
+                    " tie two layers let both have the same parameter (`head.weight ="
+                    " embedding.weight`, without `.data`), else use `.clone()`."
                 )
         earlier.append((name, tensor, place))
 
@@ -142,26 +187,48 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(module).items():
             if f"{name}_orig" in module._parameters:
                 continue  # it is made anew before each forward (`nn.utils.spectral_norm`)
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from ((f"{prefix}.{name}".lstrip("."), item) for item in items if type(item) is Tensor and name != "_buffers")
+            items = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else (value,)
+            )
+            yield from (
+                (f"{prefix}.{name}".lstrip("."), item)
+                for item in items
+                if type(item) is Tensor and name != "_buffers"
+            )
 
 
 def _place(tensor: Tensor) -> np.ndarray:
-    """An array where ``tensor`` lies; nobody looks at its elements, so the memory may be a device's."""
+    """An array where ``tensor`` lies; nobody looks at its elements, so the memory may be a
+    device's.
+    """
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     place = {"version": 3, "typestr": f"|V{tensor.itemsize}", "data": (tensor.data_ptr(), True)}
-    return np.asarray(SimpleNamespace(__array_interface__={**place, "shape": tuple(tensor.shape), "strides": strides}))
+    return np.asarray(
+        SimpleNamespace(
+            __array_interface__={**place, "shape": tuple(tensor.shape), "strides": strides}
+        )
+    )
 
 
-def check_same_structure(units: list[Unit], model: nn.Module, collectives: LocalCollectives) -> None:
-    """Raise a ValueError on every rank that names the first difference in parameters, units, groups or buffers; collective."""
+def check_same_structure(
+    units: list[Unit], model: nn.Module, collectives: LocalCollectives
+) -> None:
+    """Raise a ValueError on every rank that names the first difference in parameters, units, groups
+    or buffers; collective.
+    """
     mine = [
         f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, "
         f"requires_grad {e.parameter.requires_grad}, group {e.group.index}, unit {u.name}"
         for u in units
         for e in u.entries
     ]
-    mine += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    mine += [
+        f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()
+    ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(collectives.all_gather_object(digest))) == 1:
         return
@@ -170,17 +237,23 @@ def check_same_structure(units: list[Unit], model: nn.Module, collectives: Local
         for a, b in zip([*everyone[0], "nothing"], [*theirs, "nothing"], strict=False):
             if a != b:
                 raise ValueError(
-                    f"The ranks have different models. First difference: rank 0 has [{a}], rank {rank} has [{b}]. "
-                    "Build the same model and optimizers on every rank."
+                    f"The ranks have different models. First difference: rank 0 has [{a}], rank"
+                    f" {rank} has [{b}]. Build the same model and optimizers on every rank."
                 )
 
 
 def fill_shards(
-    units: list[Unit], groups: list[FlatGroup], model: nn.Module, collectives: LocalCollectives, device: torch.device
+    units: list[Unit],
+    groups: list[FlatGroup],
+    model: nn.Module,
+    collectives: LocalCollectives,
+    device: torch.device,
 ) -> list[str]:
-    """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks initialised; collective.
+    """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks
+    initialised; collective.
 
-    An engine that had the parameters before retires. Returns the names of those whose value here was not rank 0's.
+    An engine that had the parameters before retires. Returns the names of those whose value here
+    was not rank 0's.
     """
     for chunk in (chunk for unit in units for chunk in unit.chunks):
         chunk.own(groups, collectives.rank)
@@ -189,26 +262,39 @@ def fill_shards(
     earlier = dict.fromkeys(home for p in model.parameters() if (home := home_of(p)) is not None)
     for home in earlier:
         home.compare_notes()
-    owners = {id(p): module for module in reversed(list(model.modules())) for p in module._parameters.values()}
+    owners = {
+        id(p): module
+        for module in reversed(list(model.modules()))
+        for p in module._parameters.values()
+    }
     differing = []
     for unit in units:
         _materialize(unit, owners)
         initial = _initial_values(unit)
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
-            views = {entry.name: view for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True)}
+            views = {
+                entry.name: view
+                for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True)
+            }
             with torch.no_grad():
                 for name, view in views.items():
                     view.copy_(initial[name])
                 collectives.broadcast(buffer)
                 for name, view in views.items() if collectives.global_rank else ():
-                    if not torch.allclose(initial[name].to(device), view, rtol=0, atol=0, equal_nan=True):
+                    if not torch.allclose(
+                        initial[name].to(device), view, rtol=0, atol=0, equal_nan=True
+                    ):
                         differing.append(name)
-                chunk.store_shard(chunk.shard_of(buffer, collectives.rank), lambda group: group.data)
+                chunk.store_shard(
+                    chunk.shard_of(buffer, collectives.rank), lambda group: group.data
+                )
             for entry in chunk.entries:
                 unsettle(entry.parameter)
                 entry.parameter.__class__ = entry.cls
-                entry.parameter.data = torch.empty(0, dtype=entry.dtype, device=entry.parameter.device)
+                entry.parameter.data = torch.empty(
+                    0, dtype=entry.dtype, device=entry.parameter.device
+                )
     for home in earlier:
         home.retire()
     return differing
@@ -225,7 +311,9 @@ def _initial_values(unit: Unit) -> dict[str, Tensor]:
 
 
 def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
-    """Give meta parameters memory and initial values, as their modules' ``reset_parameters`` does it."""
+    """Give meta parameters memory and initial values, as their modules' ``reset_parameters`` does
+    it.
+    """
     waiting = []
     for entry in unit.entries:
         p = entry.parameter
@@ -234,10 +322,13 @@ def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
         module = owners[id(p)]
         if not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"Parameter {entry.name!r} is on the meta device and {type(module).__name__} has no `reset_parameters()` to "
-                "initialise it with. Add that method, or create the module on the CPU."
+                f"Parameter {entry.name!r} is on the meta device and {type(module).__name__} has no"
+                " `reset_parameters()` to initialise it with. Add that method, or create the"
+                " module on the CPU."
             )
-        torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad))
+        torch.utils.swap_tensors(
+            p, nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
+        )
         if module not in waiting:
             waiting.append(module)
     for module in waiting:

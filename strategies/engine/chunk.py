@@ -1,4 +1,6 @@
-"""The parameters of a unit that are trained or not, kept, gathered and sent in the same dtypes, as one sharded buffer."""
+"""The parameters of a unit that are trained or not, kept, gathered and sent in the same dtypes, as
+one sharded buffer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ class Chunk:
     owned: list[OwnedPiece]
 
     def __init__(
-        self, entries: list[Entry], layout: ChunkLayout, dtype: torch.dtype, wire_dtype: torch.dtype, master_dtype: torch.dtype
+        self,
+        entries: list[Entry],
+        layout: ChunkLayout,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        master_dtype: torch.dtype,
     ) -> None:
         self.entries, self.layout = entries, layout
         self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
@@ -42,12 +49,16 @@ class Chunk:
         return self.layout.numel * self.dtype.itemsize
 
     def own(self, groups: list[FlatGroup], rank: int) -> None:
-        """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the parameters there."""
+        """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the
+        parameters there.
+        """
         self.owned = []
         for index, inside in self.layout.pieces(rank).items():
             group = groups[index]
             start, group.numel = group.numel, group.numel + len(inside)
-            self.owned.append(OwnedPiece(group, slice(inside.start, inside.stop), slice(start, group.numel)))
+            self.owned.append(
+                OwnedPiece(group, slice(inside.start, inside.stop), slice(start, group.numel))
+            )
         for index, entry in enumerate(self.entries):
             span = self.layout.span(index, rank)
             if span is not None:
@@ -59,7 +70,9 @@ class Chunk:
         return buffer.view(self.layout.world_size, -1)[rank]
 
     def load_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
-        """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where there is none."""
+        """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where
+        there is none.
+        """
         for piece in self.owned:
             source = flat(piece.group)
             if source is None:
@@ -76,7 +89,9 @@ class Chunk:
 
     def in_slot(self, part: Part, rank: int) -> Tensor:
         """A part of a parameter as it is in the slot."""
-        return self.shard_of(self.slot, rank)[part.span.shard_start :][: part.span.stop - part.span.start]
+        return self.shard_of(self.slot, rank)[part.span.shard_start :][
+            : part.span.stop - part.span.start
+        ]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters inside a chunk-sized buffer."""

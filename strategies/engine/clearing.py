@@ -13,7 +13,9 @@ _ZERO_GRAD = {nn.Module.zero_grad.__code__, unwrap(Optimizer.zero_grad).__code__
 
 
 def clearing() -> bool | None:
-    """Whether a `zero_grad`, which looks at each gradient before it clears it, is who asks: its ``set_to_none``, else None."""
+    """Whether a `zero_grad`, which looks at each gradient before it clears it, is who asks: its
+    ``set_to_none``, else None.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code not in _ZERO_GRAD:
         frame = frame.f_back

@@ -1,4 +1,6 @@
-"""Which gradients the optimizers see: the flat gradients of parameters that any rank used, and none for the others."""
+"""Which gradients the optimizers see: the flat gradients of parameters that any rank used, and none
+for the others.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +10,55 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..collectives import ASSIGNED, CLEARED, Diary, Setting, checksum
+from ..collectives import ASSIGNED, CLEARED, ExchangeLog, Setting, checksum
 from ..residency.home import ResidencyError
-from .reduce import Reducer
+from .reduction import Reducer
 from .segments import Segment
 from .shards import Entry, FlatGroup
 from .unit import Unit
 
 
 class Gradients:
-    """Keeps the books of who has a gradient, from the start of a window (gradients were cleared) to the optimizer's step."""
+    """Keeps the books of who has a gradient, from the start of a window (gradients were cleared) to
+    the optimizer's step.
+    """
 
     settle: Callable[[str], None]  # see `Backward.settle`, which comes later
     keep: Callable[[Entry], None]  # see `HeldGradients.keep`
     note_gathered: Callable[[list[Entry]], None]  # see `HeldGradients.note_gathered`
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
-    def __init__(self, units: list[Unit], groups: list[FlatGroup], reducer: Reducer, diary: Diary) -> None:
-        self._units, self.reducer, self._diary = units, reducer, diary
+    def __init__(
+        self,
+        units: list[Unit],
+        groups: list[FlatGroup],
+        reducer: Reducer,
+        exchange_log: ExchangeLog,
+    ) -> None:
+        self._units, self.reducer, self._exchange_log = units, reducer, exchange_log
         self._groups = [group for group in groups if group.trained]
         self.used = bytearray(sum(len(group.entries) for group in self._groups))
         self.graphs = bytearray(self.used)  # of each: this rank's was made with create_graph
         self.arrived = bytearray(self.used)  # of each: in the backward that runs
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
-        self.uncut: dict[Entry, None] = {}  # may have none, and lie in a flat tensor that shows those of others in there
-        self._full: dict[str, Tensor] = {}  # of the unit asked for last, by name: usually its others are asked for next
+        self.uncut: dict[
+            Entry, None
+        ] = {}  # may have none, and lie in a flat tensor that shows those of others in there
+        self._full: dict[
+            str, Tensor
+        ] = {}  # of the unit asked for last, by name: usually its others are asked for next
         self._written: list[int] = []  # `written_by_others` of its groups then
-        self._sums: dict[Entry, tuple[int, Tensor]] = {}  # of gradients that users assigned or changed, and in which window
+        self._sums: dict[
+            Entry, tuple[int, Tensor]
+        ] = {}  # of gradients that users assigned or changed, and in which window
         self._unread = False  # they were gathered for a `zero_grad`, which looks at no values
         self.over = False  # freed before the user cleared them
         self._passes = 0  # that have added to them
 
     def begin_windows(self, accumulates: bool) -> frozenset[int]:
-        """A backward begins: cleared groups start afresh. Returns numbers of parameters whose optimizer is switched off.
+        """A backward begins: cleared groups start afresh. Returns numbers of parameters whose
+        optimizer is switched off.
 
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
@@ -53,7 +70,9 @@ class Gradients:
                 self.reducer.drop_zeroed(group)
             shown.append(not group.begin_window(self.make_way))
             if not shown[-1]:
-                self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(len(group.entries))
+                self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(
+                    len(group.entries)
+                )
                 self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
             group.muted = group.switched_off
@@ -67,17 +86,21 @@ class Gradients:
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
         if not self.reducer.whole:
-            self._diary.begin_backward(self._present("an optimizer", self._groups, shown))
+            self._exchange_log.begin_backward(self._present("an optimizer", self._groups, shown))
         return muted
 
     def give_back(self) -> None:
-        """Free the memory of cleared gradients until the next reduction: when a backward begins the most memory is in use."""
+        """Free the memory of cleared gradients until the next reduction: when a backward begins the
+        most memory is in use.
+        """
         if not self.reducer.lasting:
             for group in self._groups:
                 group.give_back()
 
     def take_away(self) -> None:
-        """Free gradients that will be cleared before anything is added to them; who asks for one until then is told."""
+        """Free gradients that will be cleared before anything is added to them; who asks for one
+        until then is told.
+        """
         if not self.reducer.lasting and self.any_shown():
             self.over, self._full = True, {}
             for group in self._groups:
@@ -85,7 +108,8 @@ class Gradients:
                 group.give_back()
 
     def give_up(self, held: bool) -> None:
-        """An exception ended a backward that had added something: to gradients of before, or to none, which is dropped.
+        """An exception ended a backward that had added something: to gradients of before, or to
+        none, which is dropped.
 
         So is what was ``held`` of earlier micro-batches.
         """
@@ -104,8 +128,10 @@ class Gradients:
         self.forget()
 
     def show_again(self) -> None:
-        """A backward began, and an exception ended it: gradients that were out of its way are there again."""
-        self._diary.begin_backward([])
+        """A backward began, and an exception ended it: gradients that were out of its way are there
+        again.
+        """
+        self._exchange_log.begin_backward([])
         shown = bytearray(self._shown)
         self.arrived[:] = bytes(len(self.arrived))
         for group in self._groups:
@@ -114,7 +140,8 @@ class Gradients:
         self.reducer.show(bytes(shown), self.graphs)
 
     def require_complete(self, groups: Iterable[FlatGroup]) -> None:
-        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete, that were not cleared or replaced.
+        """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete, that were
+        not cleared or replaced.
 
         Collective if there are some that were written to since.
         """
@@ -125,19 +152,26 @@ class Gradients:
                 continue
             name = min(group.incomplete, key=lambda entry: entry.number).name
             raise RuntimeError(
-                f"An exception ended a backward pass: gradients (of parameter {name!r} and others) accumulated before it are "
-                "incomplete. Call `zero_grad()` and begin the accumulation anew."
+                f"An exception ended a backward pass: gradients (of parameter {name!r} and others)"
+                " accumulated before it are incomplete. Call `zero_grad()` and begin the"
+                " accumulation anew."
             )
 
     def begin_step(self, optimizer: Optimizer, groups: list[FlatGroup]) -> None:
-        """``optimizer`` steps on ``groups``: the ranks compare later with which gradients. As :meth:`require_complete`."""
+        """``optimizer`` steps on ``groups``: the ranks compare later with which gradients. As
+        :meth:`require_complete`.
+        """
         self.require_complete(groups)
         shown = [group.require_alike() for group in groups]
         if not self.reducer.whole:
             name = type(optimizer).__name__
-            self._diary.step([*self._present(name, groups, shown), *self._sums_in(name, groups)])
+            self._exchange_log.step(
+                [*self._present(name, groups, shown), *self._sums_in(name, groups)]
+            )
 
-    def _present(self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]) -> list[Setting]:
+    def _present(
+        self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]
+    ) -> list[Setting]:
         """Which parameters of ``groups`` have gradients."""
         found: list[Setting] = []
         for group, is_any in zip(groups, any_shown, strict=True):
@@ -154,7 +188,8 @@ class Gradients:
 
     def _sums_in(self, optimizer: str, groups: list[FlatGroup]) -> list[Setting]:
         """Of gradients in ``groups`` that users assigned or changed and that are still there."""
-        by_number = sorted(self._sums, key=lambda entry: entry.number)  # alike on all ranks, whoever was assigned first
+        # alike on all ranks, whoever was assigned first
+        by_number = sorted(self._sums, key=lambda entry: entry.number)
         for entry in by_number:
             if self._sums[entry][0] != entry.group.begun or not self.has_gradient(entry):
                 del self._sums[entry]  # cleared since
@@ -175,17 +210,20 @@ class Gradients:
         return any(group.shows_gradients for group in self._groups)
 
     def full(self, entry: Entry, clears: bool = False) -> Tensor | None:
-        """The whole gradient of a parameter, in memory of its own, if the optimizers see one; collective then.
+        """The whole gradient of a parameter, in memory of its own, if the optimizers see one;
+        collective then.
 
         ``clears``: a `zero_grad` asks, which does not look at values.
         """
         if self.over and entry.trained and not self.has_gradient(entry):
             if not clears:
                 raise ResidencyError(
-                    f"The gradient of parameter {entry.name!r} was freed when `training_step` began, because Lightning clears "
-                    "it before the next backward. Read it earlier (`on_before_optimizer_step`, `on_train_batch_end`), or "
-                    "define `on_before_zero_grad` in the module: then gradients stay until that hook is over. For gradients "
-                    "of a backward inside of `training_step`, call the module's `zero_grad()` first."
+                    f"The gradient of parameter {entry.name!r} was freed when `training_step`"
+                    " began, because Lightning clears it before the next backward. Read it earlier"
+                    " (`on_before_optimizer_step`, `on_train_batch_end`), or define"
+                    " `on_before_zero_grad` in the module: then gradients stay until that hook is"
+                    " over. For gradients of a backward inside of `training_step`, call the"
+                    " module's `zero_grad()` first."
                 )
             self.over = False  # they are gone as the user wants it
         self.require_not_arrived(entry)
@@ -200,7 +238,11 @@ class Gradients:
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         written = [group.written_by_others for group in unit.groups]
-        if entry.name not in self._full or written != self._written or (self._unread and not clears):
+        if (
+            entry.name not in self._full
+            or written != self._written
+            or (self._unread and not clears)
+        ):
             for each in unit.trained:
                 self.keep(each)
             self._full, self._written, self._unread = unit.gradients(), written, clears
@@ -209,18 +251,22 @@ class Gradients:
         return self._full[entry.name].clone()
 
     def _note_gathered(self, unit: Unit) -> None:
-        """Of all its gradients, whichever was asked for: what is gathered a rank may look at alone."""
+        """Of all its gradients, whichever was asked for: what is gathered a rank may look at
+        alone.
+        """
         present = [entry for entry in unit.trained if self.has_gradient(entry)]
         self.note_gathered(present)
         for entry in present:
             begun, assigned = self._sums.get(entry, (-1, None))
             if assigned is not None and begun == entry.group.begun:
-                self._diary.read_gradient(entry.name, assigned)
+                self._exchange_log.read_gradient(entry.name, assigned)
 
     def cleared(self, entry: Entry, to_none: bool) -> Tensor | None:
-        """What a `zero_grad`, which does not look at values, may take for the gradient of ``entry``; local.
+        """What a `zero_grad`, which does not look at values, may take for the gradient of
+        ``entry``; local.
 
-        In a step of an evaluation in which other ranks assist there are no zeros: those would not write them.
+        In a step of an evaluation in which other ranks assist there are no zeros: those would not
+        write them.
         """
         if not (entry.trained and self.has_gradient(entry)):
             return self.full(entry, clears=True)
@@ -240,33 +286,41 @@ class Gradients:
         self.adopt()
 
     def require_not_arrived(self, entry: Entry) -> None:
-        """Raise if the backward that runs has added to the gradient of ``entry``: nobody reads it then, or changes it."""
+        """Raise if the backward that runs has added to the gradient of ``entry``: nobody reads it
+        then, or changes it.
+        """
         if entry.trained and self.arrived[entry.number]:
             raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was read in a backward that has computed it (in a module's hook, or "
-                "another parameter's), when it is this rank's own, and on its way to the others. Read it after the backward "
-                "(`on_after_backward`), or in a hook of the parameter itself."
+                f"The gradient of parameter {entry.name!r} was read in a backward that has computed"
+                " it (in a module's hook, or another parameter's), when it is this rank's own, and"
+                " on its way to the others. Read it after the backward (`on_after_backward`), or"
+                " in a hook of the parameter itself."
             )
 
     def _of_dropped(self, entry: Entry, clears: bool) -> None:
         if not clears:
             raise ResidencyError(
-                f"The gradient of parameter {entry.name!r}, which no optimizer has, was not kept: it would pile up, whole, on "
-                "every rank. Give the parameter to an optimizer in `configure_optimizers` (a learning rate of 0 will do), or "
-                "freeze it (`requires_grad_(False)`)."
+                f"The gradient of parameter {entry.name!r}, which no optimizer has, was not kept:"
+                " it would pile up, whole, on every rank. Give the parameter to an optimizer in"
+                " `configure_optimizers` (a learning rate of 0 will do), or freeze it"
+                " (`requires_grad_(False)`)."
             )
         entry.dropped = False
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
-        """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it after :meth:`adopt`."""
+        """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it
+        after :meth:`adopt`.
+        """
         if grad is not None and grad.shape != entry.size:
             raise RuntimeError(
-                f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient of shape {tuple(grad.shape)}."
+                f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient"
+                f" of shape {tuple(grad.shape)}."
             )
         if grad is not None and self.announced:
             raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was assigned or changed in a step of an evaluation that not all "
-                "ranks run: those that have no batch left would not store their part of it. Work on a copy (`p.grad.clone()`)."
+                f"The gradient of parameter {entry.name!r} was assigned or changed in a step of an"
+                " evaluation that not all ranks run: those that have no batch left would not store"
+                " their part of it. Work on a copy (`p.grad.clone()`)."
             )
         if grad is not None and grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
@@ -277,7 +331,9 @@ class Gradients:
             self._sums.pop(entry, None)
             if entry.part is not None and entry.group.shows_gradients:
                 with entry.group.written_by_engine():
-                    entry.part.of(entry.group.grad).zero_()  # the next backward adds to those that are left
+                    entry.part.of(
+                        entry.group.grad
+                    ).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
             if not self.reducer.whole:  # else there are no others
@@ -288,19 +344,23 @@ class Gradients:
                 entry.store(grad, entry.group.grad)
 
     def adopt(self) -> list[tuple[Entry, Tensor | None]]:
-        """Gradients that were assigned one by one become visible together: each cut of a group is for good.
+        """Gradients that were assigned one by one become visible together: each cut of a group is
+        for good.
 
         Returns those that were put in the place of ordinary parameters' gradients.
         """
         self.adopt_replaced()
         changed = self.reducer.changed()  # on one rank, where parameters are ordinary
         for entry in [entry for entry, grad in changed if grad is None]:
-            self.mark_gradient(entry, False)  # all of them before any is written: a group may have none left
+            # all of them before any is written: a group may have none left
+            self.mark_gradient(entry, False)
         for entry, grad in changed:
             self.assign(entry, grad)
-        # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know their parts.
+        # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know
+        # their parts.
         now = [group for group in dict.fromkeys(self._assigned) if not group.switched_off]
-        if self.reducer.looked_at:  # later: it would cut the list of flat tensors, which the user goes through now
+        # later: it would cut the list of flat tensors, which the user goes through now
+        if self.reducer.looked_at:
             return changed
         self._assigned = [group for group in self._assigned if group not in now]
         for group in now:
@@ -308,7 +368,10 @@ class Gradients:
                 unused = group.ranges_without(self._shown)
                 with group.written_by_engine():
                     for start, stop in unused:
-                        group.grad[start:stop].zero_()  # what was done to a flat gradient before it is cut was done to these
+                        group.grad[
+                            start:stop
+                            # what was done to a flat gradient before it is cut was done to these
+                        ].zero_()
                 if not all(self._shown[group.numbers]):  # alike on all ranks, which `unused` is not
                     self.reducer.outdate(group, "parameters in it had no gradient")
                 group.bind(unused)
@@ -316,21 +379,33 @@ class Gradients:
         return changed
 
     def adopt_replaced(self) -> None:
-        """Gradients that an optimizer, in its step, has put in the place of the flat ones are these from here on."""
+        """Gradients that an optimizer, in its step, has put in the place of the flat ones are these
+        from here on.
+        """
         for group in self._groups:
             group.adopt(self.make_way)
 
     def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
-        """An optimizer has put gradients in ``segments`` of ``group`` in the place of others, or of none; they come next."""
+        """An optimizer has put gradients in ``segments`` of ``group`` in the place of others, or of
+        none; they come next.
+        """
         new = [segment.parameter for segment in segments if not segment.shown]
         if not (had := sum(segment.shown for segment in group.segments)):
             self._begin_anew(group)
-        if not self.reducer.whole and (len(segments) != (had or len(group.segments)) or (new and had)):
+        if not self.reducer.whole and (
+            len(segments) != (had or len(group.segments)) or (new and had)
+        ):
             raise group.not_alike()
         for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
             self.used[entry.number] = self._shown[entry.number] = True
-        lying = group.lying_in(segment.parameter for segment in segments) if self.reducer.whole else group.entries
-        self.reducer.make_way(group, replaced := [entry for entry in lying if self._shown[entry.number]])
+        lying = (
+            group.lying_in(segment.parameter for segment in segments)
+            if self.reducer.whole
+            else group.entries
+        )
+        self.reducer.make_way(
+            group, replaced := [entry for entry in lying if self._shown[entry.number]]
+        )
         for entry in replaced:
             entry.assigned += 1  # what users hold of the gradient before stays that
             group.incomplete.discard(entry)
@@ -343,7 +418,9 @@ class Gradients:
         self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
 
     def show(self, used: bytes) -> None:
-        """The reduced gradients are complete; ``used`` says which parameters have one on any rank."""
+        """The reduced gradients are complete; ``used`` says which parameters have one on any
+        rank.
+        """
         self._shown, self._full = bytearray(used), {}
         self.arrived[:] = bytes(len(self.arrived))
         self._passes += 1
@@ -355,7 +432,8 @@ class Gradients:
             if any(flags):
                 group.bind([] if all(flags) else group.ranges_without(used))
             else:
-                group.clear()  # uncut: `toggle_optimizer` will look for the tensors that it switched off
+                # uncut: `toggle_optimizer` will look for the tensors that it switched off
+                group.clear()
         self.reducer.note_held(self._groups)
 
     def has_gradient(self, entry: Entry) -> bool:
@@ -363,7 +441,9 @@ class Gradients:
         return bool(self._shown[entry.number]) and entry.group.shows_gradients
 
     def since(self, entry: Entry) -> tuple[int, int, int, int]:
-        """Of the gradient of ``entry``: its window, how many were assigned before, and counts of what has changed it since."""
+        """Of the gradient of ``entry``: its window, how many were assigned before, and counts of
+        what has changed it since.
+        """
         return entry.group.begun, entry.assigned, self._passes, entry.group.written_by_others
 
     @property
@@ -381,7 +461,11 @@ class Gradients:
         if not group.shows_gradients:
             if not present:
                 return
-            group.over += [] if self.reducer.whole else [f"the gradient of parameter {entry.name!r} was assigned since"]
+            group.over += (
+                []
+                if self.reducer.whole
+                else [f"the gradient of parameter {entry.name!r} was assigned since"]
+            )
             self._begin_anew(group)
             group.clear()
             self.reducer.begin_window(group)
@@ -389,7 +473,8 @@ class Gradients:
             group.segments[-1].show(group.grad, group.over)
             self.uncut |= dict.fromkeys(group.entries)
         if present and entry.part is not None:
-            group.show(entry.part.start, entry.part.stop)  # `zero_grad(set_to_none=False)` looks for it there
+            # `zero_grad(set_to_none=False)` looks for it there
+            group.show(entry.part.start, entry.part.stop)
         self.used[entry.number] = self._shown[entry.number] = present
         group.incomplete.discard(entry)
         if any(self._shown[group.numbers]):

@@ -13,11 +13,13 @@ if _madvise is not None:
 
 
 def advise_huge_pages(memory: Tensor) -> None:
-    """Ask Linux for pages of 2 MiB in ``memory`` of the CPU [any dtype], before it is written to for the first time.
+    """Ask Linux for pages of 2 MiB in ``memory`` of the CPU [any dtype], before it is written to
+    for the first time.
 
-    The kernel gives memory page by page when it is first written to, which takes longer than the write itself: 49 million
-    fp32 values took 0.14 s to write in pages of 4 KiB, 0.05 s in these, 0.03 s a second time (one core). Nothing happens on
-    other systems, or where the administrator has switched such pages off. See madvise(2).
+    The kernel gives memory page by page when it is first written to, which takes longer than the
+    write itself: 49 million fp32 values took 0.14 s to write in pages of 4 KiB, 0.05 s in these,
+    0.03 s a second time (one core). Nothing happens on other systems, or where the administrator
+    has switched such pages off. See madvise(2).
     """
     if _madvise is None or not memory.is_cpu:
         return

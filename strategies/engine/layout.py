@@ -5,9 +5,10 @@ A chunk is one flat buffer of parameters laid end to end, padded to ``world_size
     chunk   |  w0  |w1|..|   w2    |pad|        "..": a gap, so that every parameter starts aligned
     rank    |    0     |      1        |        rank r owns elements [r * shard, (r + 1) * shard)
 
-Parameters of one optimizer group are neighbours in the chunk, so a rank's shard is a few *pieces*, one for each group
-it touches. The pieces of one group, over all chunks, lie end to end in that group's flat tensor on the rank. One
-all-gather moves a whole chunk whatever the number of groups, and the optimizer still sees one tensor per group.
+Parameters of one optimizer group are neighbours in the chunk, so a rank's shard is a few *pieces*,
+one for each group it touches. The pieces of one group, over all chunks, lie end to end in that
+group's flat tensor on the rank. One all-gather moves a whole chunk whatever the number of groups,
+and the optimizer still sees one tensor per group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN_BYTES = 16  # vectorised kernels fall back to slow paths on less
-REGION_BYTES = 256  # regions of the arena start like fresh allocations of the CUDA caching allocator
+REGION_BYTES = (
+    256  # regions of the arena start like fresh allocations of the CUDA caching allocator
+)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -44,15 +47,20 @@ class ChunkLayout:
     world_size: int
 
     @classmethod
-    def build(cls, numels: Sequence[int], groups: Sequence[int], world_size: int, itemsize: int) -> ChunkLayout:
-        """Lay parameters end to end, each aligned to 16 bytes for elements of ``itemsize`` bytes."""
+    def build(
+        cls, numels: Sequence[int], groups: Sequence[int], world_size: int, itemsize: int
+    ) -> ChunkLayout:
+        """Lay parameters end to end, each aligned to 16 bytes for elements of ``itemsize``
+        bytes.
+        """
         align = max(ALIGN_BYTES // itemsize, 1)
         offsets, end = [], 0
         for numel in numels:
             start = round_up(end, align)
             offsets.append(start)
             end = start + numel
-        # At least one aligned element a rank: fused optimizers and collectives break on empty tensors.
+        # At least one aligned element a rank: fused optimizers and collectives break on empty
+        # tensors.
         shard_numel = max(round_up(-(-end // world_size), align), align)
         return cls(tuple(numels), tuple(groups), tuple(offsets), shard_numel, world_size)
 
@@ -62,12 +70,18 @@ class ChunkLayout:
         return self.shard_numel * self.world_size
 
     def pieces(self, rank: int) -> dict[int, range]:
-        """Group -> its elements of the rank's shard, which is cut at group borders; gaps and padding go to the group before."""
+        """Group -> its elements of the rank's shard, which is cut at group borders; gaps and
+        padding go to the group before.
+        """
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
         firsts = [i for i, g in enumerate(self.groups) if i == 0 or g != self.groups[i - 1]]
         edges = [0, *(self.offsets[i] for i in firsts[1:]), self.numel]
         ranges = [(max(a, low), min(b, high)) for a, b in zip(edges, edges[1:], strict=False)]
-        return {self.groups[i]: range(a - low, b - low) for i, (a, b) in zip(firsts, ranges, strict=True) if a < b}
+        return {
+            self.groups[i]: range(a - low, b - low)
+            for i, (a, b) in zip(firsts, ranges, strict=True)
+            if a < b
+        }
 
     def span(self, index: int, rank: int) -> Span | None:
         """What ``rank`` owns of parameter ``index``, or None."""
@@ -78,8 +92,15 @@ class ChunkLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of the chunk that hold no parameter."""
-        ends = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
-        return [(end, start) for end, start in zip(ends, [*self.offsets, self.numel], strict=True) if end < start]
+        ends = [
+            0,
+            *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)),
+        ]
+        return [
+            (end, start)
+            for end, start in zip(ends, [*self.offsets, self.numel], strict=True)
+            if end < start
+        ]
 
 
 @dataclass(frozen=True)
@@ -91,8 +112,9 @@ class ArenaLayout:
         |unit 0|------------------|   unit 1   |
         |   unit 2   |------------|unit 3|         area = max over neighbours of (size_i + size_i+1)
 
-    so a unit and the next one (being gathered ahead) are alive together in the least memory that can hold them, each
-    always at the same address. Units in ``apart`` (they stay in use while others run) get a range of their own.
+    so a unit and the next one (being gathered ahead) are alive together in the least memory that
+    can hold them, each always at the same address. Units in ``apart`` (they stay in use while
+    others run) get a range of their own.
     """
 
     regions: tuple[range, ...]  # bytes of each unit: what it needs, rounded up

@@ -1,4 +1,6 @@
-"""Weights of a unit in use that hold full-precision values, where autocast, for which its slot is filled, is off."""
+"""Weights of a unit in use that hold full-precision values, where autocast, for which its slot is
+filled, is off.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Lifted:
     """Those of one unit.
 
     Args:
-        gather: name -> full-precision value of each parameter of the unit, in memory of its own; collective.
+        gather: name -> full-precision value of each parameter of the unit, in memory of its own;
+            collective.
     """
 
     def __init__(self, gather: Callable[[], dict[str, Tensor]]) -> None:
@@ -24,7 +27,9 @@ class Lifted:
         self.places: dict[Entry, Tensor] = {}  # in the slot
 
     def add(self, entries: list[Entry]) -> None:
-        """Until this use ends ``entries`` hold their full-precision values, in memory of their own; collective."""
+        """Until this use ends ``entries`` hold their full-precision values, in memory of their own;
+        collective.
+        """
         self._gathered = self._gathered or self._gather()
         with apart():  # a transform would wrap what the parameter is to hold, a mode fake it
             for entry in (entry for entry in entries if entry not in self.places):
@@ -40,10 +45,14 @@ class Lifted:
     def drop(self) -> None:
         """All view the slot again."""
         for entry in tuple(self.places):
-            set_data(entry.parameter, self.places.pop(entry))  # without a name for it, which would be one more viewer
+            # without a name for it, which would be one more viewer
+            set_data(entry.parameter, self.places.pop(entry))
         self._gathered = {}
 
     def _fill(self, entry: Entry) -> None:
         # A copy: what autograd saves of it must not keep the values of the whole unit alive.
         with apart():
-            set_data(entry.parameter, self._gathered[entry.name].clone(memory_format=torch.preserve_format))
+            set_data(
+                entry.parameter,
+                self._gathered[entry.name].clone(memory_format=torch.preserve_format),
+            )

@@ -1,4 +1,6 @@
-"""A single rank: its shard is the whole. Parameters view the flat tensors directly, and nothing ever moves."""
+"""A single rank: its shard is the whole. Parameters view the flat tensors directly, and nothing
+ever moves.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,22 @@ from ..residency.in_use import refused_data
 from ..residency.past_python import guard_storage
 from ..residency.refused_graph import refusing_graph
 from ..residency.resting import keep_engine_last
-from .reduce import Reducer, tensors_in
+from .reduction import Reducer, tensors_in
 from .shards import Entry, FlatGroup
-from .streams import Lane
+from .streams import Stream
 from .unit import Arena, Unit
 
 
 class WholeUnit(Unit):
-    """A unit on a single rank: the shard is the whole, and the parameters view it directly. Nothing ever moves."""
+    """A unit on a single rank: the shard is the whole, and the parameters view it directly. Nothing
+    ever moves.
+    """
 
     whole = True
 
-    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
+    def connect(
+        self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
+    ) -> None:
         """See :meth:`Unit.connect`."""
         arena.holders.append(self)
         self._collectives = collectives
@@ -46,12 +52,16 @@ class WholeUnit(Unit):
     use = gather
 
     def release(self, filled: bool = True) -> None:
-        """Nothing to do, for this and what is named below; ``filled`` is that of :meth:`replayed`."""
+        """Nothing to do, for this and what is named below; ``filled`` is that of
+        :meth:`replayed`.
+        """
 
     unuse = rest = arrive = replayed = release
 
     def refresh(self, changed: Sequence[Entry]) -> None:
-        """Tell autograd that saved weights are not what they were; it cannot see that the flat tensor changed."""
+        """Tell autograd that saved weights are not what they were; it cannot see that the flat
+        tensor changed.
+        """
         increment_version([entry.parameter for entry in changed])
 
     def adopt(self) -> None:
@@ -61,7 +71,8 @@ class WholeUnit(Unit):
                 value = entry.parameter.data
                 if (value.shape, value.dtype) != (view.shape, view.dtype):
                     raise refused_data(entry.parameter, value)
-                view.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
+                # it may be a view of the same memory (`parameter.data.t()`)
+                view.copy_(value.clone())
                 entry.parameter.data = view
 
     def full(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -78,20 +89,32 @@ class WholeReducer(Reducer):
     def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
         self._collectives = collectives
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self._ranges, self._open, self._flying = {}, [], None  # nothing waits, and nothing is on its way
+        # nothing waits, and nothing is on its way
+        self._ranges, self._open, self._flying = (
+            {},
+            [],
+            None,
+        )
         self._parameters = [entry.parameter for unit in units for entry in unit.entries]
-        self._entries = sorted((entry for unit in units for entry in unit.trained), key=lambda entry: entry.number)
+        self._entries = sorted(
+            (entry for unit in units for entry in unit.trained), key=lambda entry: entry.number
+        )
         self.views = [_view(entry, entry.group.grad) for entry in self._entries]
         self._addresses = [view.data_ptr() for view in self.views]
-        self.written = bytearray(b"\1" * len(self.views))  # until gradients are cleared the next one is added
+        # until gradients are cleared the next one is added
+        self.written = bytearray(b"\1" * len(self.views))
         self.claimed = bytearray(b"\1" * len(units))  # there is no range to claim
         self._shown: dict[Entry, None] = {}
         # What Python and torch count where nobody keeps a gradient, or a view of one.
         self._references = [getrefcount(self.views[entry.number]) for entry in self._entries]
-        self._tensors = {group: tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)}
+        self._tensors = {
+            group: tensors_in(group.grad) for group in dict.fromkeys(e.group for e in self._entries)
+        }
         for group in self._tensors:
             guard_storage(group.grad)
-        self._mine: dict[Entry, tuple[Tensor, int]] = {}  # what users assigned and hold, and its address
+        self._mine: dict[
+            Entry, tuple[Tensor, int]
+        ] = {}  # what users assigned and hold, and its address
         self.apart = set()
         self._gone: dict[Entry, None] = {}  # their flat gradient was cleared
 
@@ -99,16 +122,25 @@ class WholeReducer(Reducer):
         """Whether users have replaced gradients in that of ``flat``, in ``group``."""
         # Lists of gradients begin with the first: none in it is to be one of before.
         first = flat is group.segments[0].parameter
-        return any(self._is_changed(entry) for entry in (group.entries if first else group.lying_in([flat])))
+        return any(
+            self._is_changed(entry)
+            for entry in (group.entries if first else group.lying_in([flat]))
+        )
 
     def _is_changed(self, entry: Entry) -> bool:
         grad, view = entry.parameter.grad, self.views[entry.number]
         if grad is None or entry in self._mine:  # which may have been changed past torch
             return entry in self._shown
-        return grad is not view or view.data_ptr() != self._addresses[entry.number] or entry in self._gone
+        return (
+            grad is not view
+            or view.data_ptr() != self._addresses[entry.number]
+            or entry in self._gone
+        )
 
     def clear(self, group: FlatGroup, flat: nn.Parameter) -> None:
-        """Users have taken the gradient of ``flat``, in ``group``, away: those of its parameters go, too."""
+        """Users have taken the gradient of ``flat``, in ``group``, away: those of its parameters
+        go, too.
+        """
         for entry in group.lying_in([flat]):
             if entry.parameter.grad is not None:
                 self._gone[entry] = None
@@ -117,7 +149,9 @@ class WholeReducer(Reducer):
             entry.parameter.grad = None
 
     def show(self, shown: bytes, graphs: bytes) -> None:
-        """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or what the user assigned."""
+        """Parameters are ordinary here, and so is their ``grad``: a view of the flat gradient, or
+        what the user assigned.
+        """
         self._shown = {entry: None for entry in self._entries if shown[entry.number]}
         for entry in self._shown:
             if graphs[entry.number] and entry not in self._mine:
@@ -129,7 +163,9 @@ class WholeReducer(Reducer):
         return self._mine[entry][0] if entry in self._mine else self.views[entry.number]
 
     def hide(self) -> None:
-        """Autograd would add to what it finds. The user's hooks are to find it before the engine's takes it away."""
+        """Autograd would add to what it finds. The user's hooks are to find it before the engine's
+        takes it away.
+        """
         for entry in self._shown:
             entry.parameter.grad = None
         self._shown, self._gone = {}, {}
@@ -137,11 +173,19 @@ class WholeReducer(Reducer):
             keep_engine_last(parameter)
 
     def changed(self) -> list[tuple[Entry, Tensor | None]]:
-        """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another one, after `zero_grad()`."""
+        """See :meth:`Reducer.changed`. Once: what is left on a parameter would look like another
+        one, after `zero_grad()`.
+        """
         if len(self._shown) < len(self._entries):
-            self._shown |= {entry: None for entry in self._entries if entry.parameter.grad is not None}
+            self._shown |= {
+                entry: None for entry in self._entries if entry.parameter.grad is not None
+            }
         showing = {group for group in self._tensors if group.shows_gradients}
-        found = {e: None for e in self._gone if e.parameter.grad is None and e.group in showing} if showing else {}
+        found = (
+            {e: None for e in self._gone if e.parameter.grad is None and e.group in showing}
+            if showing
+            else {}
+        )
         found |= dict.fromkeys(self._replaced())
         for entry in found:
             self.retire(entry)
@@ -158,7 +202,8 @@ class WholeReducer(Reducer):
                     changed.append((entry, grad.detach()))
                 grad.data = _view(entry, entry.group.grad)
                 continue
-            if grad is view:  # it was cleared, and is put back: the gradient from here on, in memory of its own
+            # it was cleared, and is put back: the gradient from here on, in memory of its own
+            if grad is view:
                 view.data = view.clone()
                 self._renew(entry, (entry,))
             self._mine.pop(entry, None)
@@ -178,23 +223,38 @@ class WholeReducer(Reducer):
         found = []
         for entry in self._shown:
             grad, view = entry.parameter.grad, self.views[entry.number]
-            if grad is view and view.data_ptr() == self._addresses[entry.number] and entry not in self._gone:
+            if (
+                grad is view
+                and view.data_ptr() == self._addresses[entry.number]
+                and entry not in self._gone
+            ):
                 continue
             mine, address = self._mine.get(entry, (None, 0))
-            if grad is None or grad is not mine or grad.data_ptr() != address:  # else it is compared with what it was
+            # else it is compared with what it was
+            if grad is None or grad is not mine or grad.data_ptr() != address:
                 found.append(entry)
         return found
 
     def _make_room(self, group: FlatGroup, replaced: Collection[Entry]) -> list[Entry]:
-        """Where gradients are ``replaced`` others are written, or zeros: who has views of those before is to keep them.
+        """Where gradients are ``replaced`` others are written, or zeros: who has views of those
+        before is to keep them.
 
-        Returns parameters whose gradients are not replaced, and stay in that memory as if they had been assigned.
+        Returns parameters whose gradients are not replaced, and stay in that memory as if they had
+        been assigned.
         """
         if self.captured or not self._is_kept(group):
             return []
         memory = storage_of(group.grad)
-        shown = [e for e in self._shown if e.group is group and e not in replaced and e.parameter.grad is not None]
-        left = [e for e in shown if e.parameter.grad.layout == torch.strided and storage_of(e.parameter.grad) == memory]
+        shown = [
+            e
+            for e in self._shown
+            if e.group is group and e not in replaced and e.parameter.grad is not None
+        ]
+        left = [
+            e
+            for e in shown
+            if e.parameter.grad.layout == torch.strided and storage_of(e.parameter.grad) == memory
+        ]
         group.leave()
         for entry in group.entries:
             self._renew(entry, {*replaced, *left})
@@ -204,10 +264,19 @@ class WholeReducer(Reducer):
 
     def _is_kept(self, group: FlatGroup) -> bool:
         """Whether somebody has views of its gradients."""
-        memory, mine = storage_of(group.grad), [entry for entry in group.entries if entry in self._mine]
-        own = [self.views[entry.number] for entry in group.entries] + [self._mine[entry][0] for entry in mine]
+        memory, mine = (
+            storage_of(group.grad),
+            [entry for entry in group.entries if entry in self._mine],
+        )
+        own = [self.views[entry.number] for entry in group.entries] + [
+            self._mine[entry][0] for entry in mine
+        ]
         with torch._C.DisableTorchFunctionSubclass():
-            own += [segment.parameter.grad for segment in group.segments if segment.parameter.grad is not None]
+            own += [
+                segment.parameter.grad
+                for segment in group.segments
+                if segment.parameter.grad is not None
+            ]
             there = [each.layout == torch.strided and storage_of(each) == memory for each in own]
         if tensors_in(group.grad) > self._tensors[group] - len(group.entries) + sum(there):
             return True
@@ -234,9 +303,14 @@ class WholeReducer(Reducer):
             entry.parameter.grad = self.views[entry.number]
 
     def _leave(self, entries: Iterable[Entry]) -> None:
-        """Give gradients that somebody keeps memory of their own: the next ones go where they are."""
+        """Give gradients that somebody keeps memory of their own: the next ones go where they
+        are.
+        """
         for entry in entries:
-            if getrefcount(self.views[entry.number]) != self._references[entry.number] and not self.captured:
+            if (
+                getrefcount(self.views[entry.number]) != self._references[entry.number]
+                and not self.captured
+            ):
                 self.views[entry.number].data = self.views[entry.number].clone()
                 self._renew(entry)
 
@@ -257,7 +331,8 @@ class WholeReducer(Reducer):
 
 def _is_held(parameter: Tensor) -> bool:
     """Whether others than the caller have the gradient of ``parameter``, or a view of it."""
-    return getrefcount(parameter.grad) > _references or tensors_in(parameter.grad) > 2  # one for who asks
+    # one for who asks
+    return getrefcount(parameter.grad) > _references or tensors_in(parameter.grad) > 2
 
 
 def _references_alone() -> int:
@@ -267,7 +342,8 @@ def _references_alone() -> int:
     return getrefcount(grad)
 
 
-_references = _references_alone()  # that Python counts of a gradient which a parameter and one variable have
+# that Python counts of a gradient which a parameter and one variable have
+_references = _references_alone()
 
 
 def _view(entry: Entry, flat: Tensor) -> Tensor:

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-SMALL_NUMEL = 1 << 18  # below 1 MiB of fp32 an exchange costs its latency, not its bytes: neighbours share a unit
+# below 1 MiB of fp32 an exchange costs its latency, not its bytes: neighbours share a unit
+SMALL_NUMEL = 1 << 18
 
-UnitPolicy = Sequence[type[nn.Module] | str] | Callable[[nn.Module], Sequence[nn.Module | Sequence[nn.Module]]]
+UnitPolicy = (
+    Sequence[type[nn.Module] | str]
+    | Callable[[nn.Module], Sequence[nn.Module | Sequence[nn.Module]]]
+)
 
 
 @dataclass(eq=False)
@@ -32,27 +36,32 @@ class UnitModules:
 
 
 def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitModules]:
-    """Split ``model`` into units that together own every parameter exactly once, in definition order.
+    """Split ``model`` into units that together own every parameter exactly once, in definition
+    order.
 
     Args:
         model: the whole model.
-        policy: None takes the children of the outermost ``ModuleList``/``Sequential``/``ModuleDict`` that repeat one
-            class (the blocks), and every other module that has parameters and no children; neighbours below 1 MiB share
-            a unit. A list of module classes (or their names) takes modules of those classes as the blocks instead. A
-            function gets the model and returns the units, each a module or a list of modules.
+        policy: None takes the children of the outermost
+            ``ModuleList``/``Sequential``/``ModuleDict`` that repeat one class (the blocks), and
+            every other module that has parameters and no children; neighbours below 1 MiB share a
+            unit. A list of module classes (or their names) takes modules of those classes as the
+            blocks instead. A function gets the model and returns the units, each a module or a list
+            of modules.
 
     Raises:
-        ValueError: a parameter would have no unit, or no shape; the policy names what is not in the model, or is no list.
+        ValueError: a parameter would have no unit, or no shape; the policy names what is not in the
+            model, or is no list.
     """
     if next(model.parameters(), None) is None:
         raise ValueError(
-            f"{type(model).__name__} has no parameters: there is nothing to shard. Create its layers in `__init__` or "
-            "`configure_model`, or train it with another strategy."
+            f"{type(model).__name__} has no parameters: there is nothing to shard. Create its"
+            " layers in `__init__` or `configure_model`, or train it with another strategy."
         )
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedTensorMixin):
             raise ValueError(
-                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its size, before training."
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its"
+                " size, before training."
             )
     names = {module: name for name, module in model.named_modules()}
     _require_policy(policy)
@@ -73,19 +82,26 @@ def _require_policy(policy: Any) -> None:
     if isinstance(policy, str) or _is_module_class(policy):
         one = repr(policy) if isinstance(policy, str) else policy.__name__
         raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
-    if isinstance(policy, nn.Module) or not (policy is None or callable(policy) or isinstance(policy, Iterable)):
-        raise ValueError(f"unit_policy is a list of module classes or a function, and got {_shown(policy)}.")
+    if isinstance(policy, nn.Module) or not (
+        policy is None or callable(policy) or isinstance(policy, Iterable)
+    ):
+        raise ValueError(
+            f"unit_policy is a list of module classes or a function, and got {_shown(policy)}."
+        )
 
 
 def _returned(policy: Callable[..., Any], model: nn.Module) -> Sequence[Any]:
     advice = (
-        "A policy gets the model and returns its units, each a module or a list of modules. Policies of FSDP that are asked "
-        "for each module are not: give the classes that they wrap, `unit_policy=[MyBlock]`."
+        "A policy gets the model and returns its units, each a module or a list of modules."
+        " Policies of FSDP that are asked for each module are not: give the classes that they wrap,"
+        " `unit_policy=[MyBlock]`."
     )
     try:
         inspect.signature(policy).bind(model)
     except TypeError as error:
-        raise ValueError(f"unit_policy cannot be called with the model alone ({error}). {advice}") from error
+        raise ValueError(
+            f"unit_policy cannot be called with the model alone ({error}). {advice}"
+        ) from error
     except ValueError:
         pass  # of the standard library: no signature is known
     found = policy(model)
@@ -108,13 +124,18 @@ def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -
     members: list[Any] = [found] if one else list(found)
     for module in members:
         if module not in names:
-            raise ValueError(f"The unit policy returned {_shown(module)} that is not part of the model.")
+            raise ValueError(
+                f"The unit policy returned {_shown(module)} that is not part of the model."
+            )
     return UnitModules(members, [names[m] for m in members])
 
 
 def _can_own(module: nn.Module) -> bool:
-    # A module around a scripted one takes its parameters; torch refuses forward hooks on scripted ones.
-    return next(module.parameters(), None) is not None and not isinstance(module, torch.jit.ScriptModule)
+    # A module around a scripted one takes its parameters; torch refuses forward hooks on scripted
+    # ones.
+    return next(module.parameters(), None) is not None and not isinstance(
+        module, torch.jit.ScriptModule
+    )
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -134,16 +155,26 @@ def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]
     blocks: set[nn.Module] = set()
     for wanted in policy:
         if not (isinstance(wanted, str) or _is_module_class(wanted)):
-            raise ValueError(f"unit_policy names {_shown(wanted)}, which is neither a module class nor the name of one.")
+            raise ValueError(
+                f"unit_policy names {_shown(wanted)}, which is neither a module class nor the name"
+                " of one."
+            )
         if isinstance(wanted, str):
-            matches = {c for c in present if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
+            matches = {
+                c for c in present if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")
+            }
         else:
             matches = {c for c in present if issubclass(c, wanted)}
         if not matches:
             known = ", ".join(sorted({c.__name__ for c in present}))
             label = wanted if isinstance(wanted, str) else wanted.__name__
-            raise ValueError(f"unit_policy names {label!r}, but the model has no module of that class. It has: {known}.")
-        blocks.update(m for m in model.modules() if type(m) in matches and m is not model and _can_own(m))
+            raise ValueError(
+                f"unit_policy names {label!r}, but the model has no module of that class. It has:"
+                f" {known}."
+            )
+        blocks.update(
+            m for m in model.modules() if type(m) in matches and m is not model and _can_own(m)
+        )
     return blocks
 
 
@@ -160,11 +191,17 @@ def _candidates(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module
 
 
 def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
-    """Units that share a parameter become one: a parameter has one home, gathered for whoever uses it."""
+    """Units that share a parameter become one: a parameter has one home, gathered for whoever uses
+    it.
+    """
     ids = {unit: {id(p) for m in unit.members for p in m.parameters()} for unit in units}
     result: list[UnitModules] = []
     for unit in units:
-        tied = [other for other in result if not ids[other].isdisjoint(ids[unit]) and not _is_inside(unit, other)]
+        tied = [
+            other
+            for other in result
+            if not ids[other].isdisjoint(ids[unit]) and not _is_inside(unit, other)
+        ]
         place = result.index(tied[0]) if tied else len(result)
         for other in reversed(tied):
             result.remove(other)
@@ -182,7 +219,11 @@ def _is_inside(inner: UnitModules, outer: UnitModules) -> bool:
 def _join_small(units: list[UnitModules]) -> list[UnitModules]:
     result: list[UnitModules] = []
     for unit in units:
-        joined = UnitModules(result[-1].members + unit.members, result[-1].names + unit.names) if result else unit
+        joined = (
+            UnitModules(result[-1].members + unit.members, result[-1].names + unit.names)
+            if result
+            else unit
+        )
         numels = {id(p): p.numel() for m in joined.members for p in m.parameters()}
         if result and sum(numels.values()) <= SMALL_NUMEL:
             result[-1] = joined
@@ -192,7 +233,9 @@ def _join_small(units: list[UnitModules]) -> list[UnitModules]:
 
 
 def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: bool) -> None:
-    """Give each parameter to the innermost unit around it, and the rest to a root unit put first."""
+    """Give each parameter to the innermost unit around it, and the rest to a root unit put
+    first.
+    """
     home: dict[int, UnitModules] = {}
     for unit in units:  # outer units come before the units inside them
         for member in unit.members:
@@ -204,7 +247,10 @@ def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: boo
     for name, p in model.named_parameters():
         unit = home.get(id(p), root)
         if unit is root and explicit:
-            raise ValueError(f"The unit policy leaves parameter {name!r} without a unit; return a module that contains it.")
+            raise ValueError(
+                f"The unit policy leaves parameter {name!r} without a unit; return a module that"
+                " contains it."
+            )
         unit.parameters[name] = p
     if root.parameters:
         units.insert(0, root)

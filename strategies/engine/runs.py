@@ -16,7 +16,8 @@ from .saved_tensors import run_watched
 
 
 class Run:
-    """One that is not inside of another (of a re-entrant checkpoint), nor of torch.func, nor of what torch.compile traces.
+    """One that is not inside of another (of a re-entrant checkpoint), nor of torch.func, nor of
+    what torch.compile traces.
 
     Attributes:
         accumulates: it adds to ``parameter.grad``; ``torch.autograd.grad`` does not.
@@ -48,7 +49,9 @@ def ignore_runs(told: ref[Any]) -> None:
 
 
 def current_run(stepping: int) -> Run | None:
-    """In which a hook is called: this thread's; in one of a device's threads that of ``stepping``, or the only one there is."""
+    """In which a hook is called: this thread's; in one of a device's threads that of ``stepping``,
+    or the only one there is.
+    """
     here = get_ident()
     if here in _RUNNING or here == stepping:
         return _RUNNING.get(here)
@@ -58,17 +61,24 @@ def current_run(stepping: int) -> Run | None:
 @cache
 def _wrap() -> None:
     # Both: torch.compiler puts the second one in the place of the first.
-    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = _told(torch.autograd._engine_run_backward)
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = _told(
+        torch.autograd._engine_run_backward
+    )
 
 
 def _told(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run_backward)
     def run_told(*args: Any, **kwargs: Any) -> Any:
-        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # by torch.compile
+        # by torch.compile
+        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         if graph_task() != NO_GRAPH_TASK or transform() is not None or traced:
             return run_watched(run_backward, *args, **kwargs)
         here, run = get_ident(), Run(kwargs.get("accumulate_grad", True))
-        outer, _RUNNING[here] = _RUNNING.get(here), run  # outer: this one is a finalizer's, or a signal handler's
+        # outer: this one is a finalizer's, or a signal handler's
+        outer, _RUNNING[here] = (
+            _RUNNING.get(here),
+            run,
+        )
         try:
             for there in tuple(WAITING):
                 if (runner := there()) is not None:

@@ -1,8 +1,9 @@
 """Tensors in slots that autograd saves for backward.
 
-In backward a slot may hold another unit than in forward. A saved view of a slot is therefore noted with its unit, and looked up
-when backward reads it: in the slot if its unit is there, else gathered into memory of its own. So backward is right by whatever
-path it reaches a unit (a loss on an intermediate value, a view changed in place); the hooks on outputs only make it fast.
+In backward a slot may hold another unit than in forward. A saved view of a slot is therefore noted
+with its unit, and looked up when backward reads it: in the slot if its unit is there, else gathered
+into memory of its own. So backward is right by whatever path it reaches a unit (a loss on an
+intermediate value, a view changed in place); the hooks on outputs only make it fast.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from .hooks import copy_views, transform
 from .transforms import stand_aside
 from .unit import Arena, Mark, Phase, Unit
 
-# Tuples: one is made for every saved tensor in every step. Autograd compares versions itself only where there are no hooks.
-# Detached, because an output that its own graph holds would live until the garbage collector comes.
+# Tuples: one is made for every saved tensor in every step. Autograd compares versions itself only
+# where there are no hooks. Detached, because an output that its own graph holds would live until
+# the garbage collector comes.
 SavedOther = tuple[Tensor, int]  # not in a slot; its version
 
 
@@ -44,7 +46,9 @@ _data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's
 
 
 class SavedTensors:
-    """What autograd saves while an engine's units are in use. On a single rank nothing ever moves, and nobody watches."""
+    """What autograd saves while an engine's units are in use. On a single rank nothing ever moves,
+    and nobody watches.
+    """
 
     def __init__(self, units: list[Unit], arena: Arena) -> None:
         self.arena, self._start = arena, arena.memory.data_ptr()
@@ -64,7 +68,9 @@ class SavedTensors:
             yield
 
     def enter_outside(self, unit: Unit) -> None:
-        """``unit`` begins a forward outside of a step, or in another thread: nobody else watches what autograd saves."""
+        """``unit`` begins a forward outside of a step, or in another thread: nobody else watches
+        what autograd saves.
+        """
         # torch.func refuses such hooks, and keeps what it saves to itself.
         if not unit.whole and torch.is_grad_enabled() and transform() is None:
             hooks = saved_tensors_hooks(self.pack, unpack)
@@ -92,9 +98,14 @@ class SavedTensors:
         if unit is None:
             # Of memory in a slot numpy or DLPack has made this tensor, with a storage of its own.
             unit = next(unit for unit in self.arena.holders if address - self._start in unit.region)
-            held = held.new_empty(0).set_(alias(held, unit.memory, address - unit.memory.data_ptr()))  # and lets the array go
+            # and lets the array go
+            held = held.new_empty(0).set_(
+                alias(held, unit.memory, address - unit.memory.data_ptr())
+            )
         # In a backward it is what `unpack` has just returned, for a graph of the backward itself.
-        if unit.phase is not Phase.IN_USE and (unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK):
+        if unit.phase is not Phase.IN_USE and (
+            unit.phase is Phase.RESTING or graph_task() == NO_GRAPH_TASK
+        ):
             if isinstance(tensor._base, RestingParameter):
                 raise _unasked(tensor._base)
             raise kept_view(tensor, unit, "is saved for backward")
@@ -104,7 +115,9 @@ class SavedTensors:
         return any(self.unit_of(part) is not None for part in parts_of(tensor))
 
     def _of_no_memory(self, tensor: Tensor) -> Tensor:
-        """What is kept of one that is made of others, or has no elements, and may share a slot's storage all the same."""
+        """What is kept of one that is made of others, or has no elements, and may share a slot's
+        storage all the same.
+        """
         if self._has_parts(tensor):
             return tensor.detach().clone()
         return tensor.detach() if tensor.numel() else torch.empty_like(tensor, requires_grad=False)
@@ -146,8 +159,9 @@ def unpack(saved: Tensor | SavedOther | SavedSlot) -> Tensor:
         for entry in unit.entries_at(held.data_ptr()):
             if entry.changed > saved[3]:
                 raise ResidencyError(
-                    f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in forward, but an optimizer "
-                    "step, a load or a `copy_` to it came in between. Do that after backward (`on_train_batch_end`)."
+                    f"Backward needs parameter {entry.name!r} (unit {unit.name}) as it was in"
+                    " forward, but an optimizer step, a load or a `copy_` to it came in between."
+                    " Do that after backward (`on_train_batch_end`)."
                 )
     if held._version != version:
         entries = () if unit is None else unit.entries_at(held.data_ptr())
@@ -166,19 +180,30 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """What a sparse tensor is made of, or one of a class that wraps others (nested, ``DTensor``)."""
+    """What a sparse tensor is made of, or one of a class that wraps others (nested,
+    ``DTensor``).
+    """
     if is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [tensor._values()] if tensor.is_sparse else [tensor.values()] if tensor.layout in _COMPRESSED else []
+    return (
+        [tensor._values()]
+        if tensor.is_sparse
+        else [tensor.values()]
+        if tensor.layout in _COMPRESSED
+        else []
+    )
 
 
 def kept_view(view: Tensor, unit: Unit, reason: str) -> ResidencyError:
-    """What to raise for a ``view`` of a weight of ``unit`` while that is not in use, and the ``reason``."""
+    """What to raise for a ``view`` of a weight of ``unit`` while that is not in use, and the
+    ``reason``.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         whose = ", ".join(repr(entry.name) for entry in unit.entries_at(view.data_ptr()))
     return ResidencyError(
-        f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept after the forward that made it, "
-        f"when its memory belongs to other units, and {reason}. Keep a copy (`.clone()`), or use the parameter itself."
+        f"A view (shape {tuple(view.shape)}) of parameter {whose} (unit {unit.name}) was kept after"
+        f" the forward that made it, when its memory belongs to other units, and {reason}. Keep a"
+        " copy (`.clone()`), or use the parameter itself."
     )
 
 
@@ -193,7 +218,9 @@ def look_up(view: Tensor, unit: Unit) -> Tensor:
 
 
 def copy_of(view: Tensor, unit: Unit) -> Tensor:
-    """``view`` of the weights of now, in memory of its own; collective if they are not in the slot."""
+    """``view`` of the weights of now, in memory of its own; collective if they are not in the
+    slot.
+    """
     with apart(), torch._C.DisableTorchFunctionSubclass():
         found = look_up(view, unit)
         return found.clone() if found is view else found
@@ -208,19 +235,23 @@ def alias(view: Tensor, memory: Tensor, offset: int) -> Tensor:
 
 def _modified(held: Tensor, version: int) -> RuntimeError:
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{held.dtype}, shape {tuple(held.shape)}] is at version {held._version}; expected version {version} "
-        "instead. Find it with torch.autograd.set_detect_anomaly(True)."
+        "one of the variables needed for gradient computation has been modified by an inplace"
+        f" operation: [{held.dtype}, shape {tuple(held.shape)}] is at version {held._version};"
+        f" expected version {version} instead. Find it with"
+        " torch.autograd.set_detect_anomaly(True)."
     )
 
 
 def _unasked(absent: Tensor) -> ResidencyError:
-    by = "by a `__torch_function__` that calls functions with what it was given, or as torch.func has saved it"
+    by = (
+        "by a `__torch_function__` that calls functions with what it was given, or as torch.func"
+        " has saved it"
+    )
     if not isinstance(absent, RestingParameter):
         return kept_view(absent, unit_of(absent), f"is read {by}")
     return ResidencyError(
-        f"The memory of parameter {describe(absent)} was read while it is sharded over the ranks, {by}. Give them a copy "
-        "(`parameter.clone()`)."
+        f"The memory of parameter {describe(absent)} was read while it is sharded over the ranks,"
+        f" {by}. Give them a copy (`parameter.clone()`)."
     )
 
 
@@ -253,7 +284,9 @@ def _watch_others() -> None:
 
 def _watcher(pack: Callable) -> SavedTensors | bool:
     """Whose hook it is, if it is one of ours: True, of any engine that has what is saved."""
-    return pack is _pack_any or (isinstance(owner := getattr(pack, "__self__", None), SavedTensors) and owner)
+    return pack is _pack_any or (
+        isinstance(owner := getattr(pack, "__self__", None), SavedTensors) and owner
+    )
 
 
 def unit_of(tensor: Tensor) -> Unit | None:
@@ -262,7 +295,9 @@ def unit_of(tensor: Tensor) -> Unit | None:
 
 
 def _with_own_gradients(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A custom Function's backward. Gradients that are views of weights are copied: others may have that memory soon."""
+    """A custom Function's backward. Gradients that are views of weights are copied: others may have
+    that memory soon.
+    """
 
     @wraps(run_backward)
     def run_with_own(ctx: BackwardCFunction, *grads: Any) -> Any:
@@ -281,9 +316,14 @@ def _pack_any(tensor: Tensor) -> SavedOther | SavedSlot:
 
 
 def _lasting(tensor: Tensor) -> Tensor:
-    """What a recomputation may save of ``tensor``: itself, or a copy of weights whose unit's backward may be over before."""
+    """What a recomputation may save of ``tensor``: itself, or a copy of weights whose unit's
+    backward may be over before.
+    """
     unit = unit_of(tensor)
-    held = not isinstance(tensor, RestingParameter) and any(unit in saved.recomputed for saved in WATCHING)  # see backward.py
+    # see backward.py
+    held = not isinstance(tensor, RestingParameter) and any(
+        unit in saved.recomputed for saved in WATCHING
+    )
     if unit is None or held:
         return tensor
     with apart():
@@ -291,18 +331,37 @@ def _lasting(tensor: Tensor) -> Tensor:
 
 
 def run_watched(
-    run_backward: Callable[..., Any], outputs: Any, grads: Any, keep_graph: bool, create_graph: bool, *args: Any, **kwargs: Any
+    run_backward: Callable[..., Any],
+    outputs: Any,
+    grads: Any,
+    keep_graph: bool,
+    create_graph: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Autograd's run, whose own graph (``create_graph``) is watched where no step does it: outside, or in another thread."""
-    watched = not (create_graph and WATCHING) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Autograd's run, whose own graph (``create_graph``) is watched where no step does it: outside,
+    or in another thread.
+    """
+    watched = (
+        not (create_graph and WATCHING)
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
     # torch.func refuses such hooks, and keeps what it saves to itself.
     grads = replaced(grads, Absent, torch.clone)  # the C++ engine asks no classes
-    with nullcontext() if watched or transform() is not None else saved_tensors_hooks(_pack_any, unpack):
+    with (
+        nullcontext()
+        if watched or transform() is not None
+        else saved_tensors_hooks(_pack_any, unpack)
+    ):
         return run_backward(outputs, grads, keep_graph, create_graph, *args, **kwargs)
 
 
-def _shelter(pack: Callable[[Tensor], Any], unpack_other: Callable[[Any], Tensor]) -> tuple[Callable, Callable]:
-    """Hooks like these, but what they keep of a slot is looked up when backward reads it, or a copy if it is in a container."""
+def _shelter(
+    pack: Callable[[Tensor], Any], unpack_other: Callable[[Any], Tensor]
+) -> tuple[Callable, Callable]:
+    """Hooks like these, but what they keep of a slot is looked up when backward reads it, or a copy
+    if it is in a container.
+    """
 
     def pack_place(tensor: Tensor) -> Any:
         packed = pack(tensor)

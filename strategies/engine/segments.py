@@ -1,4 +1,6 @@
-"""Elements of a flat tensor that an optimizer sees as one parameter: all of them, until some have no gradient."""
+"""Elements of a flat tensor that an optimizer sees as one parameter: all of them, until some have
+no gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ class Segment:
     start: int
     stop: int
     parameter: nn.Parameter = field(repr=False)
-    shown: bool = False  # the engine has shown a gradient of it, which the user may have cleared since
+    shown: bool = (
+        False  # the engine has shown a gradient of it, which the user may have cleared since
+    )
 
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
 
     def show(self, gradients: Tensor, over: list[str]) -> None:
-        """Let the optimizer see its range of the group's ``gradients``; see :attr:`FlatGradient.over`."""
+        """Let the optimizer see its range of the group's ``gradients``; see
+        :attr:`FlatGradient.over`.
+        """
         shown = as_subclass(gradients[self.start : self.stop], FlatGradient)
         shown.whose, shown.written, shown.over = self.parameter.whose, self.parameter.written, over
         with torch._C.DisableTorchFunctionSubclass():  # else it would be a user's
@@ -37,7 +43,9 @@ class Segment:
         return value.dim() == 1 and value.numel() == self.stop - self.start
 
     def part(self, value: Any, low: int, high: int) -> Any:
-        """Of the optimizer's state ``value`` of it, what elements [low, high) get when it is split."""
+        """Of the optimizer's state ``value`` of it, what elements [low, high) get when it is
+        split.
+        """
         if not isinstance(value, Tensor):
             return value
         with torch._C.DisableTorchFunctionSubclass():

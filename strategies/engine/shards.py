@@ -1,14 +1,17 @@
-"""The optimizer's side: one flat tensor per optimizer group, holding this rank's pieces of every unit.
+"""The optimizer's side: one flat tensor per optimizer group, holding this rank's pieces of every
+unit.
 
 ::
 
     unit 0: |p|p|   unit 1: |p|p|p|   unit 2: |p|         this rank's pieces, in unit order
-    flat:   |u0.|u1..|u2|                                 one tensor, so an optimizer step is O(groups) kernels
+    flat:   |u0.|u1..|u2|                                 one tensor: a step is O(groups) kernels
 
-The flat tensor is what the optimizer's param group holds from set-up on. Its gradient is one flat tensor too.
+The flat tensor is what the optimizer's param group holds from set-up on. Its gradient is one flat
+tensor too.
 
-A parameter that no rank used since the gradients were cleared has no gradient at all: no weight decay, no momentum, no
-step count, as with ``grad is None`` on one device. The flat tensor is then cut into segments, and the optimizer state with it.
+A parameter that no rank used since the gradients were cleared has no gradient at all: no weight
+decay, no momentum, no step count, as with ``grad is None`` on one device. The flat tensor is then
+cut into segments, and the optimizer state with it.
 """
 
 from __future__ import annotations
@@ -83,16 +86,21 @@ class Entry:
         return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
 
     def store(self, value: Tensor, flat: Tensor) -> None:
-        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of the group."""
+        """Copy what this rank owns of ``value`` (of the parameter's shape) into a flat tensor of
+        the group.
+        """
         if self.part is not None:
-            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)  # as the parameter's memory
+            # as the parameter's memory
+            ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)
             self.view(ordered, 0).copy_(value)
             self.part.of(flat).copy_(ordered[self.part.span.start : self.part.span.stop])
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """Identity of a flat tensor: optimizer and param group (None: no optimizer has it), and dtype."""
+    """Identity of a flat tensor: optimizer and param group (None: no optimizer has it), and
+    dtype.
+    """
 
     optimizer: int | None
     group: int | None
@@ -112,8 +120,11 @@ class FlatGroup:
     segments: list[Segment]  # what the optimizer sees; together they cover `data`
     window: int  # counts the times that gradients were started afresh by a backward
     begun: int  # ... or by a user, who assigned one
-    incomplete: set[Entry]  # whose gradients may have a part of a pass in them that an exception ended
-    left: int  # `written_by_others` when these were last looked at: another number may mean that they were zeroed
+    # whose gradients may have a part of a pass in them that an exception ended
+    incomplete: set[Entry]
+    # `written_by_others` when these were last looked at: another number may mean that they were
+    # zeroed
+    left: int
     muted: bool  # no gradient was wanted in the last backward
     numbers: slice  # of its parameters, among all that are trained; empty if it is not
 
@@ -125,25 +136,33 @@ class FlatGroup:
         self.allocated: Tensor | None = None  # the memory of `grad`
         self.looked = 0  # `written_by_others` when the elements that no parameter owns were zero
         self.over: list[str] = []  # see `FlatGradient.over`
-        self.uncounted = 0  # writes to it that are the engine's, less those to gradients that were freed
-        self.owner: tuple[Optimizer, dict[str, Any]] | None = None  # whose state is cut along with the segments
+        self.uncounted = (
+            0  # writes to it that are the engine's, less those to gradients that were freed
+        )
+        self.owner: tuple[Optimizer, dict[str, Any]] | None = (
+            None  # whose state is cut along with the segments
+        )
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors, zeroed: padding must never hold NaN."""
-        # A tail that no parameter owns: a rank may have nothing of a group, or only parameters without gradients, and must
-        # still see like all others whether gradients were cleared. Optimizers and their state are alike on all ranks too.
+        # A tail that no parameter owns: a rank may have nothing of a group, or only parameters
+        # without gradients, and must still see like all others whether gradients were cleared.
+        # Optimizers and their state are alike on all ranks too.
         tail = 16 // self.key.dtype.itemsize
         self.numel += tail
         self.data = torch.zeros(self.numel, dtype=self.key.dtype, device=device)
         self.public = self.data.data
         self.version = self.public._version
-        self.segments = [Segment(0, self.numel, FlatParameter(self.public, requires_grad=self.trained))]
+        self.segments = [
+            Segment(0, self.numel, FlatParameter(self.public, requires_grad=self.trained))
+        ]
 
     @property
     def grad(self) -> Tensor:
         """The gradients [numel], of the same dtype; None where the group is not ``trained``."""
         if self.allocated is None and self.trained:
-            with torch._C._InferenceMode(False):  # versions are asked for, also where a rank assists in an evaluation
+            # versions are asked for, also where a rank assists in an evaluation
+            with torch._C._InferenceMode(False):
                 self.allocated = torch.empty_like(self.data)
             if self.numel >= MANY:
                 advise_huge_pages(self.allocated)
@@ -158,23 +177,35 @@ class FlatGroup:
 
     @cached_property
     def _by_place(self) -> list[Entry]:
-        return sorted((e for e in self.entries if e.part is not None or not e.size.numel()), key=self._place)
+        return sorted(
+            (e for e in self.entries if e.part is not None or not e.size.numel()), key=self._place
+        )
 
     def _place(self, entry: Entry) -> int:
-        return self.numel - 1 if entry.part is None else entry.part.start  # one without elements: where the tail is
+        # one without elements: where the tail is
+        return self.numel - 1 if entry.part is None else entry.part.start
 
     def lying_in(self, flats: Iterable[Tensor]) -> list[Entry]:
-        """The parameters of which elements lie in ``flats``, which an optimizer sees, and those that have none, in the last."""
+        """The parameters of which elements lie in ``flats``, which an optimizer sees, and those
+        that have none, in the last.
+        """
         found, entries = [], self._by_place
         for flat in flats:
             start = flat.storage_offset()
-            low, high = (bisect_left(entries, edge, key=self._place) for edge in (start, start + flat.numel()))
+            low, high = (
+                bisect_left(entries, edge, key=self._place)
+                for edge in (start, start + flat.numel())
+            )
             found += entries[low:high]
         return found
 
     def ranges_without(self, used: Sequence[int]) -> list[tuple[int, int]]:
-        """[start, stop) of parameters without a gradient on any rank, as ``used`` says by number."""
-        return [(entry.part.start, entry.part.stop) for entry in self.owned if not used[entry.number]]
+        """[start, stop) of parameters without a gradient on any rank, as ``used`` says by
+        number.
+        """
+        return [
+            (entry.part.start, entry.part.stop) for entry in self.owned if not used[entry.number]
+        ]
 
     @property
     def written_by_others(self) -> int:
@@ -193,7 +224,8 @@ class FlatGroup:
         """What belongs in the optimizer's param group, in order."""
         return [segment.parameter for segment in self.segments]
 
-    # The class of a flat tensor is the user's to ask: the engine looks past it, which saves Python calls in each step.
+    # The class of a flat tensor is the user's to ask: the engine looks past it, which saves Python
+    # calls in each step.
 
     @property
     def shows_gradients(self) -> bool:
@@ -211,7 +243,9 @@ class FlatGroup:
             return True
 
     def begin_window(self, make_way: MakeWay) -> bool:
-        """Called when a backward begins: if gradients were cleared, the next reduction overwrites instead of adding."""
+        """Called when a backward begins: if gradients were cleared, the next reduction overwrites
+        instead of adding.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if self.segments[-1].parameter.grad is not None:
                 self.adopt(make_way)
@@ -232,7 +266,9 @@ class FlatGroup:
             self.allocated = None
 
     def leave(self) -> None:
-        """The memory that gradients have is others' from here on. They are copied to another, and shown there."""
+        """The memory that gradients have is others' from here on. They are copied to another, and
+        shown there.
+        """
         before, self.allocated, self.over = self.grad, None, []
         self.uncounted -= before._version
         with self.written_by_engine():
@@ -247,21 +283,33 @@ class FlatGroup:
 
     @cached_property
     def _idle(self) -> Tensor:
-        """[few, int64] places of elements that no parameter owns. What others write to all reaches them, too."""
+        """[few, int64] places of elements that no parameter owns. What others write to all reaches
+        them, too.
+        """
         parts = [entry.part for entry in self._by_place if entry.part is not None]
-        edges = zip([0, *(part.stop for part in parts)], [*(part.start for part in parts), self.numel], strict=True)
-        return torch.cat([torch.arange(start, stop, device=self.data.device) for start, stop in edges])
+        edges = zip(
+            [0, *(part.stop for part in parts)],
+            [*(part.start for part in parts), self.numel],
+            strict=True,
+        )
+        return torch.cat(
+            [torch.arange(start, stop, device=self.data.device) for start, stop in edges]
+        )
 
     def _clear_idle(self) -> None:
         """Of gradients, when others have written to them: scaling by NaN leaves NaN."""
-        self._zero_idle(self.grad.data)  # else it would count as a change of what autograd has saved
+        # else it would count as a change of what autograd has saved
+        self._zero_idle(self.grad.data)
         self.looked = self.written_by_others
 
     def _zero_idle(self, flat: Tensor) -> None:
-        flat.view(torch.uint8).view(-1, flat.itemsize).index_fill_(0, self._idle, 0)  # as bytes, of whatever dtype
+        # as bytes, of whatever dtype
+        flat.view(torch.uint8).view(-1, flat.itemsize).index_fill_(0, self._idle, 0)
 
     def require_alike(self) -> bool:
-        """:attr:`shows_gradients`, or a ResidencyError if the user has cleared some flat gradients and not the others."""
+        """:attr:`shows_gradients`, or a ResidencyError if the user has cleared some flat gradients
+        and not the others.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             shows = self.segments[-1].parameter.grad is not None
             for segment in self.segments:
@@ -272,9 +320,10 @@ class FlatGroup:
     def not_alike(self) -> ResidencyError:
         """What to raise when a part of its flat gradients was cleared or replaced."""
         return ResidencyError(
-            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared in `optimizer.param_groups`, or replaced or "
-            "given by the optimizer in its step, and others not: which parameters lie in them differs between ranks. Do it to "
-            "all of a param group, or to `parameter.grad`."
+            f"Some flat gradients{self.segments[-1].parameter.whose} were cleared in"
+            " `optimizer.param_groups`, or replaced or given by the optimizer in its step, and"
+            " others not: which parameters lie in them differs between ranks. Do it to all of a"
+            " param group, or to `parameter.grad`."
         )
 
     def clear(self) -> None:
@@ -284,26 +333,34 @@ class FlatGroup:
                 segment.parameter.grad, segment.shown = None, False
 
     def show(self, start: int, stop: int) -> None:
-        """Show the gradients of elements [start, stop), with those of what is not cut from them, which are zero."""
+        """Show the gradients of elements [start, stop), with those of what is not cut from them,
+        which are zero.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 if segment.start < stop and start < segment.stop and segment.parameter.grad is None:
                     segment.show(self.grad, self.over)
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
-        """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop) ranges."""
+        """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop)
+        ranges.
+        """
         if unused:
             self.cut(sorted({edge for interval in unused for edge in interval}))
         grad = self.grad
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
-                if unused and any(start <= segment.start and segment.stop <= stop for start, stop in unused):
+                if unused and any(
+                    start <= segment.start and segment.stop <= stop for start, stop in unused
+                ):
                     segment.parameter.grad, segment.shown = None, False
                 elif segment.parameter.grad is None:
                     segment.show(grad, self.over)
 
     def adopt(self, make_way: MakeWay) -> None:
-        """What was put in the place of flat tensors or gradients goes to the shards; ``make_way`` comes before gradients do."""
+        """What was put in the place of flat tensors or gradients goes to the shards; ``make_way``
+        comes before gradients do.
+        """
         values = _data_ptr(self.public)
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
@@ -326,7 +383,9 @@ class FlatGroup:
         self._zero_idle(self.data)
 
     def _replaced(self) -> list[tuple[Segment, Tensor]]:
-        """Gradients that an optimizer has put in the place of the flat ones; not to be asked with the classes of these."""
+        """Gradients that an optimizer has put in the place of the flat ones; not to be asked with
+        the classes of these.
+        """
         start, found = 0 if self.allocated is None else _data_ptr(self.allocated), []
         for segment in self.segments:  # not in comprehensions, which are calls
             grad = segment.parameter.grad
@@ -335,7 +394,9 @@ class FlatGroup:
         return found
 
     def guard(self, guarded: bool, make_way: MakeWay) -> None:
-        """Whether a norm of values, gradients or state is an error: not while the optimizer steps, which may be compiled."""
+        """Whether a norm of values, gradients or state is an error: not while the optimizer steps,
+        which may be compiled.
+        """
         assert self.owner is not None
         self.adopt(make_way)
         with torch._C.DisableTorchFunctionSubclass():
@@ -351,14 +412,19 @@ class FlatGroup:
                     flat.cleared(flat)  # by the optimizer itself, perhaps
                 for value in self.owner[0].state.get(flat, {}).values():
                     if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
-                        value.__class__ = FlatState if guarded else Tensor  # the same object: others may hold it
+                        # the same object: others may hold it
+                        value.__class__ = FlatState if guarded else Tensor
 
     def cut(self, edges: list[int]) -> None:
         """Split segments at ``edges``, and with them the optimizer's state."""
         assert self.owner is not None  # nobody looks at the segments of a group that is not trained
         optimizer, group = self.owner
         with torch._C.DisableTorchFunctionSubclass():
-            result = [part for segment in self.segments for part in self._split(segment, edges, optimizer.state)]
+            result = [
+                part
+                for segment in self.segments
+                for part in self._split(segment, edges, optimizer.state)
+            ]
         if len(result) == len(self.segments):
             return
         cut, self.segments = set(self.parameters), result
@@ -369,19 +435,26 @@ class FlatGroup:
         for parameter in cut.difference(self.parameters):
             parameter.__class__ = CutParameter
 
-    def _split(self, segment: Segment, edges: list[int], states: dict[Tensor, Any]) -> list[Segment]:
+    def _split(
+        self, segment: Segment, edges: list[int], states: dict[Tensor, Any]
+    ) -> list[Segment]:
         inner = [edge for edge in edges if segment.start < edge < segment.stop]
         if not inner:
             return [segment]
         parts, state = [], states.pop(segment.parameter, None)
         for a, b in zip([segment.start, *inner], [*inner, segment.stop], strict=True):
-            parameter = type(segment.parameter)(self.public[a:b], requires_grad=segment.parameter.requires_grad)
+            parameter = type(segment.parameter)(
+                self.public[a:b], requires_grad=segment.parameter.requires_grad
+            )
             vars(parameter).update(vars(segment.parameter))
             parts.append(Segment(a, b, parameter, segment.shown))
             if segment.parameter.grad is not None:
                 parts[-1].show(self.grad, self.over)
             if state is not None:
-                states[parameter] = {k: segment.part(v, a - segment.start, b - segment.start) for k, v in state.items()}
+                states[parameter] = {
+                    k: segment.part(v, a - segment.start, b - segment.start)
+                    for k, v in state.items()
+                }
         return parts
 
 
@@ -395,5 +468,6 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
                 first, last = flat.entries[0].name, flat.entries[-1].name
                 for segment in flat.segments:
                     segment.parameter.whose = f" of parameters {first!r} to {last!r}"
-                    vars(segment.parameter).setdefault("written", None)  # it may be of another class in a step
+                    # it may be of another class in a step
+                    vars(segment.parameter).setdefault("written", None)
             group["params"][:] = [p for flat in flats for p in flat.parameters]

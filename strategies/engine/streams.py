@@ -3,13 +3,15 @@
 ::
 
     compute  --e(u0)----e(u1)-----------...        e(u): unit u computes
-    gather      \\--AG(u1)--/ \\--AG(u2)--/         forked from compute when u0 is entered, joined when u1 is
-    reduce               ...RS(u3)...              forked when u3's gradients lie in the reduce buffer
+    gather      \\--AG(u1)--/ \\--AG(u2)--/         forked from compute when u0 is entered,
+                                                   joined when u1 is
+    reduce               ...RS(u3)...              forked when u3's gradients lie in the buffer
 
-Both lanes fork from the *current* stream and join it, by events, so a CUDA graph that captures the current stream
-captures them. Nothing uses ``record_stream``: arena memory is never returned to the allocator. The CPU has no lanes: gloo
-runs its own thread, and waiting on its work handles is the join. Who has a lane asks it (``on_device``) instead of calling
-stand-ins, which would cost Python calls for every unit.
+Both side streams fork from the *current* stream and join it, by events, so a CUDA graph that
+captures the current stream captures them. Nothing uses ``record_stream``: arena memory is never
+returned to the allocator. The CPU has no side streams: gloo runs its own thread, and waiting on its
+work handles is the join. Whoever has one asks it (``on_device``) instead of calling stand-ins,
+which would cost Python calls for every unit.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from torch import Tensor
 from ..collectives import ROOM
 
 
-class Lane:
+class Stream:
     """A stream beside the compute stream; none on the CPU, where nobody forks."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_device = device.type == "cuda"  # whether waiting inside fork() holds up the lane, not the host
+        # whether waiting inside fork() holds up the side stream, not the host
+        self.on_device = device.type == "cuda"
         if self.on_device:
             # High priority: a collective that waits behind compute kernels delays every rank.
             self._stream = torch.cuda.Stream(device, priority=-1)
@@ -35,18 +38,21 @@ class Lane:
 
     @cached_property
     def room(self) -> Tensor:
-        """[bytes] A run of values is rounded there: by this lane's work alone, which runs in order."""
+        """[bytes] A run of values is rounded there: by this side stream's work alone, which runs in
+        order.
+        """
         with torch._C._InferenceMode(False):  # it is written to in training, too
             return torch.empty(ROOM, dtype=torch.uint8, device=self._device)
 
     def fork(self) -> AbstractContextManager[object]:
         """Work inside runs beside the current stream, after all that was issued on it so far."""
-        # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard about to be sent.
+        # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard
+        # about to be sent.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
-        """A point in the lane for :meth:`join`, taken inside :meth:`fork`."""
+        """A point in the stream for :meth:`join`, taken inside :meth:`fork`."""
         return self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None) -> None:

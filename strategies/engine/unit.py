@@ -21,9 +21,13 @@ from .chunk import Chunk
 from .lifted import Lifted
 from .partition import UnitModules
 from .shards import Entry, FlatGroup
-from .streams import Lane
+from .streams import Stream
 
-_modes, _inference = torch._C._len_torch_dispatch_stack, torch.is_inference_mode_enabled  # C functions: each gather asks
+# C functions: each gather asks
+_modes, _inference = (
+    torch._C._len_torch_dispatch_stack,
+    torch.is_inference_mode_enabled,
+)
 count_viewers = torch._C._storage_Use_Count  # tensors that share a storage; each use asks
 
 
@@ -51,13 +55,19 @@ class Arena:
     """The memory of all slots, and who has it."""
 
     memory: Tensor  # [bytes]
-    holders: list[Unit] = field(default_factory=list)  # whose values are in their slots, or come; few (or all, on one rank)
-    in_use: list[Unit] = field(default_factory=list)  # those among them whose memory no other unit may take
-    spilled: tuple[Unit, Tensor] | None = None  # what was gathered for single reads, while another one has the memory
+    # whose values are in their slots, or come; few (or all, on one rank)
+    holders: list[Unit] = field(default_factory=list)
+    # those among them whose memory no other unit may take
+    in_use: list[Unit] = field(default_factory=list)
+    spilled: tuple[Unit, Tensor] | None = (
+        None  # what was gathered for single reads, while another one has the memory
+    )
 
 
 class Mark:
-    """Stands for a unit in each ``SavedSlot``: its references tell how many tensors autograd saves in the slot."""
+    """Stands for a unit in each ``SavedSlot``: its references tell how many tensors autograd saves
+    in the slot.
+    """
 
     __slots__ = ("unit",)
 
@@ -67,16 +77,23 @@ class Unit:
 
     phase: Phase
     region: range  # bytes of the arena that its slot may take; other units share them
-    memory: Tensor  # [bytes] there, in a storage of its own: torch counts the tensors that share one
+    memory: (
+        Tensor  # [bytes] there, in a storage of its own: torch counts the tensors that share one
+    )
     storage: int  # its address; see count_viewers
     usual: int  # how many view it when nobody does but the engine
     pins: int  # uses that have not ended
     whole = False  # its shard is the whole: nothing ever moves
-    version: int  # counts the times that some of its shards were written, by an optimizer's step or a load
+    # counts the times that some of its shards were written, by an optimizer's step or a load
+    version: int
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
-    lent: bool  # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
-    spread: dict[str, Tensor] | None = None  # name -> full value, in a transform, see transforms.py; {}: written since
-    announce: Callable[[Unit, Exchange], None] | None  # tells ranks that have nothing to run what is gathered
+    # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
+    lent: bool
+    spread: dict[str, Tensor] | None = (
+        None  # name -> full value, in a transform, see transforms.py; {}: written since
+    )
+    # tells ranks that have nothing to run what is gathered
+    announce: Callable[[Unit, Exchange], None] | None
     note_kept: Callable[[Unit, bool], None]  # see kept_views.py
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
@@ -85,24 +102,42 @@ class Unit:
         self.root, self.nested = modules.root, modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
-        self.numbers = [e.parameter for e in self.entries if e.size.numel() == 1]  # see residency/numbers.py
+        # see residency/numbers.py
+        self.numbers = [e.parameter for e in self.entries if e.size.numel() == 1]
         self.groups = tuple(dict.fromkeys(e.group for e in self.entries))
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
-        self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)  # name exchanges to other ranks
-        self.phase, self.pins, self.version, self.announce, self.lent = Phase.RESTING, 0, 0, None, False
+        # name exchanges to other ranks
+        self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)
+        self.phase, self.pins, self.version, self.announce, self.lent = (
+            Phase.RESTING,
+            0,
+            0,
+            None,
+            False,
+        )
         self.in_arrays, self.mark = [], Mark()
         self.mark.unit = self
-        self.noted: dict[int, Any] = {}  # views of its slot that others hold, by their ids; see kept_views.py
+        self.noted: dict[
+            int, Any
+        ] = {}  # views of its slot that others hold, by their ids; see kept_views.py
         self.lifted = Lifted(self.values)
         self._pending: list[Work] = []
-        self._filled: torch.cuda.Event | None = None  # where the lane has filled the slot
+        self._filled: torch.cuda.Event | None = None  # where the stream has filled the slot
 
-    def connect(self, collectives: LocalCollectives, lane: Lane, arena: Arena, region: range) -> None:
+    def connect(
+        self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
+    ) -> None:
         """Take the slot at the start of ``region`` and point the parameters into it for good.
 
-        The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw in forward.
+        The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw
+        in forward.
         """
-        self._collectives, self._lane, self._arena, self.region = collectives, lane, arena, region
+        self._collectives, self._stream, self._arena, self.region = (
+            collectives,
+            stream,
+            arena,
+            region,
+        )
         self.memory = torch.from_dlpack(arena.memory[region.start : region.stop])
         self._storage = self.memory.untyped_storage()
         self.storage = self._storage._cdata
@@ -120,11 +155,15 @@ class Unit:
         sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
         chunk.bytes = sent.view(torch.uint8)
         shard = chunk.shard_of(sent, self._collectives.rank)
-        self._fills += [(shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned]
+        self._fills += [
+            (shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned
+        ]
         for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
             entry.parameter.data = view
             if entry.size.numel() == 1:
-                entry.cls_at_rest = class_at_rest(RestingParameter, view, f"parameter {entry.name!r} (unit {self.name})")
+                entry.cls_at_rest = class_at_rest(
+                    RestingParameter, view, f"parameter {entry.name!r} (unit {self.name})"
+                )
 
     def own_views(self) -> list[Tensor]:
         """Tensors of the engine's in the slot, but for the parameters."""
@@ -132,16 +171,25 @@ class Unit:
         return [self.memory, *slots, *(target for target, _ in self._fills)]
 
     def viewers(self) -> int:
-        """How many tensors and others have the slot's memory that are neither saved by autograd nor noted; see ``usual``."""
-        return count_viewers(self.storage) + getrefcount(self._storage) - getrefcount(self.mark) - len(self.noted)
+        """How many tensors and others have the slot's memory that are neither saved by autograd nor
+        noted; see ``usual``.
+        """
+        return (
+            count_viewers(self.storage)
+            + getrefcount(self._storage)
+            - getrefcount(self.mark)
+            - len(self.noted)
+        )
 
     def gather(self, ahead: bool = False) -> bool:
-        """Start filling the slot unless it is filled; False if another unit in use has the memory, or the values are lent.
+        """Start filling the slot unless it is filled; False if another unit in use has the memory,
+        or the values are lent.
 
         ``ahead``: of its use, while another unit runs.
         """
         if not ahead:
-            self._collectives.diary.progress[0] = self.index  # before anything that may wait for other ranks
+            # before anything that may wait for other ranks
+            self._collectives.exchange_log.progress[0] = self.index
         if self.lent:
             return False
         if self.phase is not Phase.RESTING:
@@ -157,18 +205,20 @@ class Unit:
         holders.append(self)
         self.phase = Phase.GATHERING
         if self.announce is not None:
-            self.arrive()  # ranks that assist do so at once, and may wait until all have what they gave
+            # ranks that assist do so at once, and may wait until all have what they gave
+            self.arrive()
         return True
 
     def _start(self) -> None:
         if self.announce is not None:
             self.announce(self, Exchange.SLOT)
-        # This overwrites what autograd may have saved views of; see saved_tensors.py. No torch.func transform is to see it.
+        # This overwrites what autograd may have saved views of; see saved_tensors.py. No torch.func
+        # transform is to see it.
         with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
-            if self._lane.on_device:
-                with self._lane.fork():
+            if self._stream.on_device:
+                with self._stream.fork():
                     self._send()
-                    self._filled = self._lane.mark()
+                    self._filled = self._stream.mark()
             else:
                 self._send()
 
@@ -176,8 +226,10 @@ class Unit:
         for target, source in self._fills:
             target.copy_(source)
         for chunk in self.chunks:
-            self._pending.append(self._collectives.all_gather(chunk.bytes, self.labels[Exchange.SLOT]))
-        if self._narrow and self._lane.on_device:
+            self._pending.append(
+                self._collectives.all_gather(chunk.bytes, self.labels[Exchange.SLOT])
+            )
+        if self._narrow and self._stream.on_device:
             self._widen()
 
     def _widen(self) -> None:
@@ -185,7 +237,7 @@ class Unit:
         for work in pending:
             work.wait()
         for chunk in self._narrow:
-            widen(chunk.slot, chunk.wire_dtype, self._lane.room)
+            widen(chunk.slot, chunk.wire_dtype, self._stream.room)
 
     def arrive(self) -> None:
         """Wait until the slot is filled."""
@@ -196,14 +248,17 @@ class Unit:
                     self._widen()
                 for pending in self._pending:
                     pending.wait()
-            if self._lane.on_device:
-                self._lane.join(self._filled)  # hazard: computing with weights that are still arriving
+            if self._stream.on_device:
+                # hazard: computing with weights that are still arriving
+                self._stream.join(self._filled)
             self._pending = []
             self.phase = Phase.READY
 
     def use(self) -> bool:
-        """The parameters are ordinary and full from here to the matching :meth:`unuse`; False as of :meth:`gather`."""
-        self._collectives.diary.progress[0] = self.index
+        """The parameters are ordinary and full from here to the matching :meth:`unuse`; False as of
+        :meth:`gather`.
+        """
+        self._collectives.exchange_log.progress[0] = self.index
         if (self.phase is Phase.RESTING or self.lent) and not self.gather():
             return False
         if self.phase is Phase.GATHERING:
@@ -223,7 +278,9 @@ class Unit:
         return True
 
     def unuse(self, failed: bool = False) -> None:
-        """End of one use, which an exception may have ``failed``. The values stay in the slot until another unit takes it."""
+        """End of one use, which an exception may have ``failed``. The values stay in the slot until
+        another unit takes it.
+        """
         self.pins -= 1
         if self.pins > 0:
             return
@@ -246,11 +303,19 @@ class Unit:
                 self.release()  # what cannot be stored is not computed with either
                 raise
         # `viewers()`, without a call.
-        if count_viewers(self.storage) + getrefcount(self._storage) - getrefcount(self.mark) - len(self.noted) > self.usual:
+        if (
+            count_viewers(self.storage)
+            + getrefcount(self._storage)
+            - getrefcount(self.mark)
+            - len(self.noted)
+            > self.usual
+        ):
             self.note_kept(self, failed)
 
     def keep_written(self) -> None:
-        """Parameters that were changed in place during this use: the shards get the values, which the ranks compare later."""
+        """Parameters that were changed in place during this use: the shards get the values, which
+        the ranks compare later.
+        """
         self._note_arrays()
         for chunk in self.chunks:
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
@@ -259,15 +324,18 @@ class Unit:
                 entry.written += 1
                 if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
-                        f"Parameter {entry.name!r} was changed in place while it is gathered in {chunk.wire_dtype}. That would "
-                        f"round its {chunk.master_dtype} value. Change it between steps, in `with "
-                        "strategy.gathered(module, modify=True):`."
+                        f"Parameter {entry.name!r} was changed in place while it is gathered in"
+                        f" {chunk.wire_dtype}. That would round its {chunk.master_dtype} value."
+                        " Change it between steps, in `with strategy.gathered(module,"
+                        " modify=True):`."
                     )
                 values = chunk.slot[offset : offset + entry.size.numel()]
-                self._collectives.diary.wrote(entry.name, values, in_step=True)
+                self._collectives.exchange_log.wrote(entry.name, values, in_step=True)
                 if entry.part is not None:
                     with torch.no_grad():
-                        entry.part.of(entry.group.data).copy_(chunk.in_slot(entry.part, self._collectives.rank))
+                        entry.part.of(entry.group.data).copy_(
+                            chunk.in_slot(entry.part, self._collectives.rank)
+                        )
                 entry.seen = entry.parameter._version
 
     def _note_arrays(self) -> None:
@@ -286,7 +354,9 @@ class Unit:
                     yield entry
 
     def rest(self) -> None:
-        """From now on every operation on the parameters is answered by :class:`RestingParameter`."""
+        """From now on every operation on the parameters is answered by
+        :class:`RestingParameter`.
+        """
         for entry in self.entries:
             entry.parameter.__class__ = entry.cls_at_rest
         for number in self.numbers:
@@ -323,8 +393,9 @@ class Unit:
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:
                     raise ResidencyError(
-                        f"Parameter {entry.name!r} was changed in place while it is in use, and its shards by a step or a load "
-                        "that had begun before: one of the two would be lost. Do not change it in an optimizer's closure."
+                        f"Parameter {entry.name!r} was changed in place while it is in use, and its"
+                        " shards by a step or a load that had begun before: one of the two would"
+                        " be lost. Do not change it in an optimizer's closure."
                     )
             self._start()
             self.phase = Phase.GATHERING
@@ -346,13 +417,20 @@ class Unit:
             self.release()
 
     def full(
-        self, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype | None = None, what: Exchange = Exchange.VALUES
+        self,
+        flat: Callable[[FlatGroup], Tensor | None],
+        dtype: torch.dtype | None = None,
+        what: Exchange = Exchange.VALUES,
     ) -> dict[str, Tensor]:
-        """Name -> full tensor (of ``dtype``, or its own) of what ``flat`` says each group has (None: zeros); collective."""
+        """Name -> full tensor (of ``dtype``, or its own) of what ``flat`` says each group has
+        (None: zeros); collective.
+        """
         result = {}
         for chunk in self.chunks:
             buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype, what)
-            result.update({e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)})
+            result.update(
+                {e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)}
+            )
         return result
 
     def values(self) -> dict[str, Tensor]:
@@ -371,7 +449,10 @@ class Unit:
         """What the slot would hold [bytes], in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.COPY)
-        parts = [(self._gather_apart(c, lambda group: group.data, c.wire_dtype, Exchange.COPY), c.dtype) for c in self.chunks]
+        parts = [
+            (self._gather_apart(c, lambda group: group.data, c.wire_dtype, Exchange.COPY), c.dtype)
+            for c in self.chunks
+        ]
         return torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in parts])
 
     def spilled(self) -> Tensor:
@@ -381,7 +462,11 @@ class Unit:
         return self._arena.spilled[1]
 
     def _gather_apart(
-        self, chunk: Chunk, flat: Callable[[FlatGroup], Tensor | None], dtype: torch.dtype, exchange: Exchange
+        self,
+        chunk: Chunk,
+        flat: Callable[[FlatGroup], Tensor | None],
+        dtype: torch.dtype,
+        exchange: Exchange,
     ) -> Tensor:
         with apart():
             buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)

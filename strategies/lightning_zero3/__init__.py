@@ -4,12 +4,24 @@ The import registers the strategy and does nothing else: no CUDA, no threads, no
 """
 
 try:
-    from .strategies import CheckpointOptions, DataOptions, LaunchError, WatchOptions, World, Zero3Strategy, current_world
+    from .strategies import (
+        CheckpointOptions,
+        DataOptions,
+        LaunchError,
+        WatchOptions,
+        World,
+        Zero3Strategy,
+        current_world,
+    )
 except ValueError as error:
     # Lightning reads its rank while it is imported: the first of these that is set.
     from os import environ
 
-    set_ = [f"{n}={environ[n]!r}" for n in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK") if n in environ]
+    set_ = [
+        f"{n}={environ[n]!r}"
+        for n in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+        if n in environ
+    ]
     if not set_ or not str(error).startswith("invalid literal for int()"):
         raise
     raise RuntimeError(f"{set_[0]} is not a whole number. Correct or unset it.") from error

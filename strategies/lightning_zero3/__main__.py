@@ -6,11 +6,11 @@ import argparse
 import importlib
 import sys
 
-from .strategies.checkpoints.errors import CheckpointError
+from .strategies.state_dicts.collective_errors import CheckpointError
 
 # Command -> module with `DESCRIPTION`, `add_arguments(parser)` and `run(arguments) -> exit code`.
 COMMANDS = {
-    "env": "lightning_zero3.strategies.environment_report",
+    "env": "lightning_zero3.strategies.launch.env_command",
     "consolidate": "lightning_zero3.strategies.checkpoints.consolidate",
     "inspect": "lightning_zero3.strategies.checkpoints.inspect",
 }
@@ -18,18 +18,25 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="lightning_zero3", description="Tools that need no GPU and no model class.")
+    parser = argparse.ArgumentParser(
+        prog="lightning_zero3", description="Tools that need no GPU and no model class."
+    )
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
-        command.add_arguments(subparsers.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION))
+        command.add_arguments(
+            subparsers.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION)
+        )
     arguments = parser.parse_args(argv)
     try:
         code = importlib.import_module(COMMANDS[arguments.command]).run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except (CheckpointError, OSError) as error:  # what is wrong with a path, or a full disk, is no matter for a traceback
+    except (
+        CheckpointError,
+        OSError,
+    ) as error:  # what is wrong with a path, or a full disk, is no matter for a traceback
         print(error, file=sys.stderr)
         sys.stdout = None  # what is left in it would be tried again at exit
         return 1

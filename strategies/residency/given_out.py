@@ -1,4 +1,6 @@
-"""What was given out of slots and buffers so that torch does not count what is written to it: addresses, arrays, aliases."""
+"""What was given out of slots and buffers so that torch does not count what is written to it:
+addresses, arrays, aliases.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ class Alias:
 
 def same_bits(now: Tensor, before: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaN and the sign of zero included."""
-    a, b = (each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for each in (now, before))
+    a, b = (
+        each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        for each in (now, before)
+    )
     return torch.equal(a, b)
 
 
 def note_uncounted(buffer: Tensor, noted: bytearray, place: int) -> None:
-    """Set ``noted[place]`` when ``buffer`` was given out so that torch does not count what is written to it."""
+    """Set ``noted[place]`` when ``buffer`` was given out so that torch does not count what is
+    written to it.
+    """
     _BUFFERS[buffer] = noted, place
 
 
@@ -55,9 +62,12 @@ def note(*given: Any) -> None:
 
 
 def watch(tensor: Tensor, array: Any = None) -> None:
-    """What is written to ``tensor`` by what it was given to (an ``array`` of numpy, for one) is stored when its use ends."""
+    """What is written to ``tensor`` by what it was given to (an ``array`` of numpy, for one) is
+    stored when its use ends.
+    """
     aliases = SLOTS.get(storage_of(tensor)) if SLOTS else None
-    if aliases is not None and tensor.numel():  # else it has its full precision, or is the user's in `gathered`
+    # else it has its full precision, or is the user's in `gathered`
+    if aliases is not None and tensor.numel():
         if not isinstance(array, np.ndarray):
             if any(each.now.is_set_to(tensor) for each in aliases):
                 return
@@ -83,7 +93,12 @@ def is_gathered(tensor: Tensor) -> bool:
 class GuardedStorage:
     """A storage that is asked what and where it is, and not written to."""
 
-    def __init__(self, storage: torch.UntypedStorage, answers: frozenset[str], refusal: Callable[[], ResidencyError]) -> None:
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        answers: frozenset[str],
+        refusal: Callable[[], ResidencyError],
+    ) -> None:
         self._storage, self._answers, self._refusal = storage, answers, refusal
 
     def __len__(self) -> int:
@@ -96,5 +111,6 @@ class GuardedStorage:
 
 
 OF_MEMORY = frozenset(
-    "_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref _fix_weakref resizable".split()
+    "_cdata data_ptr nbytes size device is_cuda is_pinned is_shared element_size _weak_ref"
+    " _fix_weakref resizable".split()
 )

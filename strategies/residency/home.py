@@ -19,7 +19,8 @@ class Home(Protocol):
     in_step: bool  # all ranks run the same code: a read may gather, and a change may be stored
 
     def compare_notes(self) -> None:
-        """Before its values are put together elsewhere: ranks have written the same ones; collective.
+        """Before its values are put together elsewhere: ranks have written the same ones;
+        collective.
 
         Raises:
             DivergenceError: naming a parameter.
@@ -32,9 +33,13 @@ class Home(Protocol):
         """The whole value in memory of its own, connected to autograd; collective."""
 
     def full_values(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The whole values, detached, of parameters that share this home; collective, each unit is gathered once."""
+        """The whole values, detached, of parameters that share this home; collective, each unit is
+        gathered once.
+        """
 
-    def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> AbstractContextManager[None]:
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], modify: bool
+    ) -> AbstractContextManager[None]:
         """Inside, the parameters are ordinary and full; collective."""
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -50,7 +55,9 @@ class Home(Protocol):
         """Store a full gradient that all ranks have, or clear it; local."""
 
     def keeper_of(self, held: Any) -> Any:
-        """Who keeps the memory ``held`` of a gradient, see `engine.held_gradients.HeldGradients`; None: an earlier engine."""
+        """Who keeps the memory ``held`` of a gradient, see `engine.held_gradients.HeldGradients`;
+        None: an earlier engine.
+        """
 
 
 @dataclass
@@ -60,8 +67,11 @@ class Sharded:
     label: str  # its name and its unit's, for errors
     cls: type[nn.Parameter]  # the user's class of it
     dtype: torch.dtype  # the user's; the slot may hold a lower one
-    home: weakref.ref[Home]  # its owner, who holds it: neither would ever be freed with a strong reference
-    aliased: bool = False  # its `.data` was read in use: torch does not tell autograd of changes of that, so nobody else may
+    # its owner, who holds it: neither would ever be freed with a strong reference
+    home: weakref.ref[Home]
+    # its `.data` was read in use: torch does not tell autograd of changes of that, so nobody else
+    # may
+    aliased: bool = False
 
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Sharded
@@ -71,9 +81,10 @@ about = _SHARDED.__getitem__  # what is known of one that is
 
 # Added to what is told of a parameter.
 IN_COMPILED_CODE = (
-    "torch.compile takes the memory of what compiled code reads, and has parameters of layers that run in it alone. Read it in "
-    "a function with `@torch.compiler.disable`, compile layers one by one (`for block in blocks: block.compile()`), and put a "
-    "checkpoint around each, not around compiled code that runs several."
+    "torch.compile takes the memory of what compiled code reads, and has parameters of layers that"
+    " run in it alone. Read it in a function with `@torch.compiler.disable`, compile layers one by"
+    " one (`for block in blocks: block.compile()`), and put a checkpoint around each, not around"
+    " compiled code that runs several."
 )
 
 
@@ -81,7 +92,9 @@ class ResidencyError(RuntimeError):
     """A sharded parameter was read or written where its value is not there."""
 
 
-def settle(parameter: nn.Parameter, label: str, cls: type[nn.Parameter], dtype: torch.dtype, home: Home) -> None:
+def settle(
+    parameter: nn.Parameter, label: str, cls: type[nn.Parameter], dtype: torch.dtype, home: Home
+) -> None:
     """Make ``home`` answer for ``parameter`` while it rests; see :class:`Sharded`."""
     _SHARDED[parameter] = Sharded(label, cls, dtype, weakref.ref(home))
 
@@ -101,8 +114,9 @@ def owner_of(parameter: Tensor) -> Home:
     home = home_of(parameter)
     if home is None:
         raise ResidencyError(
-            f"Parameter {describe(parameter)} outlived the model that it was sharded with, and its values with it. Hold the "
-            "module, or keep its `state_dict()` (in `with strategy.gathered(module):`)."
+            f"Parameter {describe(parameter)} outlived the model that it was sharded with, and its"
+            " values with it. Hold the module, or keep its `state_dict()` (in `with"
+            " strategy.gathered(module):`)."
         )
     return home
 

@@ -1,4 +1,6 @@
-"""What a parameter is while its unit is in use: an ordinary ``nn.Parameter`` whose changes and gradients are known."""
+"""What a parameter is while its unit is in use: an ordinary ``nn.Parameter`` whose changes and
+gradients are known.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from .resting import gradient_of, keep_engine_last, refusal, set_gradient_of
 
 
 class _InUse:
-    """Makes ``parameter.grad`` the whole gradient, and ``parameter.data`` an alias that counts versions, as ``detach()`` does.
+    """Makes ``parameter.grad`` the whole gradient, and ``parameter.data`` an alias that counts
+    versions, as ``detach()`` does.
 
-    Torch's own hides writes (``parameter.data.clamp_()``): nobody could tell that the shards have to follow.
+    Torch's own hides writes (``parameter.data.clamp_()``): nobody could tell that the shards have
+    to follow.
     """
 
     _cls: type[nn.Parameter]  # the user's
@@ -35,9 +39,11 @@ class _InUse:
     def data(self, value: Tensor) -> None:
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             raise refused_data(self, value)
-        if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():  # not what `module.to(...)` left as it was
+        # not what `module.to(...)` left as it was
+        if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():
             with torch.no_grad():
-                self.copy_(value.clone())  # it may be a view of the same memory (`parameter.data.t()`)
+                # it may be a view of the same memory (`parameter.data.t()`)
+                self.copy_(value.clone())
 
     def set_(self, source: Any = None, *layout: Any) -> Tensor:
         if not isinstance(source, Tensor) or layout:
@@ -46,7 +52,9 @@ class _InUse:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied = nn.Parameter(
+            Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad
+        )
         copied.__class__ = self._cls
         return copied
 
@@ -54,13 +62,18 @@ class _InUse:
 def refused_data(parameter: Tensor, value: Tensor) -> ResidencyError:
     """What to raise when ``value`` cannot be the data of ``parameter``."""
     return ResidencyError(
-        f"`.data` of parameter {describe(parameter)} was set to a tensor of shape {tuple(value.shape)} and {value.dtype} on "
-        f"{value.device}. While the parameter is sharded its shape, dtype and device stay as they are: change them before, in "
-        "`__init__` or `configure_model`."
+        f"`.data` of parameter {describe(parameter)} was set to a tensor of shape"
+        f" {tuple(value.shape)} and {value.dtype} on {value.device}. While the parameter is sharded"
+        " its shape, dtype and device stay as they are: change them before, in `__init__` or"
+        " `configure_model`."
     )
 
 
 @cache
 def class_while_used(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     """The subclass of ``cls`` that a parameter has while it is in use."""
-    return type(cls.__name__, (_InUse, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls})
+    return type(
+        cls.__name__,
+        (_InUse, cls),
+        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls},
+    )

@@ -1,4 +1,6 @@
-"""``torch.FloatTensor`` and the other types of old, which make a second tensor of a parameter's memory and ask no class."""
+"""``torch.FloatTensor`` and the other types of old, which make a second tensor of a parameter's
+memory and ask no class.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,23 @@ def _own(kind: Any) -> Any:
 
 
 def replace_types(ask: Callable[[type, tuple], None]) -> dict[int, tuple[Any, Any]]:
-    """Let these types ``ask(type, arguments)`` when called; returns torch's id -> torch's, what is in its place now."""
+    """Let these types ``ask(type, arguments)`` when called; returns torch's id -> torch's, what is
+    in its place now.
+    """
     replaced = {}
     for kind in torch._tensor_classes:
         if "sparse" not in kind.__module__:
             name = f"{kind.__module__}.{kind.__name__}"  # by which `tensor.type(...)` knows it
-            now = _Metatype(name, (), {"of": kind, "ask": classmethod(ask), "__module__": kind.__module__})
+            now = _Metatype(
+                name, (), {"of": kind, "ask": classmethod(ask), "__module__": kind.__module__}
+            )
             now.__qualname__ = kind.__name__
             setattr(sys.modules[kind.__module__], kind.__name__, now)
             replaced[id(kind)] = kind, now
     # Who has kept one of torch's own can pickle it: it is found by its name, where another one is.
-    copyreg.pickle(_TENSORTYPE, lambda kind: (torch._utils._import_dotted_name, (f"{kind.__module__}.{kind.__name__}",)))
+    copyreg.pickle(
+        _TENSORTYPE,
+        lambda kind: (torch._utils._import_dotted_name, (f"{kind.__module__}.{kind.__name__}",)),
+    )
     torch._C._set_default_tensor_type = wraps(_UNSET)(lambda kind: _UNSET(_own(kind)))
     return replaced

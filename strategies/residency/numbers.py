@@ -1,7 +1,8 @@
 """Tensors of one element that need no gradient, at rest.
 
-Where torch wants a number (``torch.add(x, y, alpha=weight)``, ``x.roll(weight)``) it takes such a tensor for one in C++, and
-asks no class. At rest they have no elements in their memory, so that torch refuses them, by an error that names their class.
+Where torch wants a number (``torch.add(x, y, alpha=weight)``, ``x.roll(weight)``) it takes such a
+tensor for one in C++, and asks no class. At rest they have no elements in their memory, so that
+torch refuses them, by an error that names their class.
 """
 
 from __future__ import annotations
@@ -22,15 +23,22 @@ class Number(Absent):
     _layout: tuple[Any, Any]  # its size and strides
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Answer, gather or raise."""
-        shown = [number for number in instances((args, kwargs), Number) if show(number) or func in _FREEZING]
+        shown = [
+            number
+            for number in instances((args, kwargs), Number)
+            if show(number) or func in _FREEZING
+        ]
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         finally:
             for number in shown:
                 hide(number)
-        if func is Tensor.__index__ and isinstance(args[0], Number):  # torch asks, and then reads the number itself
+        # torch asks, and then reads the number itself
+        if func is Tensor.__index__ and isinstance(args[0], Number):
             _lend(args[0], result)
         return result
 
@@ -39,9 +47,15 @@ _FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 
 
 def class_at_rest(cls: type[Tensor], tensor: Tensor, told: str) -> type[Tensor]:
-    """The subclass of ``cls`` that ``tensor``, of one element, has at rest; ``told`` says which it is."""
+    """The subclass of ``cls`` that ``tensor``, of one element, has at rest; ``told`` says which it
+    is.
+    """
     name = f"{told}, which is sharded over the ranks: give its `.item()`"
-    return type(name, (Number, cls), {"__module__": cls.__module__, "_layout": (tensor.size(), tensor.stride())})
+    return type(
+        name,
+        (Number, cls),
+        {"__module__": cls.__module__, "_layout": (tensor.size(), tensor.stride())},
+    )
 
 
 def _lend(number: Tensor, value: int) -> None:
@@ -53,7 +67,9 @@ def _lend(number: Tensor, value: int) -> None:
 
 
 def take_back(number: Tensor) -> None:
-    """Its value is another one, or it is to be hidden or shown: it has no memory of its own any more."""
+    """Its value is another one, or it is to be hidden or shown: it has no memory of its own any
+    more.
+    """
     if (place := number.__dict__.pop("place", None)) is not None:
         with torch._C.DisableTorchFunctionSubclass():
             set_data(number, place)

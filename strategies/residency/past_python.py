@@ -1,8 +1,8 @@
 """Ways past Python: functions of torch that take a tensor's memory without a look at its class.
 
-They are wrapped once for a process, when a model is sharded over several ranks (those of storages on one rank, too): what they
-are given is then treated as by any other function of torch. A read of a resting parameter gathers it or raises, a write raises,
-and one in use is stored.
+They are wrapped once for a process, when a model is sharded over several ranks (those of storages
+on one rank, too): what they are given is then treated as by any other function of torch. A read of
+a resting parameter gathers it or raises, a write raises, and one in use is stored.
 """
 
 from __future__ import annotations
@@ -32,26 +32,34 @@ from .legacy import replace_types
 from .numbers import Number
 from .resting import Absent, RestingParameter, ShardedCopy, changes_kept, watch_gradient
 
-# Methods of a process group, under their names before and since torch 2.13; all but one write to their first argument. The
-# engine's own exchanges use what these were before.
+# Methods of a process group, under their names before and since torch 2.13; all but one write to
+# their first argument. The engine's own exchanges use what these were before.
 _EXCHANGES = (
-    "allreduce allreduce_coalesced broadcast reduce allgather all_gather_single _allgather_base allgather_coalesced "
-    "all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single "
-    "_reduce_scatter_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base "
-    "alltoall recv recv_anysource send"
+    "allreduce allreduce_coalesced broadcast reduce allgather all_gather_single _allgather_base"
+    " allgather_coalesced all_gather_single_coalesced allgather_into_tensor_coalesced gather"
+    " scatter reduce_scatter reduce_scatter_single _reduce_scatter_base"
+    " reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single"
+    " alltoall_base alltoall recv recv_anysource send"
 )
-_SPARSE = "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"
+_SPARSE = (
+    "sparse_coo_tensor sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor"
+    " sparse_bsr_tensor sparse_bsc_tensor"
+)
 _NOTHING = slice(0)  # is written to
-# Who asks for addresses and storages to know tensors from others, or for kernels that they have compiled.
+# Who asks for addresses and storages to know tensors from others, or for kernels that they have
+# compiled.
 _READERS = frozenset({__name__.partition(".")[0], "torch", "triton", "lightning"})
 _SHARED: set[int] = set()  # storages that several tensors of the user's have
-_IMPORTED: dict[int, tuple[Any, Any]] = {}  # id of a function of a module of torch -> it, what is in its place
+_IMPORTED: dict[
+    int, tuple[Any, Any]
+] = {}  # id of a function of a module of torch -> it, what is in its place
 
 
 def guard(memory: Tensor, in_arrays: list[Alias]) -> None:
     """Watch these ways for a unit whose slot is ``memory`` [bytes].
 
-    ``in_arrays`` gets what became an array, or whose address was asked for: nobody tells whether that is written to.
+    ``in_arrays`` gets what became an array, or whose address was asked for: nobody tells whether
+    that is written to.
     """
     SLOTS[storage_of(memory)] = in_arrays
     weakref.finalize(memory, SLOTS.pop, storage_of(memory))
@@ -88,7 +96,8 @@ def _wrap_all() -> None:
     _wrap(torch, "fused_moving_avg_obs_fake_quant", _observed)
     for name in ("tensor", "as_tensor", "asarray", "batch_norm", "native_batch_norm"):
         _wrap(torch, name, _normalized if "norm" in name else _constructed)
-        _register_builtin(getattr(torch, name), f"aten::{name}")  # for scripts, which go by identity, too
+        # for scripts, which go by identity, too
+        _register_builtin(getattr(torch, name), f"aten::{name}")
     _wrap(torch, "full_like", _filled)
     for name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
         _wrap(torch, name, _fused, slice(1))
@@ -101,7 +110,9 @@ def _wrap_all() -> None:
     _IMPORTED.update(replace_types(_require_own_memory))
     _replace_imported()
     # It calls what it was given to call, whatever else is among the arguments.
-    NestedTensor.__torch_function__ = classmethod(_Wrapped(NestedTensor.__torch_function__.__func__, _asked))
+    NestedTensor.__torch_function__ = classmethod(
+        _Wrapped(NestedTensor.__torch_function__.__func__, _asked)
+    )
     # torch.compile would take its memory: what computes with one runs as it is written.
     torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedCopy)
 
@@ -123,20 +134,28 @@ def _wrap_methods() -> None:
         _wrap(Tensor, name, _asked, slice(1))
     _wrap(BackwardCFunction, "register_hook", _hooked)  # for hooks of modules' backwards, too
     Tensor.data = _Data(Tensor.data)
-    Tensor.__init__ = _initialized  # the constructor, whose `__new__` torch.compile must find as it was
+    Tensor.__init__ = (
+        _initialized  # the constructor, whose `__new__` torch.compile must find as it was
+    )
 
 
 class _Wrapped:
-    """``function``, which writes to the arguments at ``writes``, but calls of it are answered by ``instead``.
+    """``function``, which writes to the arguments at ``writes``, but calls of it are answered by
+    ``instead``.
 
-    Equal to ``function``: who has a table of functions (a ``__torch_function__``, a compiler) finds both by either.
+    Equal to ``function``: who has a table of functions (a ``__torch_function__``, a compiler) finds
+    both by either.
     """
 
-    def __init__(self, function: Callable[..., Any], instead: Callable[..., Any], writes: slice = _NOTHING) -> None:
+    def __init__(
+        self, function: Callable[..., Any], instead: Callable[..., Any], writes: slice = _NOTHING
+    ) -> None:
         update_wrapper(self, function)
         self.writes, self._instead = writes, instead  # see functions.written
-        self._hash = hash(function) if isinstance(function, Hashable) else id(function)  # dynamo cannot ask for it
-        self.of_module = False  # then it does not become a method of a class that it is an attribute of, as torch's do not
+        # dynamo cannot ask for it
+        self._hash = hash(function) if isinstance(function, Hashable) else id(function)
+        # then it does not become a method of a class that it is an attribute of, as torch's do not
+        self.of_module = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._instead(self, self.__wrapped__, args, kwargs)
@@ -165,7 +184,9 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any], writes: slice = _N
 
 
 def _replace_imported() -> None:
-    """Modules of others have some of these functions by their names (``from torch import tensor``)."""
+    """Modules of others have some of these functions by their names
+    (``from torch import tensor``).
+    """
     for place, module in tuple(sys.modules.items()):
         if isinstance(module, ModuleType) and place.partition(".")[0] != "torch":
             for name, value in tuple(vars(module).items()):
@@ -173,7 +194,9 @@ def _replace_imported() -> None:
                     vars(module)[name] = _IMPORTED[id(value)][1]
 
 
-def _exchanged(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _exchanged(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Ranks would put elements of different parameters together."""
     if args[0].size() > 1:
         given = (*args, *kwargs.values())
@@ -184,7 +207,9 @@ def _exchanged(call: Callable[..., Any], function: Callable[..., Any], args: tup
     return _asked(call, function, args, kwargs)
 
 
-def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _asked(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """``function`` asks classes of tensors what to do."""
     if not SLOTS:
         return function(*args, **kwargs)  # nothing is sharded any more
@@ -199,29 +224,40 @@ def _asked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
     return function(*args, **kwargs)
 
 
-def _constructed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``function`` makes a tensor of anything, lists of many numbers among them: a parameter's class is asked."""
+def _constructed(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """``function`` makes a tensor of anything, lists of many numbers among them: a parameter's
+    class is asked.
+    """
     for value in (*args[:2], *kwargs.values()):
         if isinstance(value, Absent) and torch._C._is_torch_function_enabled():
             return value.__torch_function__(call, (), args, kwargs)
     return function(*args, **kwargs)
 
 
-def _filled(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _filled(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """``function`` takes a number, and tensors for one."""
-    if torch.compiler.is_compiling() or not SLOTS:  # a compiled function would be guarded by what is in it
+    # a compiled function would be guarded by what is in it
+    if torch.compiler.is_compiling() or not SLOTS:
         return function(*args, **kwargs)
     rest, kwargs = replaced((args[1:], kwargs), Number, torch.clone)
     return function(*args[:1], *rest, **kwargs)
 
 
-def _taken(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _taken(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """``tensor.new(parameter)`` and the like: two would have one memory."""
     _require_own_memory(call, (*args[1:], *kwargs.values()), args[0])
     return function(*args, **kwargs)
 
 
-def _set(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _set(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """``tensor.set_(...)``, whose class torch does not ask."""
     _require_own_memory(call, (*args[1:], *kwargs.values()), args[0])
     if torch._C._is_torch_function_enabled() and isinstance(args[0], Absent | ShardedCopy):
@@ -234,12 +270,15 @@ def _initialized(self: Tensor, *args: Any, **kwargs: Any) -> None:
     if type(self).__new__ is Tensor.__new__:
         _require_own_memory(Tensor, (*args, *kwargs.values()))
     following = super(Tensor, self).__init__
-    if not isinstance(following, MethodWrapperType):  # of a class beside `Tensor`, and not what `object` has
+    # of a class beside `Tensor`, and not what `object` has
+    if not isinstance(following, MethodWrapperType):
         following(*args, **kwargs)
 
 
 class _Data(property):
-    """``tensor.data``, which cannot be set to a parameter that rests, and hides what is written to it."""
+    """``tensor.data``, which cannot be set to a parameter that rests, and hides what is written to
+    it.
+    """
 
     __name__ = "data"
 
@@ -247,20 +286,24 @@ class _Data(property):
         setter = _Wrapped(data.__set__, _taken, slice(1))
         setter.__self__ = data  # see functions.name_of
 
-        @torch._dynamo.disable  # under a default device it would call this, and what it made of this would call it again
+        # under a default device it would call this, and what it made of this would call it again
+        @torch._dynamo.disable
         def getter(tensor: Tensor) -> Tensor:
             note(tensor)
             return data.__get__(tensor)
 
         super().__init__(getter, setter)
-        self.__dict__.update(__get__=data.__get__, __set__=setter)  # as others see them; Python itself asks the class
+        # as others see them; Python itself asks the class
+        self.__dict__.update(__get__=data.__get__, __set__=setter)
 
 
 def _require_own_memory(function: Any, given: tuple, taker: Any = None) -> None:
     for each in given:
         if each is taker:
             continue  # `module.to(...)` that changes nothing
-        if isinstance(each, Absent) or (isinstance(each, ShardedCopy) and not isinstance(taker, ShardedCopy)):
+        if isinstance(each, Absent) or (
+            isinstance(each, ShardedCopy) and not isinstance(taker, ShardedCopy)
+        ):
             if torch._C._is_torch_function_enabled():
                 raise each.refusal(name_of(function))
         elif isinstance(each, Tensor):
@@ -268,7 +311,9 @@ def _require_own_memory(function: Any, given: tuple, taker: Any = None) -> None:
             watch(each)
 
 
-def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _as_array(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """What was written to an array of a weight in use is stored when the use ends."""
     array, tensor = function(*args, **kwargs), args[0]
     note(tensor)
@@ -277,7 +322,9 @@ def _as_array(call: Callable[..., Any], function: Callable[..., Any], args: tupl
     return array
 
 
-def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _addressed(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Whoever asks may write there (by `ctypes`, numba or a library of C): as with arrays."""
     if not SLOTS or not _asked_by_others():
         return function(*args, **kwargs)
@@ -285,54 +332,80 @@ def _addressed(call: Callable[..., Any], function: Callable[..., Any], args: tup
     return _as_array(call, function, args, kwargs)
 
 
-def _reclassed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _reclassed(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """A gradient as an ordinary tensor, by whose class nobody is told what is written to it."""
     if not watch_gradient(args[0]) and type(args[0]) is ShardedCopy:
         raise args[0].refusal(name_of(call))
     return _constructed(call, function, args, kwargs)
 
 
-def _detached(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _detached(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Torch refuses it of views, which gradients are here (`p.grad.detach_(); p.grad.zero_()`)."""
     gradient = storage_of(args[0]) in _SHARED and not args[0].requires_grad
     return args[0] if gradient else function(*args, **kwargs)
 
 
-def _stored(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The storage of a weight in use is that of its unit; on one rank that of all weights or gradients of a group."""
+def _stored(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """The storage of a weight in use is that of its unit; on one rank that of all weights or
+    gradients of a group.
+    """
     if storage_of(args[0]) in _SHARED and not isinstance(args[0], Absent) and _asked_by_others():
-        whose = [f"parameter {describe(p)}" for p in (args[0], args[0]._base) if is_sharded(p)] or ["a gradient, or a view,"]
+        whose = [f"parameter {describe(p)}" for p in (args[0], args[0]._base) if is_sharded(p)] or [
+            "a gradient, or a view,"
+        ]
         refused = ResidencyError(
-            f"{in_words(name_of(call))} of {whose[0]} would give the memory of others, too: those that are gathered together "
-            "share one. Take a copy (`.clone()`), or change the tensor itself, under `torch.no_grad()` (`tensor.copy_(...)`)."
+            f"{in_words(name_of(call))} of {whose[0]} would give the memory of others, too: those"
+            " that are gathered together share one. Take a copy (`.clone()`), or change the tensor"
+            " itself, under `torch.no_grad()` (`tensor.copy_(...)`)."
         )
         return GuardedStorage(function(*args, **kwargs), OF_MEMORY, lambda: refused)
     return function(*args, **kwargs)
 
 
 def _asked_by_others() -> bool:
-    module = sys._getframe(3).f_globals.get("__name__", "torch")  # of what calls a function that is wrapped
+    # of what calls a function that is wrapped
+    module = sys._getframe(3).f_globals.get("__name__", "torch")
     return module.partition(".")[0] not in _READERS
 
 
-def _as_capsule(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _as_capsule(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """The same by DLPack's function of old, which does not ask classes."""
-    return _asked(call, lambda *args, **kwargs: _as_array(call, function, args, kwargs), args, kwargs)
+    return _asked(
+        call, lambda *args, **kwargs: _as_array(call, function, args, kwargs), args, kwargs
+    )
 
 
-def _hooked(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A hook may return a weight, or a view of one, as a gradient, which nodes in C++ read when others have the memory."""
+def _hooked(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """A hook may return a weight, or a view of one, as a gradient, which nodes in C++ read when
+    others have the memory.
+    """
     hooked, hook = (*args, *kwargs.values())
 
     @wraps(hook)
     def own(*grads: Any) -> Any:
         result = hook(*grads)
-        return replaced(result, Tensor, lambda grad: grad.clone() if is_gathered(grad) else grad) if SLOTS else result
+        return (
+            replaced(result, Tensor, lambda grad: grad.clone() if is_gathered(grad) else grad)
+            if SLOTS
+            else result
+        )
 
     return function(hooked, own)
 
 
-def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _normalized(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Batch norm updates running statistics without a word: their versions count it."""
     if SLOTS and len(args) > 5 and args[5]:  # training, as `nn.functional` calls it
         note(*args[3:5])
@@ -342,14 +415,20 @@ def _normalized(call: Callable[..., Any], function: Callable[..., Any], args: tu
     return function(*args, **kwargs)
 
 
-def _observed(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _observed(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Fake quantization updates its ranges and scales without a word."""
     note(*args, *kwargs.values())
     return function(*args, **kwargs)
 
 
-def _fused(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An optimizer's kernel, whose writes to weights in use torch does not count. The engine's shards pass here, too."""
+def _fused(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """An optimizer's kernel, whose writes to weights in use torch does not count. The engine's
+    shards pass here, too.
+    """
     given = () if torch.compiler.is_compiling() else args[0] if args else kwargs["self"]
     for tensor in given:
         if storage_of(tensor) in SLOTS:  # and no more than this
@@ -357,14 +436,17 @@ def _fused(call: Callable[..., Any], function: Callable[..., Any], args: tuple, 
     return function(*args, **kwargs)
 
 
-def _method(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _method(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """A scripted method reads the parameters of its module."""
     for parameter in _parameters(args[0].owner):
         if isinstance(parameter, RestingParameter):
             raise ResidencyError(
-                f"The scripted method `{args[0].name}` would read the memory of parameter {describe(parameter)} while it is "
-                "sharded over the ranks. Call it in the forward of the Python module that it is a part of, or in `with "
-                "strategy.gathered(module):` (on all ranks)."
+                f"The scripted method `{args[0].name}` would read the memory of parameter"
+                f" {describe(parameter)} while it is sharded over the ranks. Call it in the forward"
+                " of the Python module that it is a part of, or in `with"
+                " strategy.gathered(module):` (on all ranks)."
             )
     return _asked(call, function, args, kwargs)
 
@@ -376,16 +458,23 @@ def _parameters(module: torch._C.ScriptModule) -> Iterator[Tensor]:
         yield from _parameters(child)
 
 
-def _lifted(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _lifted(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """What torch.func differentiates by: values in the place of resting parameters."""
     if isinstance(args[0], Absent):
-        with temporarily_clear_interpreter_stack():  # the copy is made before, not by, what is transformed
+        # the copy is made before, not by, what is transformed
+        with temporarily_clear_interpreter_stack():
             args = (args[0].clone(), *args[1:])
     return function(*args, **kwargs)
 
 
-def _watched(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What torch.func maps over, or makes functional: values in the place of resting parameters, which are not written to."""
+def _watched(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """What torch.func maps over, or makes functional: values in the place of resting parameters,
+    which are not written to.
+    """
     if not SLOTS:
         return function(*args, **kwargs)
     with temporarily_clear_interpreter_stack():
@@ -394,7 +483,11 @@ def _watched(call: Callable[..., Any], function: Callable[..., Any], args: tuple
         return function(*args, **kwargs)
 
 
-def _flattened(call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Recurrent layers move weights to memory that they make: that would take them out of their slots."""
+def _flattened(
+    call: Callable[..., Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Recurrent layers move weights to memory that they make: that would take them out of their
+    slots.
+    """
     if not any(map(is_sharded, args[0]._flat_weights)):
         function(*args, **kwargs)

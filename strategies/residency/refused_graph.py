@@ -1,4 +1,6 @@
-"""What `backward(create_graph=True)` leaves in `p.grad`: in torch it has a graph, here an error says that it has none."""
+"""What `backward(create_graph=True)` leaves in `p.grad`: in torch it has a graph, here an error
+says that it has none.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ class _RefusedGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
-            f"The gradient of parameter {ctx.name!r} that `backward(create_graph=True)` left has no graph: it is stored where "
-            "gradients are summed. For a penalty on gradients take `torch.autograd.grad(loss, parameters, create_graph=True)`."
+            f"The gradient of parameter {ctx.name!r} that `backward(create_graph=True)` left has no"
+            " graph: it is stored where gradients are summed. For a penalty on gradients take"
+            " `torch.autograd.grad(loss, parameters, create_graph=True)`."
         )
 
 

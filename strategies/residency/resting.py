@@ -1,9 +1,10 @@
 """What a parameter is, outside its unit's use and in it: right or loud.
 
-While its unit is in use a sharded parameter is an ordinary ``nn.Parameter`` that views the gathered slot. Otherwise its class
-is :class:`RestingParameter`, and every operation on it comes here first: questions about it (shape, dtype, hooks, ...) are
-answered, a read of its value gathers it and a change is stored (inside a step, where all ranks run the same code), or they
-raise; none sees memory that now belongs to another unit. Torch's own lazy parameters switch the class of a tensor, too.
+While its unit is in use a sharded parameter is an ordinary ``nn.Parameter`` that views the gathered
+slot. Otherwise its class is :class:`RestingParameter`, and every operation on it comes here first:
+questions about it (shape, dtype, hooks, ...) are answered, a read of its value gathers it and a
+change is stored (inside a step, where all ranks run the same code), or they raise; none sees memory
+that now belongs to another unit. Torch's own lazy parameters switch the class of a tensor, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 
-from .functions import ABOUT_ITSELF, KINDS, LIKE, METADATA, RAW, REPLACING, in_words, instances, name_of, replaced, written
+from .functions import (
+    ABOUT_ITSELF,
+    KINDS,
+    LIKE,
+    METADATA,
+    RAW,
+    REPLACING,
+    in_words,
+    instances,
+    name_of,
+    replaced,
+    written,
+)
 from .given_out import OF_MEMORY, GuardedStorage
 from .home import IN_COMPILED_CODE, ResidencyError, about, describe, home_of, is_sharded, owner_of
 
@@ -34,16 +47,21 @@ NO_GRAPH_TASK = -1
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it, else the whole one."""
+    """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it,
+    else the whole one.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         held = get_grad(parameter)
-    if held is not None or TracingContext.try_get() is not None:  # torch.compile looks at what it compiles for
+    # torch.compile looks at what it compiles for
+    if held is not None or TracingContext.try_get() is not None:
         return held
     return owner_of(parameter).gradient(parameter)
 
 
 def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
-    """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook that sets it."""
+    """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook
+    that sets it.
+    """
     if graph_task() == NO_GRAPH_TASK:
         owner_of(parameter).set_gradient(parameter, grad)
     else:
@@ -54,18 +72,23 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
 def told_of_gradient(parameter: nn.Parameter) -> str:
     """What views of its gradient are, see :attr:`ShardedCopy.told`."""
     return (
-        f"a view of a copy of the gradient of parameter {describe(parameter)}. Change the whole gradient, in place or by "
-        "assigning: `parameter.grad = ...`."
+        f"a view of a copy of the gradient of parameter {describe(parameter)}. Change the whole"
+        " gradient, in place or by assigning: `parameter.grad = ...`."
     )
 
 
 def _asking(attribute: Any) -> property:
     """``attribute`` of tensors, whose setter in torch writes without a look at the class."""
-    return property(attribute.__get__, lambda each, value: each.__torch_function__(attribute.__set__, (), (each, value)))
+    return property(
+        attribute.__get__,
+        lambda each, value: each.__torch_function__(attribute.__set__, (), (each, value)),
+    )
 
 
 class Absent:
-    """Of tensors whose values are not in their memory: functions that do not ask for classes have to ask these."""
+    """Of tensors whose values are not in their memory: functions that do not ask for classes have
+    to ask these.
+    """
 
     real, imag = _asking(Tensor.real), _asking(Tensor.imag)
 
@@ -75,16 +98,27 @@ class Absent:
 
 
 class ShardedCopy(Tensor):
-    """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or what can only be read."""
+    """A copy of something sharded: a whole gradient, whose changes are stored in the shards, or
+    what can only be read.
+    """
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
-    held: Any = None  # if it is that, or a view of one: its memory, see `engine.held_gradients.Held`
+    held: Any = (
+        None  # if it is that, or a view of one: its memory, see `engine.held_gradients.Held`
+    )
     told: str = ""  # for errors: what it is, and what to do instead of what it cannot bear
-    read: tuple[nn.Parameter, tuple[int, int]] | None = None  # if it is of a value: whose, and its age then
+    read: tuple[nn.Parameter, tuple[int, int]] | None = (
+        None  # if it is of a value: whose, and its age then
+    )
 
     @classmethod
     def of(
-        cls, value: Tensor, told: str, parameter: nn.Parameter | None = None, held: Any = None, read: tuple | None = None
+        cls,
+        value: Tensor,
+        told: str,
+        parameter: nn.Parameter | None = None,
+        held: Any = None,
+        read: tuple | None = None,
     ) -> ShardedCopy:
         """``value``, with what is known of it."""
         copy = as_subclass(value, cls)
@@ -92,14 +126,21 @@ class ShardedCopy(Tensor):
         return copy
 
     def refusal(self, name: str) -> ResidencyError:
-        """What to raise when the function ``name`` would give its memory to what does not ask its class."""
-        return ResidencyError(f"{in_words(name)} would share the memory of {self.told} To read it elsewhere take a `.clone()`.")
+        """What to raise when the function ``name`` would give its memory to what does not ask its
+        class.
+        """
+        return ResidencyError(
+            f"{in_words(name)} would share the memory of {self.told} To read it elsewhere take a"
+            " `.clone()`."
+        )
 
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)  # an alias, as torch's is
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Read, write and store, or raise."""
         return _with_copies(func, args, kwargs or {})
 
@@ -117,13 +158,18 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in (torch.autograd.grad, torch.autograd.backward):
         return _differentiate(func, *args, **kwargs)
     if func is Tensor.backward:
-        return func(_plain(args[0]), *args[1:], **kwargs)  # hooks and recomputations run in it, so nothing is switched off
+        # hooks and recomputations run in it, so nothing is switched off
+        return func(_plain(args[0]), *args[1:], **kwargs)
     name = name_of(func)
     if name not in METADATA:
         _require_current(instances(given, ShardedCopy))
     targets = () if name in ABOUT_ITSELF else written(func, args, kwargs)
     for copy in instances(targets, ShardedCopy):
-        if copy.held is None or name in REPLACING or (copy.parameter is None and name == "data.__set__"):
+        if (
+            copy.held is None
+            or name in REPLACING
+            or (copy.parameter is None and name == "data.__set__")
+        ):
             raise ResidencyError(f"{in_words(name)} would change {copy.told}")
     if name in _SHARING and (args[0].is_cuda or "cuda" not in name):
         raise args[0].refusal(name)
@@ -137,21 +183,27 @@ def _with_copies(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return args[0]  # as it is: torch refuses it of views
         result = func(*args, **kwargs)
         if name == "untyped_storage":
-            return GuardedStorage(result, OF_MEMORY | {"clone", "tolist"}, lambda: args[0].refusal(name))
+            return GuardedStorage(
+                result, OF_MEMORY | {"clone", "tolist"}, lambda: args[0].refusal(name)
+            )
         if hasattr(result, "wait") and instances(targets, ShardedCopy):
             result.wait()  # a collective that goes on in the background
         if name in ("data.__get__", "detach") and args[0].parameter is not None:
             return ShardedCopy.of(result, args[0].told, args[0].parameter, args[0].held)
         if name == "_base.__get__":
             return result  # torch.compile asks for it until it is no view
-        return shield(result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)])
+        return shield(
+            result, [(each, each.told, each.read) for each in instances(given, ShardedCopy)]
+        )
 
 
 @contextmanager
 def changes_kept(given: Iterable[Any], name: str, targets: Any = ()) -> Iterator[None]:
-    """Store gradients among ``given`` that are changed in place within, and those in ``targets``; others raise.
+    """Store gradients among ``given`` that are changed in place within, and those in ``targets``;
+    others raise.
 
-    Operators of the user's, scripts and the like do not tell by their names what they write to: torch counts it.
+    Operators of the user's, scripts and the like do not tell by their names what they write to:
+    torch counts it.
     """
     copies = instances(tuple(given), ShardedCopy)
     counts = [writes_to(copy) for copy in copies]
@@ -180,15 +232,26 @@ def writes_to(tensor: Tensor) -> int:
 
 
 def _require_current(copies: list[ShardedCopy]) -> None:
-    """Values that were read before their parameters changed are not what torch's aliases would be by now; gradients follow."""
+    """Values that were read before their parameters changed are not what torch's aliases would be
+    by now; gradients follow.
+    """
     for copy in copies:
         parameter, age = copy.read or (None, None)
-        if parameter is None and copy.held is not None and (keeper := _keeper_of(copy.held)) is not None:
+        if (
+            parameter is None
+            and copy.held is not None
+            and (keeper := _keeper_of(copy.held)) is not None
+        ):
             keeper.follow(copy.held)
-        elif parameter is not None and (home := home_of(parameter)) is not None and home.age(parameter) != age:
+        elif (
+            parameter is not None
+            and (home := home_of(parameter)) is not None
+            and home.age(parameter) != age
+        ):
             raise ResidencyError(
-                f"A value of parameter {describe(parameter)} was read (`detach()`, a view) and kept, and the parameter has "
-                "changed since: in torch the value would have followed. Read it again, or keep a copy (`.clone()`)."
+                f"A value of parameter {describe(parameter)} was read (`detach()`, a view) and"
+                " kept, and the parameter has changed since: in torch the value would have"
+                " followed. Read it again, or keep a copy (`.clone()`)."
             )
 
 
@@ -197,7 +260,8 @@ def _ordinary(func: Any, copy: Tensor, argument: Any) -> Any:
     plain = copy.detach().requires_grad_(copy.requires_grad) if copy.is_leaf else _plain(copy)
     result = func(plain, argument)
     if isinstance(argument, dict):
-        argument.pop(id(plain), None)  # deepcopy's memory, where another tensor may soon have this id
+        # deepcopy's memory, where another tensor may soon have this id
+        argument.pop(id(plain), None)
     return result
 
 
@@ -207,7 +271,9 @@ def _plain(value: Any) -> Any:
 
 
 def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
-    """``result``; what lies in the memory of one of ``sources`` follows it, or can only be read; see :meth:`ShardedCopy.of`."""
+    """``result``; what lies in the memory of one of ``sources`` follows it, or can only be read;
+    see :meth:`ShardedCopy.of`.
+    """
     if type(result) in (tuple, list):
         return type(result)(shield(each, sources) for each in result)
     if isinstance(result, np.ndarray):
@@ -224,7 +290,9 @@ def shield(result: Any, sources: list[tuple[Tensor, str, tuple | None]]) -> Any:
 
 
 def watch_gradient(tensor: Any, addressed: bool = False) -> bool:
-    """Whether it is in the memory of a gradient, which from here on is compared with what it was."""
+    """Whether it is in the memory of a gradient, which from here on is compared with what it
+    was.
+    """
     if not isinstance(tensor, ShardedCopy) or tensor.held is None:
         return False
     if (keeper := _keeper_of(tensor.held)) is not None:
@@ -264,7 +332,9 @@ class RestingParameter(Absent, nn.Parameter):
         return refusal(name, self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Answer, gather or raise."""
         kwargs = kwargs or {}
         name, target = name_of(func), args[0] if args else None
@@ -273,7 +343,11 @@ class RestingParameter(Absent, nn.Parameter):
             return _ANSWERS[name](*args)
         if name == "data.__set__" and args[1] is target:
             return None
-        if func is torch.equal and len(args) == 2 and (target is args[1] or target.shape != args[1].shape):
+        if (
+            func is torch.equal
+            and len(args) == 2
+            and (target is args[1] or target.shape != args[1].shape)
+        ):
             return target is args[1]
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
@@ -287,14 +361,16 @@ class RestingParameter(Absent, nn.Parameter):
                     keep_engine_last(target)
             return result
         if name in KINDS:
-            valued = name in ("type_as", "to") or (name == "type" and len((*args, *kwargs)) > 1)  # the first
+            # the first
+            valued = name in ("type_as", "to") or (name == "type" and len((*args, *kwargs)) > 1)
             args, kwargs = (*args[:valued], *_kinds(args[valued:])), _kinds(kwargs)
             if not (valued and resting):
                 return func(*args, **kwargs)
             if name == "to" and func(like := _kinds(target), *args[1:], **kwargs) is like:
                 return target  # as it is already, as `metric.to(device)` finds the network in it
         if name in ("view_as", "expand_as") and len(args) == 2 and target is args[1]:
-            return owner_of(target).read(target)  # no view: this is how the node is found that accumulates the gradient
+            # no view: this is how the node is found that accumulates the gradient
+            return owner_of(target).read(target)
         if name in ("view_as", "expand_as", "reshape_as") and not resting:
             return getattr(target, name.removesuffix("_as"))(args[1].shape)
         if name == "copy_" and resting and len(args) > 1:
@@ -306,16 +382,23 @@ class RestingParameter(Absent, nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ResidencyError(
-            f"Parameter {describe(self)} is sharded over the ranks and cannot be copied or pickled with its "
-            "module. Copy the module before training starts, or inside `with strategy.gathered(module):`."
+            f"Parameter {describe(self)} is sharded over the ranks and cannot be copied or pickled"
+            " with its module. Copy the module before training starts, or inside `with"
+            " strategy.gathered(module):`."
         )
 
     __reduce_ex__ = __deepcopy__
 
 
 def _kinds(value: Any) -> Any:
-    """``value`` with what has their dtypes, devices and shapes, in next to no memory, in the place of resting parameters."""
-    return replaced(value, RestingParameter, lambda p: torch.empty((), dtype=about(p).dtype, device=p.device).expand(p.shape))
+    """``value`` with what has their dtypes, devices and shapes, in next to no memory, in the place
+    of resting parameters.
+    """
+    return replaced(
+        value,
+        RestingParameter,
+        lambda p: torch.empty((), dtype=about(p).dtype, device=p.device).expand(p.shape),
+    )
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -336,40 +419,64 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         owner_of(parameter).write(parameter, copy)
         result = parameter if result is copy else result
     return shield(
-        result, [(copy, told_of_value(parameter), (parameter, owner_of(parameter).age(parameter))) for copy, parameter in read]
+        result,
+        [
+            (copy, told_of_value(parameter), (parameter, owner_of(parameter).age(parameter)))
+            for copy, parameter in read
+        ],
     )
 
 
 def _may_change(parameter: nn.Parameter) -> bool:
-    """Whether a change in place can be stored: where all ranks run the same code, and torch allows it and counts it."""
-    differentiated = graph_task() != NO_GRAPH_TASK or (torch.is_grad_enabled() and parameter.requires_grad)
-    return owner_of(parameter).in_step and not differentiated and not torch.is_inference_mode_enabled()
+    """Whether a change in place can be stored: where all ranks run the same code, and torch allows
+    it and counts it.
+    """
+    differentiated = graph_task() != NO_GRAPH_TASK or (
+        torch.is_grad_enabled() and parameter.requires_grad
+    )
+    return (
+        owner_of(parameter).in_step and not differentiated and not torch.is_inference_mode_enabled()
+    )
 
 
 _CHANGE = (
-    "change the parameter itself, under `torch.no_grad()` (`parameter.copy_(...)`); between steps (`on_train_batch_end`) read "
-    "and change it in `with strategy.gathered(module, modify=True):`. Both are for all ranks."
+    "change the parameter itself, under `torch.no_grad()` (`parameter.copy_(...)`); between steps"
+    " (`on_train_batch_end`) read and change it in `with strategy.gathered(module, modify=True):`."
+    " Both are for all ranks."
 )
 
 
 def refusal(name: str, parameter: nn.Parameter) -> ResidencyError:
     """What to raise when the function ``name`` would touch the memory of ``parameter``."""
-    rest = IN_COMPILED_CODE if TracingContext.try_get() else f"Inside a step read `parameter.detach()` and {_CHANGE}"
+    rest = (
+        IN_COMPILED_CODE
+        if TracingContext.try_get()
+        else f"Inside a step read `parameter.detach()` and {_CHANGE}"
+    )
     return ResidencyError(
-        f"{in_words(name)} would touch the memory of parameter {describe(parameter)}, which is sharded over the ranks. {rest}"
+        f"{in_words(name)} would touch the memory of parameter {describe(parameter)}, which is"
+        f" sharded over the ranks. {rest}"
     )
 
 
 def told_of_value(parameter: nn.Parameter) -> str:
     """What copies of its value are, see :attr:`ShardedCopy.told`."""
-    return f"a copy of the value of parameter {describe(parameter)}, not the parameter. Inside a step {_CHANGE}"
+    return (
+        f"a copy of the value of parameter {describe(parameter)}, not the parameter. Inside a step"
+        f" {_CHANGE}"
+    )
 
 
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of their values."""
+    """``torch.autograd.grad`` or ``backward``: with respect to the parameters, not to copies of
+    their values.
+    """
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        edges = tuple(get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p for p in wanted)
+        edges = tuple(
+            get_gradient_edge(p) if isinstance(p, RestingParameter | ShardedCopy) else p
+            for p in wanted
+        )
     outputs = _plain(_full(outputs, []))
     if func is torch.autograd.backward:
         return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
@@ -377,20 +484,28 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         kwargs["allow_unused"] = True
     found = list(zip(wanted, func(outputs, edges, *args, **kwargs), strict=True))
     # In the dtype of the slot; an ordinary parameter's has its own.
-    grads = [(p, grad if grad is None or not is_sharded(p) else grad.to(about(p).dtype)) for p, grad in found]
+    grads = [
+        (p, grad if grad is None or not is_sharded(p) else grad.to(about(p).dtype))
+        for p, grad in found
+    ]
     return tuple(torch.zeros_like(p) if grad is None and zeros else grad for p, grad in grads)
 
 
 def keep_engine_last(parameter: Tensor) -> None:
-    """Let the engine's post-accumulate hook, which takes the gradient away, run after the user's."""
+    """Let the engine's post-accumulate hook, which takes the gradient away, run after the
+    user's.
+    """
     hooks = parameter._post_accumulate_grad_hooks
     if hooks is not None and len(hooks) > 1:
         for key in [key for key, hook in hooks.items() if hasattr(hook, "takes_gradient")]:
-            hooks[key] = hooks.pop(key)  # autograd reads the dict in the order of insertion, whatever `move_to_end` did
+            # autograd reads the dict in the order of insertion, whatever `move_to_end` did
+            hooks[key] = hooks.pop(key)
 
 
 def _full(value: Any, read: list[tuple[Tensor, nn.Parameter]]) -> Any:
-    """``value`` with full values in the place of resting parameters; ``read`` notes these, and of which they are."""
+    """``value`` with full values in the place of resting parameters; ``read`` notes these, and of
+    which they are.
+    """
 
     def value_of(parameter: RestingParameter) -> Tensor:
         read.append((owner_of(parameter).read(parameter), parameter))

@@ -32,7 +32,14 @@ class WeightReadOutsideItsUnit(Case):
     pitfalls = (25,)
 
     def loss(self, model, batch):
-        return (model(batch) * model.head.weight.norm() + F.linear(batch, model.blocks[1].up.weight).sum()).square().mean()
+        return (
+            (
+                model(batch) * model.head.weight.norm()
+                + F.linear(batch, model.blocks[1].up.weight).sum()
+            )
+            .square()
+            .mean()
+        )
 
 
 @case
@@ -84,7 +91,9 @@ class FunctionsOfSeveralParameters(Case):
     def loss(self, model, batch):
         stacked = torch.stack([b.up.weight for b in model.blocks]).mean(0)
         rows = torch.cat([model.head.weight[:2], model.stem.weight[2:]])
-        return (F.linear(batch, stacked).square().mean() + F.linear(batch, rows.t()).square().mean()) / stacked.norm()
+        return (
+            F.linear(batch, stacked).square().mean() + F.linear(batch, rows.t()).square().mean()
+        ) / stacked.norm()
 
 
 @case
@@ -94,10 +103,34 @@ class QuestionsOutsideAStep(Case):
     def train(self, run):
         super().train(run)
         for name, p in run.model.named_parameters():
-            run.log(name, tuple(p.shape), p.numel(), str(p.dtype), str(p.device), p.requires_grad, p.ndim, p.is_leaf)
-            run.log(p.is_contiguous(), p.is_floating_point(), p.element_size(), p.itemsize, p.nbytes, len(p), p.stride())
-            run.log(isinstance(p, nn.Parameter), p in {p: 0}, tuple(torch.empty_like(p, device="meta").shape))
-        run.log(sorted(run.model.state_dict(keep_vars=True)) == sorted(n for n, _ in run.model.named_parameters()))
+            run.log(
+                name,
+                tuple(p.shape),
+                p.numel(),
+                str(p.dtype),
+                str(p.device),
+                p.requires_grad,
+                p.ndim,
+                p.is_leaf,
+            )
+            run.log(
+                p.is_contiguous(),
+                p.is_floating_point(),
+                p.element_size(),
+                p.itemsize,
+                p.nbytes,
+                len(p),
+                p.stride(),
+            )
+            run.log(
+                isinstance(p, nn.Parameter),
+                p in {p: 0},
+                tuple(torch.empty_like(p, device="meta").shape),
+            )
+        run.log(
+            sorted(run.model.state_dict(keep_vars=True))
+            == sorted(n for n, _ in run.model.named_parameters())
+        )
         run.log(sum(p.numel() for p in run.model.parameters()))
 
 
@@ -357,7 +390,9 @@ class DataClampedInForward(ClampedInForward):
 
 @case
 class SetInForward(ClampedInForward):
-    """A weight's memory replaced by `p.set_(...)` in its own forward, as parametrizations do when they are assigned"""
+    """A weight's memory replaced by `p.set_(...)` in its own forward, as parametrizations do when
+    they are assigned
+    """
 
     class Clamped(Block):
         def __init__(self):
@@ -381,7 +416,9 @@ class Doubled(nn.Module):
 
 @case
 class DataClampedAfterUse(ClampedInForward):
-    """A weight's `.data` clamped at the end of its own forward, when autograd has saved the weight"""
+    """A weight's `.data` clamped at the end of its own forward, when autograd has saved the
+    weight
+    """
 
     class Clamped(Block):
         def forward(self, x):
@@ -418,7 +455,9 @@ class DataAssignedInForward(ClampedInForward):
 class DataOfAnotherShapeInForward(ClampedInForward):
     """`p.data = ...` of another shape in the forward of its unit"""
 
-    refused = refused_on_one = "`.data` of parameter 'blocks.0.norm.bias'.*shape, dtype and device stay as they are"
+    refused = refused_on_one = (
+        "`.data` of parameter 'blocks.0.norm.bias'.*shape, dtype and device stay as they are"
+    )
 
     class Clamped(Block):
         def forward(self, x):
@@ -842,7 +881,9 @@ class Float8Parameter(Kinds):
     pitfalls = (36,)
 
     def extra(self):
-        return nn.Parameter(torch.linspace(0.5, 1.5, DIM).to(torch.float8_e4m3fn), requires_grad=False)
+        return nn.Parameter(
+            torch.linspace(0.5, 1.5, DIM).to(torch.float8_e4m3fn), requires_grad=False
+        )
 
     def mix(self, x, extra):
         return x * extra.float()
@@ -861,7 +902,9 @@ class NotDense(Kinds):
 class SparseParameter(NotDense):
     """Parameters with a sparse layout"""
 
-    refused = refused_on_one = r"'blocks\.0\.extra' is a Parameter with layout torch\.sparse_coo; only dense.*buffer"
+    refused = refused_on_one = (
+        r"'blocks\.0\.extra' is a Parameter with layout torch\.sparse_coo; only dense.*buffer"
+    )
 
     def extra(self):
         return nn.Parameter(torch.eye(DIM).to_sparse(), requires_grad=False)
@@ -872,7 +915,9 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -881,14 +926,20 @@ class Scaled(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         unwrapped = [2 * arg.inner if isinstance(arg, cls) else arg for arg in args]
         result = func(*unwrapped, **(kwargs or {}))
-        return cls(result / 2) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else result
+        return (
+            cls(result / 2)
+            if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+            else result
+        )
 
 
 @case
 class WrappedParameter(NotDense):
     """Parameters that are tensor subclasses around other tensors (quantized weights)"""
 
-    refused = refused_on_one = r"'blocks\.0\.extra' is a Scaled with layout torch\.strided; only dense.*buffer"
+    refused = refused_on_one = (
+        r"'blocks\.0\.extra' is a Scaled with layout torch\.strided; only dense.*buffer"
+    )
 
     def extra(self):
         return nn.Parameter(Scaled(torch.eye(DIM)), requires_grad=False)
@@ -902,7 +953,9 @@ class ParameterContainers(Kinds):
     """`ParameterList` and `ParameterDict`"""
 
     def extra(self):
-        inner = nn.ParameterDict({"a": nn.Parameter(torch.randn(DIM)), "b": nn.Parameter(torch.randn(DIM))})
+        inner = nn.ParameterDict(
+            {"a": nn.Parameter(torch.randn(DIM)), "b": nn.Parameter(torch.randn(DIM))}
+        )
         return nn.ModuleList([nn.ParameterList([torch.randn(DIM), torch.randn(DIM)]), inner])
 
     def mix(self, x, extra):
@@ -993,7 +1046,9 @@ class BufferOfAParameter(Case):
 
 @case
 class SiblingWrittenInGathered(Case):
-    """Inside `gathered` of one parameter, with an evaluation before, another of the same layer written by `load_state_dict`"""
+    """Inside `gathered` of one parameter, with an evaluation before, another of the same layer
+    written by `load_state_dict`
+    """
 
     def between(self, run):
         model = run.model
@@ -1009,8 +1064,12 @@ class SiblingWrittenInGathered(Case):
 class MovedToDouble(Case):
     """`model.double()` after set-up"""
 
-    refused = "'stem.weight'.* was read outside a step"  # by `Module.double`, which would replace it
-    refused_on_one = r"'stem\.weight'.* was set to .*torch\.float64.*in `__init__` or `configure_model`"
+    refused = (
+        "'stem.weight'.* was read outside a step"  # by `Module.double`, which would replace it
+    )
+    refused_on_one = (
+        r"'stem\.weight'.* was set to .*torch\.float64.*in `__init__` or `configure_model`"
+    )
 
     def train(self, run):
         super().train(run)
@@ -1033,7 +1092,9 @@ class TargetNetwork(Case):
     def loss(self, model, batch):
         wanted = batch
         with torch.no_grad():
-            for slow, fast in zip(model.target.parameters(), model.blocks.parameters(), strict=True):
+            for slow, fast in zip(
+                model.target.parameters(), model.blocks.parameters(), strict=True
+            ):
                 slow.copy_(0.9 * slow + 0.1 * fast)
             for block in model.target:
                 wanted = block(wanted)
@@ -1042,7 +1103,9 @@ class TargetNetwork(Case):
 
 @case
 class TargetNetworkInOneUnit(TargetNetwork):
-    """A small frozen copy, in one unit with what it follows, that is changed by `copy_` after the other's forward"""
+    """A small frozen copy, in one unit with what it follows, that is changed by `copy_` after the
+    other's forward
+    """
 
     pitfalls = (34,)
     small_numel = 1 << 18
@@ -1050,7 +1113,9 @@ class TargetNetworkInOneUnit(TargetNetwork):
     def loss(self, model, batch):
         out = wanted = model(batch)
         with torch.no_grad():
-            for slow, fast in zip(model.target.parameters(), model.blocks.parameters(), strict=True):
+            for slow, fast in zip(
+                model.target.parameters(), model.blocks.parameters(), strict=True
+            ):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
             for block in model.target:
                 wanted = block(wanted)

@@ -1,4 +1,6 @@
-"""Ways through autograd other than one forward and one backward; user hooks; checkpoints; compilation."""
+"""Ways through autograd other than one forward and one backward; user hooks; checkpoints;
+compilation.
+"""
 
 from contextlib import suppress
 
@@ -102,7 +104,9 @@ class Functorch(Case):
             def one(values, x):
                 return torch.func.functional_call(model, values, (x[None],)).square().mean()
 
-            grads = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(values, self.batch(step, run.rank))
+            grads = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(
+                values, self.batch(step, run.rank)
+            )
             run.log(*(grads[n] for n in sorted(grads)))
             return self.loss(model, self.batch(step, run.rank))
 
@@ -118,7 +122,9 @@ class FunctorchOfWeight(Case):
 
     def loss(self, model, batch):
         out = model(batch)
-        gradient = torch.func.grad(lambda bias: (batch + bias).square().sum())(model.blocks[0].down.bias)
+        gradient = torch.func.grad(lambda bias: (batch + bias).square().sum())(
+            model.blocks[0].down.bias
+        )
         return out.square().mean() + gradient.sum()
 
 
@@ -175,7 +181,9 @@ class DifferentiatesItself(nn.Module):
 
 @case
 class FunctorchInForward(Case):
-    """`torch.func.grad` in a layer's forward, by its input, through its own weights, one of which it clamps before"""
+    """`torch.func.grad` in a layer's forward, by its input, through its own weights, one of which
+    it clamps before
+    """
 
     pitfalls = (46,)
 
@@ -204,7 +212,9 @@ class Stopped(BaseException):
 
 @case
 class FunctorchThatIsStopped(Case):
-    """As by Ctrl-C inside of `torch.func.grad`, in a forward, which `training_step` catches; and a weight read by itself"""
+    """As by Ctrl-C inside of `torch.func.grad`, in a forward, which `training_step` catches; and a
+    weight read by itself
+    """
 
     pitfalls = (46,)
 
@@ -238,10 +248,15 @@ class DifferentiatesByItsView(nn.Module):
 
 @case
 class FunctorchOfAViewFromBefore(Case):
-    """`torch.func.grad` in a layer's forward, of a function that reads a view of its weight, taken before"""
+    """`torch.func.grad` in a layer's forward, of a function that reads a view of its weight, taken
+    before
+    """
 
     pitfalls = (46,)
-    refused = "'blocks.1.inner.weight'.*torch.func has saved a view that was taken before.*inside of the function"
+    refused = (
+        "'blocks.1.inner.weight'.*torch.func has saved a view that was taken before.*inside of the"
+        " function"
+    )
 
     def model(self):
         return Chain(Block(), DifferentiatesByItsView(DIM), Block(), DifferentiatesByItsView(DIM))
@@ -270,7 +285,9 @@ class ByInputBetweenSteps(Case):
 
 @case
 class FunctorchOfARecursionBetweenSteps(ByInputBetweenSteps):
-    """`torch.func.jacrev` of the model, in which a layer calls itself, by its input, between steps"""
+    """`torch.func.jacrev` of the model, in which a layer calls itself, by its input, between
+    steps
+    """
 
     def model(self):
         return Chain(Block(), CallsItself(DIM), Block(), CallsItself(DIM))
@@ -286,7 +303,10 @@ class FunctorchOfWeightBetweenSteps(Case):
     """`torch.func.jacrev` with respect to a weight, between steps"""
 
     pitfalls = (46,)
-    refused = "'blocks.0.down.bias' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    refused = (
+        "'blocks.0.down.bias' is sharded over the ranks and was read outside a"
+        " step.*strategy.gathered"
+    )
 
     def train(self, run):
         super().train(run)
@@ -307,7 +327,9 @@ class FunctorchWhenGathered(Case):
             def one(values, x):
                 return torch.func.functional_call(run.model, values, (x[None],)).square().mean()
 
-            grads = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(values, self.batch(0, run.rank))
+            grads = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(
+                values, self.batch(0, run.rank)
+            )
         run.log(*(grads[n] for n in sorted(grads)))
         super().train(run)
 
@@ -340,7 +362,9 @@ class JacobianOfModel(Case):
     pitfalls = (46,)
 
     def loss(self, model, batch):
-        jacobian = torch.autograd.functional.jacobian(lambda x: model(x).sum(0), batch, create_graph=True)
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x: model(x).sum(0), batch, create_graph=True
+        )
         return model(batch).square().mean() + jacobian.square().mean()
 
 
@@ -549,7 +573,9 @@ class PostAccumulateHooksAfterSetUp(Case):
 
 @case
 class PostAccumulateHooksPlainBackward(PostAccumulateHooksAfterSetUp, PlainBackward):
-    """Post-accumulate hooks on parameters, set after set-up, and `loss.backward()` called without the strategy"""
+    """Post-accumulate hooks on parameters, set after set-up, and `loss.backward()` called without
+    the strategy
+    """
 
 
 @case
@@ -557,14 +583,19 @@ class PostAccumulateHooksAccumulated(PostAccumulateHooks):
     """Post-accumulate hooks that change `grad`, with two backwards before gradients are cleared"""
 
     refused = refused_on_one = (
-        r"Parameter '[\w.]+' has a post-accumulate hook.*would find the last one alone.*`parameter.register_hook`"
+        r"Parameter '[\w.]+' has a post-accumulate hook.*would find the last one"
+        r" alone.*`parameter.register_hook`"
     )
 
     def train(self, run):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             for micro in range(2):
-                loss = run.step(lambda model, number=2 * step + micro: self.loss(model, self.batch(number, run.rank)))
+                loss = run.step(
+                    lambda model, number=2 * step + micro: self.loss(
+                        model, self.batch(number, run.rank)
+                    )
+                )
                 with run.backward():
                     loss.backward()
             run.optimizer.step()
@@ -574,12 +605,17 @@ class PostAccumulateHooksAccumulated(PostAccumulateHooks):
 class GradReadInAnothersHook(Case):
     """`grad` read in a backward, in the hook of a module that is not the parameter's"""
 
-    refused = r"The gradient of parameter 'head.weight' was read in a backward that has computed it.*`on_after_backward`"
+    refused = (
+        r"The gradient of parameter 'head.weight' was read in a backward that has computed"
+        r" it.*`on_after_backward`"
+    )
 
     def train(self, run):
         seen = []
         block = run.model.blocks[0]
-        block.register_full_backward_hook(lambda *args: seen.append(run.model.head.weight.grad is not None))
+        block.register_full_backward_hook(
+            lambda *args: seen.append(run.model.head.weight.grad is not None)
+        )
         super().train(run)
         run.log(*map(float, seen))
 
@@ -621,7 +657,9 @@ class BackwardHookReadsWeight(Case):
 
     def prepare(self, model):
         for block in model.blocks:
-            block.register_full_backward_hook(lambda m, gi, go: (gi[0] * m.up.weight.detach().norm(),))
+            block.register_full_backward_hook(
+                lambda m, gi, go: (gi[0] * m.up.weight.detach().norm(),)
+            )
 
 
 @case
@@ -684,9 +722,14 @@ class ClippedInParamGroups(Case):
 
 @case
 class NormOfParamGroups(Case):
-    """A norm of the values of the tensors of `optimizer.param_groups`, or of what is computed from them"""
+    """A norm of the values of the tensors of `optimizer.param_groups`, or of what is computed from
+    them
+    """
 
-    refused = refused_on_one = "`norm` would be of the values of parameters 'stem.weight' .*holds a shard of.*strategy.gathered"
+    refused = refused_on_one = (
+        "`norm` would be of the values of parameters 'stem.weight' .*holds a shard"
+        " of.*strategy.gathered"
+    )
 
     def between(self, run):
         tensors = run.optimizer.param_groups[0]["params"]
@@ -853,7 +896,11 @@ class CheckpointInsideBlockReentrant(Blocks):
 
     def run(self, block, x):
         hidden = checkpoint(lambda y: torch.tanh(block.up(block.norm(y))), x, use_reentrant=True)
-        return x + checkpoint(block.down, hidden, use_reentrant=True) + checkpoint(block.norm, x, use_reentrant=True)
+        return (
+            x
+            + checkpoint(block.down, hidden, use_reentrant=True)
+            + checkpoint(block.norm, x, use_reentrant=True)
+        )
 
 
 @case
@@ -927,9 +974,12 @@ class Compiled(Case):
             # From the second step on nothing is compiled, or given up, in silence.
             with torch._dynamo.config.patch(error_on_recompile=step > 0):
                 run.train_step(
-                    lambda _, step=step: self.loss(run.model if model is None else model, self.batch(step, run.rank))
+                    lambda _, step=step: self.loss(
+                        run.model if model is None else model, self.batch(step, run.rank)
+                    )
                 )
-        # Under a default device torch 2.11 runs hooks, and what is around them, as they are written.
+        # Under a default device torch 2.11 runs hooks, and what is around them, as they are
+        # written.
         assert counters["stats"]["unique_graphs"] or (under_a_mode() and torch.__version__ < "2.13")
 
 
@@ -944,7 +994,9 @@ class CompiledBlocks(Compiled):
 
 @case
 class CompiledAgainInAWindow(Case):
-    """`p.grad = g` after the first of two micro-batches, whose shapes differ: compiled blocks compile again (aot_eager)"""
+    """`p.grad = g` after the first of two micro-batches, whose shapes differ: compiled blocks
+    compile again (aot_eager)
+    """
 
     timeout = 60.0
 
@@ -1020,7 +1072,9 @@ class CompiledModelThatReadsAWeight(Compiled):
 
 @case
 class CompiledModelThatReadsAWeightOutside(CompiledModelThatReadsAWeight):
-    """`torch.compile` of the whole model, which reads that weight in a function with `torch.compiler.disable` (aot_eager)"""
+    """`torch.compile` of the whole model, which reads that weight in a function with
+    `torch.compiler.disable` (aot_eager)
+    """
 
     refused = None
 
@@ -1037,7 +1091,10 @@ class CompiledModelThatReadsAWeightOutside(CompiledModelThatReadsAWeight):
 class CheckpointOfCompiledBlocks(Compiled):
     """A checkpoint around a compiled sequence of several units (aot_eager)"""
 
-    refused = r"'blocks\.\d\.\w+\.\w+'.*put a checkpoint around each, not around compiled code that runs several"
+    refused = (
+        r"'blocks\.\d\.\w+\.\w+'.*put a checkpoint around each, not around compiled code that runs"
+        r" several"
+    )
 
     class Compiled(Chain):
         def __init__(self):
@@ -1074,7 +1131,10 @@ class Scripted(Case):
 class ScriptedOutsideTheirBlock(Scripted):
     """`torch.jit.script`ed sub-modules called outside their Python block's forward"""
 
-    refused = r"The scripted method `forward` would read the memory of parameter 'blocks\.0\.down\.0\.weight'.*Python module"
+    refused = (
+        r"The scripted method `forward` would read the memory of parameter"
+        r" 'blocks\.0\.down\.0\.weight'.*Python module"
+    )
 
     def loss(self, model, batch):
         out = model(batch)
@@ -1088,7 +1148,9 @@ class ScriptedBlocks(Case):
     timeout = 60.0
 
     def model(self):
-        return Chain(*(torch.jit.script(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU())) for _ in range(3)))
+        return Chain(
+            *(torch.jit.script(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU())) for _ in range(3))
+        )
 
 
 @case

@@ -1,4 +1,6 @@
-"""Buffers: rank 0's count, whatever they are and whoever assigned them, and nothing else is written to."""
+"""Buffers: rank 0's count, whatever they are and whoever assigned them, and nothing else is written
+to.
+"""
 
 import torch
 import torch.distributed as dist
@@ -77,7 +79,9 @@ class BufferThatIsAnOutput(Case):
 
 @case
 class BufferWhoseDataIsAnOutput(BufferThatIsAnOutput):
-    """`buffer.data = output`: all ranks have rank 0's, and the outputs that a rank keeps stay its own"""
+    """`buffer.data = output`: all ranks have rank 0's, and the outputs that a rank keeps stay its
+    own
+    """
 
     class Head(Remembering):
         def forward(self, x):
@@ -156,13 +160,17 @@ class BufferAssignedTwoBackwards(Scaled):
 
 @case
 class BufferAssignedTwoForwards(Scaled):
-    """A buffer assigned in forward, which autograd saves: the forwards of two micro-batches, then their backwards"""
+    """A buffer assigned in forward, which autograd saves: the forwards of two micro-batches, then
+    their backwards
+    """
 
     def train(self, run):
         for step in range(self.steps):
             self.clear(run)
             batches = [self.batch(2 * step + micro, run.rank) for micro in range(2)]
-            losses = [run.step(lambda model, batch=batch: self.loss(model, batch)) for batch in batches]
+            losses = [
+                run.step(lambda model, batch=batch: self.loss(model, batch)) for batch in batches
+            ]
             for loss in losses:
                 with run.backward():
                     loss.backward()
@@ -252,7 +260,9 @@ class BufferRegisteredInForward(OfBlocks):
 
 @case
 class BufferRegisteredOnOneRank(OfBlocks):
-    """A buffer that one rank registers a step before the others: each rank's own until all have it"""
+    """A buffer that one rank registers a step before the others: each rank's own until all have
+    it
+    """
 
     class Kept(BufferRegisteredInForward.Kept):
         steps = 0
@@ -270,7 +280,9 @@ class BufferRegisteredOnOneRank(OfBlocks):
 
 @case
 class BuffersOfALateModule(Synchronized):
-    """A batch norm without parameters that is added to the model between steps, and later replaced"""
+    """A batch norm without parameters that is added to the model between steps, and later
+    replaced
+    """
 
     def train(self, run):
         def loss(model, step):
@@ -358,7 +370,9 @@ class BufferSparse(OfGraph):
 class BufferSparseThatIsSaved(Case):
     """A sparse buffer that checkpoints would hold"""
 
-    refused = refused_on_one = "'blocks.0.graph' is sparse.* checkpoints hold dense tensors only.*persistent=False"
+    refused = refused_on_one = (
+        "'blocks.0.graph' is sparse.* checkpoints hold dense tensors only.*persistent=False"
+    )
     pitfalls = (37, 39)
 
     def model(self):
@@ -411,14 +425,19 @@ class BuffersNestedAndQuantized(Case):
     def model(self):
         model = Chain()
         rows = [torch.ones(2, DIM), torch.ones(3, DIM)]
-        model.register_buffer("rows", torch.nested.nested_tensor(rows, layout=torch.jagged), persistent=False)
+        model.register_buffer(
+            "rows", torch.nested.nested_tensor(rows, layout=torch.jagged), persistent=False
+        )
         levels = torch.quantize_per_tensor(torch.randn(DIM), 0.1, 0, torch.qint8)
         model.register_buffer("levels", levels, persistent=False)
         return model
 
     def loss(self, model, batch):
         rows = torch.stack([row.sum(0) for row in model.rows.unbind()])
-        return super().loss(model, batch + model.levels.dequantize()) + model.stem(rows).square().mean()
+        return (
+            super().loss(model, batch + model.levels.dequantize())
+            + model.stem(rows).square().mean()
+        )
 
 
 # ---- written unseen --------------------------------------------------------------------------
@@ -426,7 +445,9 @@ class BuffersNestedAndQuantized(Case):
 
 @case
 class BufferAssignedInInferenceMode(OfBlocks):
-    """A buffer assigned in an evaluation under `inference_mode`, and written in place in the next ones"""
+    """A buffer assigned in an evaluation under `inference_mode`, and written in place in the next
+    ones
+    """
 
     class Kept(Statistic):
         def forward(self, x):

@@ -24,7 +24,9 @@ class Graded(Case):
 
 @case
 class GradRowsChanged(Graded):
-    """`for row in p.grad: row.mul_()` and `p.grad.view(-1)[1:].zero_()` between backward and step"""
+    """`for row in p.grad: row.mul_()` and `p.grad.view(-1)[1:].zero_()` between backward and
+    step
+    """
 
     def touch(self, run, p):
         for k, row in enumerate(p.grad if p.ndim > 1 else [p.grad]):
@@ -42,7 +44,9 @@ class GradDataViewChanged(Graded):
 
 @case
 class GradChangedUnnamed(Graded):
-    """`p.grad` changed by a custom operator, a scripted function, `vmap`, `functionalize`, `set_`"""
+    """`p.grad` changed by a custom operator, a scripted function, `vmap`, `functionalize`,
+    `set_`
+    """
 
     timeout = 60.0
 
@@ -68,7 +72,9 @@ class GradsChangedCompiled(Graded):
     timeout = 60.0
 
     def prepare(self, model):
-        self.change = torch.compile(lambda grads: torch._foreach_mul_(grads, 0.5), backend="aot_eager")
+        self.change = torch.compile(
+            lambda grads: torch._foreach_mul_(grads, 0.5), backend="aot_eager"
+        )
 
     def between(self, run):
         self.change([p.grad for p in run.model.parameters()])
@@ -78,7 +84,10 @@ class GradsChangedCompiled(Graded):
 class GradSharedByDlpack(Graded):
     """`torch.from_dlpack(p.grad).mul_()` between backward and step"""
 
-    refused = "`__dlpack__` would share the memory of .* gradient of parameter 'stem.weight'.*parameter.grad = .*clone"
+    refused = (
+        "`__dlpack__` would share the memory of .* gradient of parameter"
+        " 'stem.weight'.*parameter.grad = .*clone"
+    )
 
     def touch(self, run, p):
         torch.from_dlpack(p.grad).mul_(0.5)
@@ -89,7 +98,10 @@ class GradStorageWritten(Graded):
     """`p.grad.untyped_storage().fill_()` between backward and step"""
 
     refused_on_one = "`untyped_storage` of .* would give the memory of others"
-    refused = "`untyped_storage` would share the memory of .* gradient of parameter 'stem.weight'.*parameter.grad = "
+    refused = (
+        "`untyped_storage` would share the memory of .* gradient of parameter"
+        " 'stem.weight'.*parameter.grad = "
+    )
 
     def touch(self, run, p):
         p.grad.untyped_storage().fill_(0)
@@ -97,7 +109,9 @@ class GradStorageWritten(Graded):
 
 @case
 class GradStorageAsked(Graded):
-    """`p.grad.untyped_storage()` asked for its place and size, `copy.copy(p.grad)`, and a copy shared by DLPack"""
+    """`p.grad.untyped_storage()` asked for its place and size, `copy.copy(p.grad)`, and a copy
+    shared by DLPack
+    """
 
     def touch(self, run, p):
         grad = p.grad
@@ -113,7 +127,10 @@ class GradReceived(Graded):
 
     on_host = True
     worlds = (2,)
-    refused = "`i?recv` would change a view of a copy of the gradient of parameter 'stem.weight'.*parameter.grad = "
+    refused = (
+        "`i?recv` would change a view of a copy of the gradient of parameter"
+        " 'stem.weight'.*parameter.grad = "
+    )
 
     def touch(self, run, p):
         sent = dist.isend(torch.ones(p.shape), 1 - run.rank)
@@ -152,7 +169,13 @@ class GradCopied(Graded):
         file.seek(0)
         loaded = torch.load(file)
         assert type(loaded) is kind
-        run.log(copied, *pair, loaded, torch.stack([row.abs() for row in p.grad]), p.grad.tolist() == loaded.tolist())
+        run.log(
+            copied,
+            *pair,
+            loaded,
+            torch.stack([row.abs() for row in p.grad]),
+            p.grad.tolist() == loaded.tolist(),
+        )
 
 
 @case
@@ -173,7 +196,9 @@ class GradReduced(Graded):
 class GradDecayed(Graded):
     """Weight decay by hand: `p.grad.add_(p, alpha=0.1)` between backward and step"""
 
-    refused = "'stem.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    refused = (
+        "'stem.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    )
 
     def touch(self, run, p):
         with torch.no_grad():
@@ -193,7 +218,9 @@ class GradDecayedWhenGathered(Graded):
 
 @case
 class GradKeptAsMomentum(Graded):
-    """`p.grad` itself kept from step to step, and changed in place when it is no longer the gradient"""
+    """`p.grad` itself kept from step to step, and changed in place when it is no longer the
+    gradient
+    """
 
     def train(self, run):
         self.kept = {}
@@ -221,7 +248,9 @@ class GradViewsKept(Graded):
 
 @case
 class GradsOfTwoLosses(Case):
-    """Gradients of a loss, and views of them, kept over `model.zero_grad()` and the backward of another loss, then added"""
+    """Gradients of a loss, and views of them, kept over `model.zero_grad()` and the backward of
+    another loss, then added
+    """
 
     pitfalls = (14,)
 
@@ -230,7 +259,9 @@ class GradsOfTwoLosses(Case):
             kept = []
             for task in range(2):
                 run.model.zero_grad()
-                loss = run.step(lambda model, at=2 * step + task: self.loss(model, self.batch(at, run.rank)))
+                loss = run.step(
+                    lambda model, at=2 * step + task: self.loss(model, self.batch(at, run.rank))
+                )
                 self.backward(run, loss)
                 kept.append([(p.grad, p.grad.detach()) for p in run.model.parameters()])
             for p, (first, view) in zip(run.model.parameters(), kept[0], strict=True):
@@ -241,7 +272,9 @@ class GradsOfTwoLosses(Case):
 
 @case
 class GradReplacedAndKept(Graded):
-    """`p.grad` replaced by another tensor, or None, and the one of before kept and read in the next step"""
+    """`p.grad` replaced by another tensor, or None, and the one of before kept and read in the next
+    step
+    """
 
     def train(self, run):
         self.kept = []
@@ -256,7 +289,9 @@ class GradReplacedAndKept(Graded):
 
 @case
 class GradReadTwice(Graded):
-    """`p.grad` read twice, each of the two changed in place, then replaced and the old one changed"""
+    """`p.grad` read twice, each of the two changed in place, then replaced and the old one
+    changed
+    """
 
     def touch(self, run, p):
         first, second = p.grad, p.grad
@@ -280,7 +315,9 @@ class TwoBackwards(Case):
         for step in range(self.steps):
             self.clear(run)
             for micro in range(2):
-                loss = run.step(lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank)))
+                loss = run.step(
+                    lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank))
+                )
                 kept = [p.grad for p in run.model.parameters()]
                 self.backward(run, loss)
             self.look(run, kept)
@@ -300,7 +337,9 @@ class GradKeptOverBackward(TwoBackwards):
 
 @case
 class GradReadOverBackward(TwoBackwards):
-    """`p.grad` kept while another backward adds to it, and read then, also when it has been cleared"""
+    """`p.grad` kept while another backward adds to it, and read then, also when it has been
+    cleared
+    """
 
     def look(self, run, kept):
         run.log(*kept)
@@ -314,7 +353,10 @@ class GradStaleWhenCleared(TwoBackwards):
     """`p.grad` kept while another backward adds to it, and read when it has been cleared"""
 
     worlds = (2,)
-    refused = "gradient of parameter 'stem.weight' was read, then a backward or clipping changed it, and then it was cleared"
+    refused = (
+        "gradient of parameter 'stem.weight' was read, then a backward or clipping changed it, and"
+        " then it was cleared"
+    )
 
     def look(self, run, kept):
         run.optimizer.step()
@@ -324,7 +366,9 @@ class GradStaleWhenCleared(TwoBackwards):
 
 @case
 class GradTensorOverBackward(TwoBackwards):
-    """`p.grad.as_subclass(torch.Tensor)` kept while another backward adds to it, `p.grad` read, and the old one changed then"""
+    """`p.grad.as_subclass(torch.Tensor)` kept while another backward adds to it, `p.grad` read, and
+    the old one changed then
+    """
 
     def look(self, run, kept):
         plain = self.plain
@@ -333,19 +377,25 @@ class GradTensorOverBackward(TwoBackwards):
             grad.mul_(0.5)
 
     def backward(self, run, loss):
-        self.plain = [p.grad.as_subclass(torch.Tensor) for p in run.model.parameters() if p.grad is not None]
+        self.plain = [
+            p.grad.as_subclass(torch.Tensor) for p in run.model.parameters() if p.grad is not None
+        ]
         super().backward(run, loss)
 
 
 @case
 class GradViewsOverBackward(TwoBackwards):
-    """Views, `detach()`, `.data` and arrays of `p.grad` kept over another backward and a change of `p.grad`, and read"""
+    """Views, `detach()`, `.data` and arrays of `p.grad` kept over another backward and a change of
+    `p.grad`, and read
+    """
 
     on_host = True
 
     def backward(self, run, loss):
         gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-        self.kept = [kept for grad in gradients for kept in (grad.view(-1), grad.detach(), grad.data)]
+        self.kept = [
+            kept for grad in gradients for kept in (grad.view(-1), grad.detach(), grad.data)
+        ]
         self.arrays = [grad.view(-1).numpy() for grad in gradients]
         super().backward(run, loss)
 
@@ -358,7 +408,9 @@ class GradViewsOverBackward(TwoBackwards):
 
 @case
 class GradKeptAndClearedAndAssigned(Graded):
-    """`p.grad` kept, then `zero_grad()`, one gradient assigned, another backward, and the kept ones read and changed"""
+    """`p.grad` kept, then `zero_grad()`, one gradient assigned, another backward, and the kept ones
+    read and changed
+    """
 
     def between(self, run):
         kept = [p.grad for p in run.model.parameters()]
@@ -372,7 +424,9 @@ class GradKeptAndClearedAndAssigned(Graded):
 
 @case
 class GradAssignedBeforeAny(Case):
-    """`p.grad = g` of some parameters, before the first backward and after `zero_grad()`, and cleared before the next"""
+    """`p.grad = g` of some parameters, before the first backward and after `zero_grad()`, and
+    cleared before the next
+    """
 
     def clear(self, run):
         for p in list(run.model.parameters())[::3]:
@@ -382,7 +436,9 @@ class GradAssignedBeforeAny(Case):
 
 @case
 class GradAssignedAndScaledInGroups(Graded):
-    """`p.grad = g`, kept for half of them, then all `p.grad.mul_()` in `optimizer.param_groups`, and `p.grad` read"""
+    """`p.grad = g`, kept for half of them, then all `p.grad.mul_()` in `optimizer.param_groups`,
+    and `p.grad` read
+    """
 
     def between(self, run):
         kept = [0.5 * p.grad for p in run.model.parameters()]
@@ -395,9 +451,13 @@ class GradAssignedAndScaledInGroups(Graded):
 
 @case
 class GradOfSomeAssignedAndReplacedInGroups(Graded):
-    """`p.grad = g` of some after `zero_grad()`, then `p.grad = 2 * p.grad` for all that have one in `optimizer.param_groups`"""
+    """`p.grad = g` of some after `zero_grad()`, then `p.grad = 2 * p.grad` for all that have one in
+    `optimizer.param_groups`
+    """
 
-    refused = refused_on_one = "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
+    refused = refused_on_one = (
+        "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
+    )
 
     def between(self, run):
         kept = [p.grad.clone() for p in run.model.parameters()]
@@ -413,9 +473,13 @@ class GradOfSomeAssignedAndReplacedInGroups(Graded):
 
 @case
 class GradGivenToAllInGroups(Graded):
-    """`p.grad = g` for all in `optimizer.param_groups` after `zero_grad()`, read as `parameter.grad`; another backward"""
+    """`p.grad = g` for all in `optimizer.param_groups` after `zero_grad()`, read as
+    `parameter.grad`; another backward
+    """
 
-    refused = refused_on_one = "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
+    refused = refused_on_one = (
+        "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
+    )
 
     def between(self, run):
         run.optimizer.zero_grad()
@@ -428,7 +492,9 @@ class GradGivenToAllInGroups(Graded):
 
 @case
 class GradScaledInGroupsOfOneUnit(Graded):
-    """`p.grad` read, scaled in `optimizer.param_groups`, read again and assigned, of a model that is one unit"""
+    """`p.grad` read, scaled in `optimizer.param_groups`, read again and assigned, of a model that
+    is one unit
+    """
 
     small_numel = 1 << 20
 
@@ -443,9 +509,13 @@ class GradScaledInGroupsOfOneUnit(Graded):
 
 @case
 class GradCentralizedInGroups(Graded):
-    """`if p.grad.dim() > 1: p.grad -= p.grad.mean(...)` in `optimizer.param_groups`, as of convolutions"""
+    """`if p.grad.dim() > 1: p.grad -= p.grad.mean(...)` in `optimizer.param_groups`, as of
+    convolutions
+    """
 
-    refused = refused_on_one = "`dim` would be of the gradients of parameters '.*that this rank holds a shard of.*module's"
+    refused = refused_on_one = (
+        "`dim` would be of the gradients of parameters '.*that this rank holds a shard of.*module's"
+    )
 
     def between(self, run):
         for p in [p for group in run.optimizer.param_groups for p in group["params"]]:
@@ -469,7 +539,8 @@ class GradPenaltyOfBackward(Case):
     """A penalty on the `p.grad` that `backward(create_graph=True)` has left"""
 
     refused = refused_on_one = (
-        r"gradient of parameter '[\w.]+' that `backward\(create_graph=True\)`.*has no graph.*autograd.grad"
+        r"gradient of parameter '[\w.]+' that `backward\(create_graph=True\)`.*has no"
+        r" graph.*autograd.grad"
     )
 
     def backward(self, run, loss):
@@ -492,7 +563,9 @@ class GradAssignedSparse(Graded):
 
 @case
 class GradAssignedThenChanged(Graded):
-    """`p.grad = g` for a list of tensors that are changed after, by `torch._foreach_mul_` and by `g.data`, and read"""
+    """`p.grad = g` for a list of tensors that are changed after, by `torch._foreach_mul_` and by
+    `g.data`, and read
+    """
 
     def between(self, run):
         mine = [p.grad.clone() for p in run.model.parameters()]
@@ -529,7 +602,9 @@ class GradsInOneBuffer(Graded):
 
 @case
 class GradsInLastingBuffer(Case):
-    """Gradients in one buffer, made once, which each step zeroes, two backwards add to, and the user reads and scales"""
+    """Gradients in one buffer, made once, which each step zeroes, two backwards add to, and the
+    user reads and scales
+    """
 
     def train(self, run):
         parameters = list(run.model.parameters())
@@ -539,7 +614,9 @@ class GradsInLastingBuffer(Case):
         for step in range(self.steps):
             flat.zero_()
             for micro in range(2):
-                loss = run.step(lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank)))
+                loss = run.step(
+                    lambda model, at=2 * step + micro: self.loss(model, self.batch(at, run.rank))
+                )
                 self.backward(run, loss)
             run.log(flat)
             flat.mul_(0.5)
@@ -640,7 +717,9 @@ class GradAccumulatedByHand(Graded):
 
 @case
 class GradsWrittenByAddress(Graded):
-    """All `p.grad` written at addresses (`data_ptr`) that were taken before, and read once more in between"""
+    """All `p.grad` written at addresses (`data_ptr`) that were taken before, and read once more in
+    between
+    """
 
     on_host = True
 
@@ -649,10 +728,14 @@ class GradsWrittenByAddress(Graded):
         addresses = [grad.data_ptr() for grad in gradients]
         for p, grad, address in zip(run.model.parameters(), gradients, addresses, strict=True):
             assert p.grad is grad and p.grad.data_ptr() == address
-            (ctypes.c_float * grad.numel()).from_address(address)[:] = (0.5 * grad).flatten().tolist()
+            (ctypes.c_float * grad.numel()).from_address(address)[:] = (
+                (0.5 * grad).flatten().tolist()
+            )
         run.log(*[p.grad.sum() for p in run.model.parameters()])
         for grad, address in zip(gradients, addresses, strict=True):
-            (ctypes.c_float * grad.numel()).from_address(address)[:] = (0.5 * grad).flatten().tolist()
+            (ctypes.c_float * grad.numel()).from_address(address)[:] = (
+                (0.5 * grad).flatten().tolist()
+            )
 
 
 @case
@@ -665,7 +748,9 @@ class GradChangedAsTensor(Graded):
 
 @case
 class GradViewByAddress(Graded):
-    """`p.grad.view(-1)` written at its address, and as `as_subclass(torch.Tensor)`, between backward and step"""
+    """`p.grad.view(-1)` written at its address, and as `as_subclass(torch.Tensor)`, between
+    backward and step
+    """
 
     on_host = True
 
@@ -677,10 +762,14 @@ class GradViewByAddress(Graded):
 
 @case
 class GradWrittenByAddress(Graded):
-    """`p.grad` written at its address (`data_ptr`), as a kernel of one's own would, between backward and step"""
+    """`p.grad` written at its address (`data_ptr`), as a kernel of one's own would, between
+    backward and step
+    """
 
     on_host = True
 
     def touch(self, run, p):
         grad = p.grad
-        (ctypes.c_float * grad.numel()).from_address(grad.data_ptr())[:] = (0.5 * grad).flatten().tolist()
+        (ctypes.c_float * grad.numel()).from_address(grad.data_ptr())[:] = (
+            (0.5 * grad).flatten().tolist()
+        )

@@ -1,4 +1,6 @@
-"""Graphs of other shapes: derivatives inside derivatives, functions and hooks of the user's own, graphs that live longer."""
+"""Graphs of other shapes: derivatives inside derivatives, functions and hooks of the user's own,
+graphs that live longer.
+"""
 
 import threading
 
@@ -6,7 +8,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from .cases_outputs import Blocks, Opaque
 from .harness import DIM, STEPS, Block, Case, case, seeded
@@ -26,7 +32,9 @@ class EnsembleByVmap(Case):
         def one(weights, x):
             return torch.func.functional_call(model.blocks[0], weights, (x,))
 
-        return model.head(torch.func.vmap(one, in_dims=(0, None))(stacked, x).mean(0)).square().mean()
+        return (
+            model.head(torch.func.vmap(one, in_dims=(0, None))(stacked, x).mean(0)).square().mean()
+        )
 
 
 @case
@@ -38,7 +46,8 @@ class PathLength(Case):
         out = model(x)
         (first,) = torch.autograd.grad((out * seeded_like(out)).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
-        return out.square().mean() + 0.1 * first.square().mean() + 1e-4 * second.square().mean()  # so that training converges
+        # so that training converges
+        return out.square().mean() + 0.1 * first.square().mean() + 1e-4 * second.square().mean()
 
 
 def seeded_like(x):
@@ -52,7 +61,9 @@ class BackwardInAThreadInTheStep(Case):
     def loss(self, model, batch):
         x = batch.requires_grad_()
         out, found = super().loss(model, x), []
-        thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out, x, create_graph=True)))
+        thread = threading.Thread(
+            target=lambda: found.extend(torch.autograd.grad(out, x, create_graph=True))
+        )
         thread.start()
         thread.join()
         return out + found[0].square().sum()
@@ -128,7 +139,9 @@ class FunctionOfAWeightInAnother(Blocks):
 
 @case
 class FusedLinearLoss(Case):
-    """A fused linear layer and loss: a custom Function that computes the weight's gradient in its forward"""
+    """A fused linear layer and loss: a custom Function that computes the weight's gradient in its
+    forward
+    """
 
     class Fused(torch.autograd.Function):
         @staticmethod
@@ -179,7 +192,9 @@ class _Reversible(torch.autograd.Function):
 
 @case
 class ReversibleBlocks(Case):
-    """Reversible blocks: a custom Function that runs modules without a graph, and backward recomputes them"""
+    """Reversible blocks: a custom Function that runs modules without a graph, and backward
+    recomputes them
+    """
 
     def loss(self, model, batch):
         x = model.stem(batch)
@@ -190,7 +205,9 @@ class ReversibleBlocks(Case):
 
 @case
 class ImplicitLayer(Case):
-    """A fixed point without a graph, and a hook that solves for its gradient by `autograd.grad` (deep equilibrium)"""
+    """A fixed point without a graph, and a hook that solves for its gradient by `autograd.grad`
+    (deep equilibrium)
+    """
 
     def loss(self, model, batch):
         x = model.stem(batch)
@@ -234,7 +251,9 @@ class _Adjoint(torch.autograd.Function):
             with torch.enable_grad():
                 y = y.detach().requires_grad_()
                 dy = 0.1 * ctx.f(y)
-                ga, *gw = torch.autograd.grad(dy, (y, *weights), a, allow_unused=True, retain_graph=True)
+                ga, *gw = torch.autograd.grad(
+                    dy, (y, *weights), a, allow_unused=True, retain_graph=True
+                )
             y, a = y - dy, a + ga
             total = [t if g is None else t + g for t, g in zip(total, gw, strict=True)]
         return None, a, *total
@@ -242,7 +261,9 @@ class _Adjoint(torch.autograd.Function):
 
 @case
 class AdjointMethod(Case):
-    """The adjoint method of neural differential equations: `Function.apply(x, *parameters)`, `autograd.grad` in its backward"""
+    """The adjoint method of neural differential equations: `Function.apply(x, *parameters)`,
+    `autograd.grad` in its backward
+    """
 
     def loss(self, model, batch):
         y = model.stem(batch)
@@ -303,7 +324,9 @@ class IdentityHooksAndOpaque(Blocks):
 
 @case
 class CheckpointOfOpaque(Blocks):
-    """One checkpoint around several blocks, some of which return objects of a class of the user's own"""
+    """One checkpoint around several blocks, some of which return objects of a class of the user's
+    own
+    """
 
     def run(self, block, x):
         out = Block.forward(block, x)
@@ -334,7 +357,12 @@ class _SaveSome(Case):
     def loss(self, model, batch):
         x = model.stem(batch)
         for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(self.policy))
+            x = checkpoint(
+                block,
+                x,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(self.policy),
+            )
         return model.head(x).square().mean()
 
 
@@ -343,7 +371,11 @@ class SelectiveCheckpointAroundSeveral(_SaveSome):
     """Selective activation checkpointing around several blocks and a weight read in between"""
 
     def policy(self, ctx, op, *args, **kwargs):
-        kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.clone.default)
+        kept = op in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.clone.default,
+        )
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def loss(self, model, batch):
@@ -353,7 +385,10 @@ class SelectiveCheckpointAroundSeveral(_SaveSome):
             return x
 
         x = checkpoint(
-            run, model.stem(batch), use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(self.policy)
+            run,
+            model.stem(batch),
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(self.policy),
         )
         return model.head(x).square().mean()
 
@@ -376,7 +411,9 @@ class TeacherUnderInference(Case):
 
 @case
 class ContrastiveOverRanks(Case):
-    """Features of all ranks with their gradients (`torch.distributed.nn.functional.all_gather`) in a contrastive loss"""
+    """Features of all ranks with their gradients (`torch.distributed.nn.functional.all_gather`) in
+    a contrastive loss
+    """
 
     worlds = (2,)
 
@@ -416,7 +453,9 @@ class CheckpointAroundOtherWeights(Case):
 
 @case
 class FakeTensors(Case):
-    """A forward, a layer and a read of fake tensors (`FakeTensorMode`: shapes alone) between two real forwards"""
+    """A forward, a layer and a read of fake tensors (`FakeTensorMode`: shapes alone) between two
+    real forwards
+    """
 
     def loss(self, model, batch):
         first = model.blocks[0](model.stem(batch))

@@ -1,4 +1,6 @@
-"""Layers of researchers: weights that are read, replaced, merged, shared or stored in other ways than torch's own layers do."""
+"""Layers of researchers: weights that are read, replaced, merged, shared or stored in other ways
+than torch's own layers do.
+"""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,9 @@ from .harness import DIM, Block, Case, Chain, case, seeded
 
 @case
 class LowRankMerged(Case):
-    """Low-rank adapters merged into `weight.data` in evaluation and taken out again in training, in the forward"""
+    """Low-rank adapters merged into `weight.data` in evaluation and taken out again in training, in
+    the forward
+    """
 
     class Adapter(nn.Module):
         def __init__(self):
@@ -35,13 +39,19 @@ class LowRankMerged(Case):
                 self.layer.weight.data += sign * (self.b @ self.a).detach()
                 self.merged = not self.merged
             out = self.layer(x)
-            return x + torch.tanh(out if self.merged else out + F.linear(F.linear(x, self.a), self.b))
+            return x + torch.tanh(
+                out if self.merged else out + F.linear(F.linear(x, self.a), self.b)
+            )
 
     def model(self):
         return Chain(*(self.Adapter() for _ in range(4)))
 
     def optimizers(self, model):
-        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)]
+        return [
+            torch.optim.SGD(
+                [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+            )
+        ]
 
     def train(self, run):
         for _ in range(2):
@@ -73,7 +83,9 @@ class ViewKeptFromTheStart(Case):
 class ValueKeptOverSteps(Case):
     """`p.detach()` of weights taken in one step (no `clone()`) and read in the next"""
 
-    refused = r"'blocks.0.norm.weight'.* was read .* and kept, and the parameter has changed since.*clone"
+    refused = (
+        r"'blocks.0.norm.weight'.* was read .* and kept, and the parameter has changed since.*clone"
+    )
 
     def loss(self, model, batch):
         if not hasattr(self, "kept") or self.fresh:
@@ -88,7 +100,9 @@ class ValueKeptOverSteps(Case):
 
 @case
 class CodebookAsParameter(Case):
-    """A codebook in a frozen parameter, that a forward moves by statistics of all ranks (`.data`, `index_add_`)"""
+    """A codebook in a frozen parameter, that a forward moves by statistics of all ranks (`.data`,
+    `index_add_`)
+    """
 
     class Codebook(Block):
         def __init__(self):
@@ -161,7 +175,9 @@ class SparseValuesOutside(Blocky):
 
 @case
 class SparseValues(Blocks):
-    """Parameters as the values of a sparse matrix, in their own forward, the result left in an attribute"""
+    """Parameters as the values of a sparse matrix, in their own forward, the result left in an
+    attribute
+    """
 
     def run(self, block, x):
         index = torch.stack([torch.arange(DIM), torch.arange(DIM).flip(0)])
@@ -185,13 +201,17 @@ class SparseRowsOfValues(Blocks):
 
 @case
 class NestedTensors(Sequences):
-    """Nested tensors (jagged) through the blocks, and through the stem's weight outside its forward"""
+    """Nested tensors (jagged) through the blocks, and through the stem's weight outside its
+    forward
+    """
 
     def layer(self):
         return Block()
 
     def loss(self, model, batch):
-        x = torch.nested.nested_tensor([batch[0, :2, :], batch[1, :5, :], batch[2, :3, :]], layout=torch.jagged)
+        x = torch.nested.nested_tensor(
+            [batch[0, :2, :], batch[1, :5, :], batch[2, :3, :]], layout=torch.jagged
+        )
         x = model.stem(x)
         for block in model.blocks:
             x = block(x)
@@ -201,7 +221,9 @@ class NestedTensors(Sequences):
 
 @case
 class OwnTensorClassThatUnwraps(Case):
-    """Activations of a tensor class whose `__torch_function__` calls functions with what it was given"""
+    """Activations of a tensor class whose `__torch_function__` calls functions with what it was
+    given
+    """
 
     refused = r"'head.weight'.* was read .* by a `__torch_function__`.*clone"
 
@@ -223,7 +245,9 @@ class OwnTensorClassThatUnwraps(Case):
 
 @case
 class BufferMadeOfAWeight(Blocks):
-    """A buffer assigned from a weight in its forward: statistics of it, and itself without `clone()`"""
+    """A buffer assigned from a weight in its forward: statistics of it, and itself without
+    `clone()`
+    """
 
     refused = "'blocks.0.last' was set to a view of a sharded parameter.*clone"
 
@@ -247,7 +271,9 @@ class BufferMadeOfAWeight(Blocks):
 
 
 class Uncounted(Case):
-    """Buffers written so that torch does not count it, from each rank's own batch; the next forward reads rank 0's"""
+    """Buffers written so that torch does not count it, from each rank's own batch; the next forward
+    reads rank 0's
+    """
 
     pitfalls = (39,)
 
@@ -311,12 +337,16 @@ class BuffersWrittenAsArrays(Uncounted):
 
 @case
 class BuffersOfFunctionalBatchNorm(Uncounted):
-    """Buffers that are running statistics of `F.batch_norm` and `torch.native_batch_norm`, twice in a forward"""
+    """Buffers that are running statistics of `F.batch_norm` and `torch.native_batch_norm`, twice in
+    a forward
+    """
 
     class Kept(Uncounted.Kept):
         def note(self, x):
             x = F.batch_norm(x, self.mean, self.variance, training=True)
-            return torch.native_batch_norm(x + x.square(), None, None, self.mean, self.variance, True, 0.1, 1e-5)[0]
+            return torch.native_batch_norm(
+                x + x.square(), None, None, self.mean, self.variance, True, 0.1, 1e-5
+            )[0]
 
 
 @case

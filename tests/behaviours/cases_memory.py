@@ -11,7 +11,10 @@ from .harness import DIM, Block, Case, case
 
 KEPT = r"A view .* of parameter 'blocks\.\d\.up\.bias' \(unit blocks\.\d\) was kept after.*clone"
 TAKEN = r"would touch the memory of parameter 'blocks\.0\.up\.weight'.*read `parameter\.detach\(\)`"
-A_NUMBER = r"argument '{}' .*not parameter 'blocks\.0\.{}' \(unit blocks\.0\), which is sharded.*give its `\.item\(\)`"
+A_NUMBER = (
+    r"argument '{}' .*not parameter 'blocks\.0\.{}' \(unit blocks\.0\), which is sharded.*give its"
+    r" `\.item\(\)`"
+)
 
 
 class KeptBias(Blocks):
@@ -53,7 +56,9 @@ class KeptViewReadWithoutGradients(KeptBias):
 
 @case
 class KeptViewAddedInAnotherUnit(KeptBias):
-    """A view of a weight kept by a module and added in the forward of another, which has its memory then"""
+    """A view of a weight kept by a module and added in the forward of another, which has its memory
+    then
+    """
 
     def run(self, block, x):
         self.kept.append(block.up.bias.view(2, DIM))
@@ -66,7 +71,9 @@ class KeptViewAddedInAnotherUnit(KeptBias):
 
 @case
 class PassedViewAdded(KeptBias):
-    """A view of a weight left in a dict by a module, and taken from it and added in the forward of another"""
+    """A view of a weight left in a dict by a module, and taken from it and added in the forward of
+    another
+    """
 
     def run(self, block, x):
         if "bias" not in self.left:
@@ -134,7 +141,9 @@ class WrittenByNumbers(Blocks):
 
 @case
 class WrittenByFusedKernel(Blocks):
-    """Weights stepped by fused kernels of optimizers, and by a fused optimizer of their own, in their forward"""
+    """Weights stepped by fused kernels of optimizers, and by a fused optimizer of their own, in
+    their forward
+    """
 
     def run(self, block, x):
         weight, bias = block.norm.weight, block.norm.bias.detach()
@@ -160,7 +169,9 @@ class WrittenByDlpack(Blocks):
 
 @case
 class WrittenByAddress(Blocks):
-    """A weight written at its address (`data_ptr`), as a kernel of one's own would, in its own forward"""
+    """A weight written at its address (`data_ptr`), as a kernel of one's own would, in its own
+    forward
+    """
 
     on_host = True
 
@@ -221,7 +232,9 @@ class LegacyConstructor(Taken):
 
 @case
 class FrozenNumber(Case):
-    """A frozen 0-dim weight as a number (`torch.add(x, y, alpha=weight)`) outside its unit's forward"""
+    """A frozen 0-dim weight as a number (`torch.add(x, y, alpha=weight)`) outside its unit's
+    forward
+    """
 
     refused = A_NUMBER.format("alpha", "scale")
 
@@ -238,13 +251,22 @@ class FrozenNumber(Case):
 
 @case
 class FilledWithFrozenNumber(FrozenNumber):
-    """`torch.full_like(weight, scale)` and `weight.new_full(size, scale)` with a frozen 0-dim weight, outside their forward"""
+    """`torch.full_like(weight, scale)` and `weight.new_full(size, scale)` with a frozen 0-dim
+    weight, outside their forward
+    """
 
     refused = None
 
     def loss(self, model, batch):
         weight, scale = model.head.weight, model.blocks[0].scale
-        return (model(batch) @ torch.full_like(weight, scale).t() + weight.new_full((len(weight),), scale)).square().mean()
+        return (
+            (
+                model(batch) @ torch.full_like(weight, scale).t()
+                + weight.new_full((len(weight),), scale)
+            )
+            .square()
+            .mean()
+        )
 
 
 @case
@@ -281,7 +303,9 @@ class FunctionKeepingView(Blocks):
 
 @case
 class FunctionCalledByAlias(FunctionKeepingView):
-    """A custom Function that keeps a view of a weight on `ctx`, called by a name for its `apply`, in place on a view"""
+    """A custom Function that keeps a view of a weight on `ctx`, called by a name for its `apply`,
+    in place on a view
+    """
 
     class Product(FunctionKeepingView.Product):
         @staticmethod
@@ -304,7 +328,9 @@ class FunctionCalledByAlias(FunctionKeepingView):
 
 @case
 class FunctionKeepingOthers(FunctionKeepingView):
-    """A custom Function that keeps views on `ctx` in a dict that layers share, and returns the outputs of earlier ones"""
+    """A custom Function that keeps views on `ctx` in a dict that layers share, and returns the
+    outputs of earlier ones
+    """
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -360,7 +386,9 @@ class FunctionDifferentiatedTwice(Blocks):
 
 @case
 class FunctionLeftAndDifferentiatedTwice(FunctionDifferentiatedTwice):
-    """A custom Function that keeps a view of a weight on `ctx`, under a gradient penalty, the result left in an attribute"""
+    """A custom Function that keeps a view of a weight on `ctx`, under a gradient penalty, the
+    result left in an attribute
+    """
 
     def run(self, block, x):
         block.result = super().run(block, x)
@@ -384,7 +412,9 @@ class TypedConstructor(Taken):
 
 @case
 class FunctionKeepingViews(FunctionKeepingView):
-    """A custom Function that keeps views of a weight in a list in a dict on `ctx`, differentiated twice"""
+    """A custom Function that keeps views of a weight in a list in a dict on `ctx`, differentiated
+    twice
+    """
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -406,7 +436,10 @@ class FunctionKeepingViews(FunctionKeepingView):
 class ValueSharedByDlpack(Taken):
     """`torch.from_dlpack(weight.detach()).mul_()` outside its unit's forward"""
 
-    refused = "`__dlpack__` would share the memory of a copy of the value of parameter 'blocks.0.up.weight'.*clone"
+    refused = (
+        "`__dlpack__` would share the memory of a copy of the value of parameter"
+        " 'blocks.0.up.weight'.*clone"
+    )
 
     def read(self, weight):
         return torch.from_dlpack(weight.detach()).mul_(0.5)
@@ -417,7 +450,10 @@ class ValueStorageWritten(Taken):
     """`weight.detach().untyped_storage().fill_()` outside its unit's forward"""
 
     worlds = (2,)  # on one rank it is that of other weights, too
-    refused = "`untyped_storage` would share the memory of a copy of the value of parameter 'blocks.0.up.weight'.*clone"
+    refused = (
+        "`untyped_storage` would share the memory of a copy of the value of parameter"
+        " 'blocks.0.up.weight'.*clone"
+    )
 
     def read(self, weight):
         weight.detach().untyped_storage().fill_(0)
@@ -429,7 +465,8 @@ class LentToAnotherTensor(Taken):
     """`other.data = weight.detach()` outside its unit's forward, then written"""
 
     refused = (
-        r"`parameter\.data = \.\.\.` would share the memory of a copy of the value of parameter 'blocks.0.up.weight'.*clone"
+        r"`parameter\.data = \.\.\.` would share the memory of a copy of the value of parameter"
+        r" 'blocks.0.up.weight'.*clone"
     )
 
     def read(self, weight):
@@ -465,7 +502,9 @@ class BuffersWrittenByDlpack(Uncounted):
 
 @case
 class TensorByName(Taken):
-    """`tensor`, `as_tensor` and `asarray`, imported by their names, of a weight outside its unit's forward"""
+    """`tensor`, `as_tensor` and `asarray`, imported by their names, of a weight outside its unit's
+    forward
+    """
 
     refused = None
 
@@ -487,7 +526,9 @@ class NumberInList(FrozenNumber):
 
 @case
 class IntNumber(FrozenNumber):
-    """`x.roll(n, 0)`, `torch.arange(n)` and `[...][n]` with a frozen 0-dim weight of integers, outside its forward"""
+    """`x.roll(n, 0)`, `torch.arange(n)` and `[...][n]` with a frozen 0-dim weight of integers,
+    outside its forward
+    """
 
     refused = None
 
@@ -499,18 +540,29 @@ class IntNumber(FrozenNumber):
 
     def loss(self, model, batch):
         out, n = model(batch), model.blocks[0].count
-        return (torch.roll(out, n, 0) * batch * torch.arange(n + 1)[n] * [1.0, 2.0, 3.0][n]).square().mean()
+        return (
+            (torch.roll(out, n, 0) * batch * torch.arange(n + 1)[n] * [1.0, 2.0, 3.0][n])
+            .square()
+            .mean()
+        )
 
 
 @case
 class KeptNumber(FrozenNumber):
-    """A number kept by a module (`weight.detach()[0]`), as a number (`torch.add(x, y, alpha=kept)`) after its forward"""
+    """A number kept by a module (`weight.detach()[0]`), as a number (`torch.add(x, y, alpha=kept)`)
+    after its forward
+    """
 
-    refused = r"argument 'alpha' .*not a view .* of parameter 'blocks\.0\.norm\.weight'.*give its `\.item\(\)`"
+    refused = (
+        r"argument 'alpha' .*not a view .* of parameter 'blocks\.0\.norm\.weight'.*give its"
+        r" `\.item\(\)`"
+    )
 
     def prepare(self, model):
         first = model.blocks[0]
-        first.register_forward_pre_hook(lambda block, _: setattr(block, "kept", block.norm.weight.detach()[0]))
+        first.register_forward_pre_hook(
+            lambda block, _: setattr(block, "kept", block.norm.weight.detach()[0])
+        )
 
     def loss(self, model, batch):
         out = model(batch)
@@ -519,7 +571,9 @@ class KeptNumber(FrozenNumber):
 
 @case
 class KeptNumberAsked(KeptNumber):
-    """A number kept by a module (`weight.detach()[0]`), asked for its value and size, and computed with, after its forward"""
+    """A number kept by a module (`weight.detach()[0]`), asked for its value and size, and computed
+    with, after its forward
+    """
 
     refused = None
 
@@ -534,7 +588,8 @@ class StorageInItsForward(Blocks):
     """`weight.untyped_storage().fill_()` in its own forward"""
 
     refused = refused_on_one = (
-        r"`untyped_storage` of parameter 'blocks\.0\.norm\.bias' .* would give the memory of others.*clone"
+        r"`untyped_storage` of parameter 'blocks\.0\.norm\.bias' .* would give the memory of"
+        r" others.*clone"
     )
 
     def run(self, block, x):
@@ -544,7 +599,9 @@ class StorageInItsForward(Blocks):
 
 @case
 class WrittenBySecondTensors(Blocks):
-    """Weights written in their forward as `other` (`other.data = weight`, `other.set_(weight)`, `other.new(weight)`, ...)"""
+    """Weights written in their forward as `other` (`other.data = weight`, `other.set_(weight)`,
+    `other.new(weight)`, ...)
+    """
 
     on_host = True
 
@@ -553,7 +610,11 @@ class WrittenBySecondTensors(Blocks):
         others[0].data = block.norm.weight
         with torch.no_grad():
             others[1].set_(block.norm.bias)
-            for other in (*others, torch.empty(0).new(block.up.bias), torch.Tensor(block.down.bias)):
+            for other in (
+                *others,
+                torch.empty(0).new(block.up.bias),
+                torch.Tensor(block.down.bias),
+            ):
                 other.mul_(0.9)
             torch.FloatTensor(block.down.weight).mul_(0.9)
         return Block.forward(block, x)
@@ -561,7 +622,9 @@ class WrittenBySecondTensors(Blocks):
 
 @case
 class NumberFrozenAtRest(FrozenNumber):
-    """A 0-dim weight that is frozen between steps, as a number (`torch.add(x, y, alpha=weight)`) outside its unit's forward"""
+    """A 0-dim weight that is frozen between steps, as a number (`torch.add(x, y, alpha=weight)`)
+    outside its unit's forward
+    """
 
     refused = A_NUMBER.format("alpha", "scale")
 

@@ -115,7 +115,11 @@ class LowRankAdapter(Up):
         return self.Adapter(layer)
 
     def optimizers(self, model):
-        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)]
+        return [
+            torch.optim.SGD(
+                [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+            )
+        ]
 
 
 class Sequences(Case):
@@ -205,18 +209,25 @@ class AttentionInEval(Attention):
     def train(self, run):
         super().train(run)
         run.model.eval()
-        with mock.patch.object(torch, "_native_multi_head_attention", wraps=torch._native_multi_head_attention) as fast:
+        with mock.patch.object(
+            torch, "_native_multi_head_attention", wraps=torch._native_multi_head_attention
+        ) as fast:
             for mode in (torch.no_grad, torch.inference_mode):
                 with mode():
-                    run.log(run.step(lambda model: self.loss(model, self.batch(5, run.rank))).clone())
-        assert fast.call_count or type(run) is not Run or under_a_mode()  # under autocast torch does not take it
+                    run.log(
+                        run.step(lambda model: self.loss(model, self.batch(5, run.rank))).clone()
+                    )
+        # under autocast torch does not take it
+        assert fast.call_count or type(run) is not Run or under_a_mode()
         run.model.train()
         super().train(run)
 
 
 @case
 class TransformerLayer(Sequences):
-    """`TransformerEncoderLayer`; in eval the numbers of torch's fast path, which hooks switch off"""
+    """`TransformerEncoderLayer`; in eval the numbers of torch's fast path, which hooks switch
+    off
+    """
 
     pitfalls = (38,)
 
@@ -226,10 +237,14 @@ class TransformerLayer(Sequences):
     def train(self, run):
         super().train(run)
         run.model.eval()
-        with mock.patch.object(torch, "_transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd) as fast:
+        with mock.patch.object(
+            torch, "_transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd
+        ) as fast:
             for mode in (torch.no_grad, torch.inference_mode):
                 with mode():
-                    run.log(run.step(lambda model: self.loss(model, self.batch(5, run.rank))).clone())
+                    run.log(
+                        run.step(lambda model: self.loss(model, self.batch(5, run.rank))).clone()
+                    )
         assert fast.call_count or not run.is_reference or under_a_mode()
         run.model.train()
         super().train(run)
@@ -255,7 +270,9 @@ class BatchNorm(Case):
     pitfalls = (39,)
 
     def model(self):
-        return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3)))
+        return Chain(
+            *(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3))
+        )
 
     def train(self, run):
         super().train(run)
@@ -268,7 +285,10 @@ class StatisticsThatAreParameters(Case):
     """`F.batch_norm` whose running statistics are parameters, of another batch on each rank"""
 
     worlds = (2,)
-    refused = r"A forward, or .*, changed parameter 'blocks\.0\.1\.mean' in place, and not to the same values on all ranks"
+    refused = (
+        r"A forward, or .*, changed parameter 'blocks\.0\.1\.mean' in place, and not to the same"
+        r" values on all ranks"
+    )
 
     class Norm(nn.Module):
         def __init__(self):
@@ -280,7 +300,9 @@ class StatisticsThatAreParameters(Case):
             return F.batch_norm(x, self.mean, self.variance, training=self.training)
 
     def model(self):
-        return Chain(*(nn.Sequential(nn.Linear(DIM, DIM), self.Norm(), nn.ReLU()) for _ in range(3)))
+        return Chain(
+            *(nn.Sequential(nn.Linear(DIM, DIM), self.Norm(), nn.ReLU()) for _ in range(3))
+        )
 
 
 @case
@@ -332,7 +354,9 @@ class FusedWhenGathered(FusedForEvaluation):
 
 @case
 class SyncBatchNorm(BatchNorm):
-    """SyncBatchNorm; on the CPU, where torch has none, what it computes: statistics over all ranks"""
+    """SyncBatchNorm; on the CPU, where torch has none, what it computes: statistics over all
+    ranks
+    """
 
     pitfalls = (39,)
 
@@ -415,7 +439,12 @@ class OtherNorms(Case):
 
     def model(self):
         def block():
-            norms = nn.GroupNorm(2, DIM), nn.InstanceNorm1d(DIM, affine=True), nn.Flatten(1), nn.RMSNorm(DIM)
+            norms = (
+                nn.GroupNorm(2, DIM),
+                nn.InstanceNorm1d(DIM, affine=True),
+                nn.Flatten(1),
+                nn.RMSNorm(DIM),
+            )
             return nn.Sequential(nn.Linear(DIM, DIM), nn.Unflatten(1, (DIM, 1)), nn.Upsample(scale_factor=2.0), *norms[:2],
                                  nn.AvgPool1d(2), norms[2], norms[3], nn.PReLU())  # fmt: skip
 
@@ -430,7 +459,12 @@ class Convolutions(Case):
 
     def model(self):
         def block():
-            layers = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.ConvTranspose2d(4, 4, 1)
+            layers = (
+                nn.Conv2d(4, 4, 3, padding=1),
+                nn.BatchNorm2d(4),
+                nn.ReLU(inplace=True),
+                nn.ConvTranspose2d(4, 4, 1),
+            )
             return nn.Sequential(*layers)
 
         model = Chain(*(block() for _ in range(3)))
@@ -588,12 +622,18 @@ class UnfrozenIntoNewGroup(Case):
         return model
 
     def optimizers(self, model):
-        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)]
+        return [
+            torch.optim.SGD(
+                [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+            )
+        ]
 
     def train(self, run):
         super().train(run)
         run.model.blocks[:2].requires_grad_(True)
-        run.optimizer.add_param_group({"params": list(run.model.blocks[:2].parameters()), "lr": 0.05})
+        run.optimizer.add_param_group(
+            {"params": list(run.model.blocks[:2].parameters()), "lr": 0.05}
+        )
         super().train(run)
 
 
@@ -614,7 +654,9 @@ class ToggledEveryStep(Case):
 class BlocksReplacedByIdentity(Case):
     """A block taken out of the model after set-up"""
 
-    refused = refused_on_one = "'blocks.1.norm.weight' was removed after the model was sharded.*configure_model"
+    refused = refused_on_one = (
+        "'blocks.1.norm.weight' was removed after the model was sharded.*configure_model"
+    )
 
     def train(self, run):
         super().train(run)
@@ -650,7 +692,11 @@ class PrunedThenRegrouped(Case):
 
     def optimizers(self, model):
         model.head.bias.requires_grad_(False)
-        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)]
+        return [
+            torch.optim.SGD(
+                [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+            )
+        ]
 
     def train(self, run):
         with run.gathered(run.model.stem, modify=True):

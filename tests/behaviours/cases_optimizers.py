@@ -19,7 +19,9 @@ def _optimizer_case(cls, **options):
     Optimizer.__name__ = f"Optimizer{cls.__name__}" + "".join(
         k.title().replace("_", "") for k, v in options.items() if v is True
     )
-    Optimizer.__doc__ = f"`torch.optim.{cls.__name__}`" + "".join(f", {k}" for k, v in options.items() if v is True)
+    Optimizer.__doc__ = f"`torch.optim.{cls.__name__}`" + "".join(
+        f", {k}" for k, v in options.items() if v is True
+    )
     return case(Optimizer)
 
 
@@ -37,12 +39,16 @@ _optimizer_case(torch.optim.RAdam, lr=0.01).steps = 8  # it rectifies from the s
 _optimizer_case(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)
 _optimizer_case(torch.optim.Rprop, lr=0.01)
 _optimizer_case(torch.optim.Adafactor, lr=0.01)
-_optimizer_case(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True)
+_optimizer_case(
+    torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True
+)
 _optimizer_case(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)
 _optimizer_case(torch.optim.Adam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
 _optimizer_case(torch.optim.AdamW, lr=0.01, amsgrad=True, maximize=True)
 _optimizer_case(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
-_optimizer_case(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1, foreach=True)
+_optimizer_case(
+    torch.optim.Adagrad, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1, foreach=True
+)
 _optimizer_case(torch.optim.Adamax, lr=0.01, weight_decay=0.1, maximize=True)
 _optimizer_case(torch.optim.ASGD, lr=0.01, lambd=0.1, t0=1, foreach=True)
 
@@ -62,7 +68,9 @@ class OptimizerMuon(Case):
 
 @case
 class OptimizerMuonAndAdamw(OptimizerMuon):
-    """`torch.optim.Muon` and AdamW, `nesterov` off, weight decay, some parameters unused in some steps"""
+    """`torch.optim.Muon` and AdamW, `nesterov` off, weight decay, some parameters unused in some
+    steps
+    """
 
     pitfalls = (2, 22)
 
@@ -70,12 +78,19 @@ class OptimizerMuonAndAdamw(OptimizerMuon):
         matrices = [p for p in model.parameters() if p.ndim == 2]
         rest = [p for p in model.parameters() if p.ndim != 2]
         halves = [{"params": matrices[::2]}, {"params": matrices[1::2], "lr": 0.03}]
-        return [torch.optim.Muon(halves, lr=0.01, nesterov=False, weight_decay=0.2), torch.optim.AdamW(rest, lr=0.01)]
+        return [
+            torch.optim.Muon(halves, lr=0.01, nesterov=False, weight_decay=0.2),
+            torch.optim.AdamW(rest, lr=0.01),
+        ]
 
     def train(self, run):
         for step in range(2 * STEPS):
             blocks = slice(0, 2) if step % 2 else slice(1, 4)
-            run.train_step(lambda model, step=step, blocks=blocks: self.part(model, blocks, self.batch(step, run.rank)))
+            run.train_step(
+                lambda model, step=step, blocks=blocks: self.part(
+                    model, blocks, self.batch(step, run.rank)
+                )
+            )
 
     def part(self, model, blocks, x):
         x = model.stem(x)
@@ -103,7 +118,14 @@ class NormalizedSgd(torch.optim.SGD):
 
 class GloballyNormalizedSgd(NormalizedSgd):
     def norm(self, p):
-        return torch.stack([q.grad.norm() for group in self.param_groups for q in group["params"] if q.grad is not None]).norm()
+        return torch.stack(
+            [
+                q.grad.norm()
+                for group in self.param_groups
+                for q in group["params"]
+                if q.grad is not None
+            ]
+        ).norm()
 
 
 @case
@@ -131,7 +153,12 @@ class OptimizerOfGlobalNorms(Case):
 class FiniteSgd(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
-        if not all(torch.isfinite(p.grad).all() for group in self.param_groups for p in group["params"] if p.grad is not None):
+        if not all(
+            torch.isfinite(p.grad).all()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ):
             return None
         return super().step(closure)
 
@@ -141,7 +168,9 @@ class OptimizerOfFiniteSteps(Case):
     """An optimizer of the user's own that skips a step if any gradient is not finite"""
 
     pitfalls = (22,)
-    refused = refused_on_one = "FiniteSgd combines several parameters.*skips when any gradient.*Use an optimizer"
+    refused = refused_on_one = (
+        "FiniteSgd combines several parameters.*skips when any gradient.*Use an optimizer"
+    )
 
     def optimizers(self, model):
         return [FiniteSgd(model.parameters(), lr=0.1)]
@@ -177,7 +206,8 @@ class OptimizerLbfgs(ClosureOnSameData):
     """`torch.optim.LBFGS` with a closure that runs the model again"""
 
     worlds = (1, 2, 3)
-    # Its steps depend on scalar products over all parameters, which the ranks add up in another order.
+    # Its steps depend on scalar products over all parameters, which the ranks add up in another
+    # order.
     rtol = 2e-5
 
     def optimizers(self, model):
@@ -191,7 +221,11 @@ class OptimizerLbfgsLineSearch(ClosureOnSameData):
     rtol = OptimizerLbfgs.rtol
 
     def optimizers(self, model):
-        return [torch.optim.LBFGS(model.parameters(), max_iter=3, history_size=2, line_search_fn="strong_wolfe")]
+        return [
+            torch.optim.LBFGS(
+                model.parameters(), max_iter=3, history_size=2, line_search_fn="strong_wolfe"
+            )
+        ]
 
 
 @case
@@ -208,7 +242,10 @@ class GroupsByShape(Case):
     def optimizers(self, model):
         matrices = [p for p in model.parameters() if p.ndim == 2]
         rest = [p for p in model.parameters() if p.ndim != 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.05}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": rest, "weight_decay": 0.0, "lr": 0.05},
+        ]
         return [torch.optim.SGD(groups, lr=0.1, momentum=0.9)]
 
 
@@ -222,7 +259,9 @@ class ParamGroups(GroupsByShape):
 
 @case
 class ParamGroupOfFewElements(Case):
-    """A param group of twelve elements in four units, which some ranks own nothing of, with fused AdamW"""
+    """A param group of twelve elements in four units, which some ranks own nothing of, with fused
+    AdamW
+    """
 
     pitfalls = (48,)
     worlds = (1, 2, 4)
@@ -241,12 +280,21 @@ class ParamGroupOfFewElements(Case):
     def optimizers(self, model):
         scales = [block.scale for block in model.blocks]
         rest = [p for name, p in model.named_parameters() if "scale" not in name]
-        return [torch.optim.AdamW([{"params": rest}, {"params": scales, "lr": 0.02}], lr=0.01, eps=1e-3, fused=True)]
+        return [
+            torch.optim.AdamW(
+                [{"params": rest}, {"params": scales, "lr": 0.02}], lr=0.01, eps=1e-3, fused=True
+            )
+        ]
 
     def train(self, run):
         super().train(run)
         if run.refuses and run.world_size == 4 and run.rank == 0:
-            assert not any(entry.part for unit in run.engine.units for entry in unit.entries if "scale" in entry.name)
+            assert not any(
+                entry.part
+                for unit in run.engine.units
+                for entry in unit.entries
+                if "scale" in entry.name
+            )
 
 
 @case
@@ -265,7 +313,9 @@ class ParamGroupEdits(GroupsByShape):
 
 @case
 class ParametersWithoutOptimizer(Case):
-    """Parameters that require gradients and that no optimizer has; their gradients are not looked at"""
+    """Parameters that require gradients and that no optimizer has; their gradients are not looked
+    at
+    """
 
     pitfalls = (24,)
     compare_gradients = False
@@ -278,16 +328,21 @@ class ParametersWithoutOptimizer(Case):
             warnings.simplefilter("always")
             super().train(run)
         if run.refuses and run.world_size > 1:
-            (warning,) = [str(w.message) for w in told if "has a gradient and no optimizer" in str(w.message)]
+            (warning,) = [
+                str(w.message) for w in told if "has a gradient and no optimizer" in str(w.message)
+            ]
             assert re.search("'(stem|head|blocks.0).*reading `parameter.grad` is an error", warning)
 
 
 @case
 class GradientsWithoutOptimizer(ParametersWithoutOptimizer):
-    """Gradients of parameters that no optimizer has, as in a hand-written SGD and in `clip_grad_norm_`"""
+    """Gradients of parameters that no optimizer has, as in a hand-written SGD and in
+    `clip_grad_norm_`
+    """
 
     refused = (
-        r"The gradient of parameter 'stem.weight', which no optimizer has, was not kept.*Give the parameter to an optimizer"
+        r"The gradient of parameter 'stem.weight', which no optimizer has, was not kept.*Give the"
+        r" parameter to an optimizer"
     )
     compare_gradients = False  # those of the optimizer alone are looked at
 
@@ -323,7 +378,9 @@ class UnfrozenWithoutOptimizer(Case):
         super().train(run)
         if run.refuses and run.world_size > 1:
             with torch._C.DisableTorchFunctionSubclass():
-                assert all(p.grad is None for p in run.model.blocks[0].parameters()), "whole gradients stay on every rank"
+                assert all(p.grad is None for p in run.model.blocks[0].parameters()), (
+                    "whole gradients stay on every rank"
+                )
 
 
 @case
@@ -372,7 +429,9 @@ class ForeignTensor(Case):
     """An optimizer that holds a tensor that is not in the model"""
 
     pitfalls = (24,)
-    refused = refused_on_one = "holds a tensor of shape.*is not a parameter of Chain.*named_parameters"
+    refused = refused_on_one = (
+        "holds a tensor of shape.*is not a parameter of Chain.*named_parameters"
+    )
 
     def optimizers(self, model):
         self.scale = nn.Parameter(torch.ones(DIM))
@@ -464,9 +523,13 @@ class AddParamGroupTwice(HalfTrained):
 
 @case
 class AddParamGroupBeforeZeroGrad(HalfTrained):
-    """`add_param_group` for parameters that had gradients, and no `zero_grad` before the next backward"""
+    """`add_param_group` for parameters that had gradients, and no `zero_grad` before the next
+    backward
+    """
 
-    refused = refused_on_one = "was added to an optimizer whose gradients have not been cleared.*zero_grad"
+    refused = refused_on_one = (
+        "was added to an optimizer whose gradients have not been cleared.*zero_grad"
+    )
 
     def train(self, run):
         Case.train(self, run)
@@ -496,7 +559,9 @@ class AddParamGroupThenZeros(HalfTrained):
 class AddParamGroupAfterBackward(HalfTrained):
     """`add_param_group` between backward and `optimizer.step()`"""
 
-    refused = refused_on_one = "Param group 1 of SGD .*'head.weight'.* was added after the last.*between steps"
+    refused = refused_on_one = (
+        "Param group 1 of SGD .*'head.weight'.* was added after the last.*between steps"
+    )
 
     def train(self, run):
         Case.train(self, run)
@@ -536,7 +601,9 @@ class TwoOptimizers(Case):
                 loss.backward()
             make.step()
             run.log(loss)
-            loss = run.step(lambda model, batch=batch: model.judge(model.make(batch).detach()).square().mean())
+            loss = run.step(
+                lambda model, batch=batch: model.judge(model.make(batch).detach()).square().mean()
+            )
             make.zero_grad()
             judge.zero_grad()
             with run.backward():
@@ -558,7 +625,9 @@ class TwoOptimizersToggled(TwoOptimizers):
             for p in [p for g in off.param_groups for p in g["params"]]:
                 p.requires_grad = False
             on.zero_grad()
-            loss = run.step(lambda model, batch=batch: model.judge(model.make(batch)).square().mean())
+            loss = run.step(
+                lambda model, batch=batch: model.judge(model.make(batch)).square().mean()
+            )
             with run.backward():
                 loss.backward()
             on.step()
@@ -570,7 +639,9 @@ class TwoOptimizersToggled(TwoOptimizers):
 
 @case
 class TwoOptimizersToggledInOneStep(TwoOptimizers):
-    """Two optimizers that take turns inside one step, switched off and on as `toggle_optimizer` does it"""
+    """Two optimizers that take turns inside one step, switched off and on as `toggle_optimizer`
+    does it
+    """
 
     manual = True
     pitfalls = (23, 26)
@@ -581,7 +652,13 @@ class TwoOptimizersToggledInOneStep(TwoOptimizers):
 
     def both(self, run, model, batch):
         for sign, optimizer in zip((1, -1), run.optimizers, strict=True):
-            others = [p for o in run.optimizers if o is not optimizer for g in o.param_groups for p in g["params"]]
+            others = [
+                p
+                for o in run.optimizers
+                if o is not optimizer
+                for g in o.param_groups
+                for p in g["params"]
+            ]
             before = [(p, p.requires_grad) for p in others]
             for p in others:
                 p.requires_grad = False
@@ -597,7 +674,9 @@ class TwoOptimizersToggledInOneStep(TwoOptimizers):
 
 @case
 class TwoOptimizersOneGraph(TwoOptimizers):
-    """Two optimizers, the second loss through what was made before the first step (torch's DCGAN tutorial)"""
+    """Two optimizers, the second loss through what was made before the first step (torch's DCGAN
+    tutorial)
+    """
 
     manual = True
     pitfalls = (14, 26)
@@ -624,7 +703,9 @@ class TwoOptimizersOneGraph(TwoOptimizers):
 
 @case
 class RootsOfTwoOptimizers(TwoOptimizersOneGraph):
-    """torch's DCGAN tutorial with networks that both have parameters of their own: these are one unit"""
+    """torch's DCGAN tutorial with networks that both have parameters of their own: these are one
+    unit
+    """
 
     def model(self):
         model = nn.Module()
@@ -651,7 +732,10 @@ class SteppedBeforeItsBackward(TwoOptimizersOneGraph):
     """A loss through a network whose optimizer has stepped since its forward"""
 
     small_numel = 1 << 18
-    refused = r"Backward needs parameter 'judge\..*' \(unit .*\) as it was in forward.*Do that after backward"
+    refused = (
+        r"Backward needs parameter 'judge\..*' \(unit .*\) as it was in forward.*Do that after"
+        r" backward"
+    )
     refused_on_one = "modified by an inplace operation"
 
     def both(self, run, model, batch):
@@ -675,7 +759,11 @@ class OneOptimizerSteps(TwoOptimizers):
     def train(self, run):
         make, judge = run.optimizers
         for step in range(2 * STEPS):
-            loss = run.step(lambda model, step=step: model.judge(model.make(self.batch(step, run.rank))).square().mean())
+            loss = run.step(
+                lambda model, step=step: (
+                    model.judge(model.make(self.batch(step, run.rank))).square().mean()
+                )
+            )
             with run.backward():
                 loss.backward()
             make.step()
@@ -700,7 +788,9 @@ class GradientsKeptWhileGroupsChange(TwoOptimizers):
     pitfalls = (14, 21)
 
     def optimizers(self, model):
-        make = torch.optim.SGD([p for p in model.make.parameters() if p.ndim == 2], lr=0.1, momentum=0.9)
+        make = torch.optim.SGD(
+            [p for p in model.make.parameters() if p.ndim == 2], lr=0.1, momentum=0.9
+        )
         return [make, torch.optim.Adam(model.judge.parameters(), lr=0.01)]
 
     compare_gradients = False
@@ -709,8 +799,14 @@ class GradientsKeptWhileGroupsChange(TwoOptimizers):
         make, judge = run.optimizers
         for step in range(2 * STEPS):
             if step == STEPS:  # the judge has gradients of one step, and will get those of a second
-                make.add_param_group({"params": [p for p in run.model.make.parameters() if p.ndim == 1]})
-            loss = run.step(lambda model, step=step: model.judge(model.make(self.batch(step, run.rank))).square().mean())
+                make.add_param_group(
+                    {"params": [p for p in run.model.make.parameters() if p.ndim == 1]}
+                )
+            loss = run.step(
+                lambda model, step=step: (
+                    model.judge(model.make(self.batch(step, run.rank))).square().mean()
+                )
+            )
             for p in run.model.make.parameters():
                 p.grad = None
             with run.backward():
@@ -768,7 +864,9 @@ class OptimizerStateReset(Case):
 
 @case
 class OptimizerStateCopied(Case):
-    """A deep copy of `optimizer.state_dict()`, loaded some steps later; one of the optimizer, which steps nothing"""
+    """A deep copy of `optimizer.state_dict()`, loaded some steps later; one of the optimizer, which
+    steps nothing
+    """
 
     def optimizers(self, model):
         return [torch.optim.AdamW(model.parameters(), lr=0.01)]

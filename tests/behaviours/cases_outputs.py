@@ -66,7 +66,9 @@ class ViewOfWeight(Blocks):
 
 @case
 class DistributionAsOutput(Blocks):
-    """A `torch.distributions` object around a weight as output, asked for a probability and for a sample"""
+    """A `torch.distributions` object around a weight as output, asked for a probability and for a
+    sample
+    """
 
     def run(self, block, x):
         return Block.forward(block, x), torch.distributions.Normal(block.up.bias[:DIM], 0.5)
@@ -135,7 +137,9 @@ class KeptDetachedWeight(KeptWeight):
 
 @case
 class KeptViewInAnotherUnit(KeptViewOfWeight):
-    """A view of a weight kept by a module and multiplied with in the forward of another, which has its memory then"""
+    """A view of a weight kept by a module and multiplied with in the forward of another, which has
+    its memory then
+    """
 
     def run(self, block, x):
         self.kept.append(block.up.weight.t())
@@ -332,7 +336,9 @@ class LossOnHookedActivation(Case):
 
     def loss(self, model, batch):
         stored = []
-        handles = [b.up.register_forward_hook(lambda m, i, o: stored.append(o)) for b in model.blocks]
+        handles = [
+            b.up.register_forward_hook(lambda m, i, o: stored.append(o)) for b in model.blocks
+        ]
         out = model(batch)
         for handle in handles:
             handle.remove()
@@ -364,7 +370,10 @@ class GraphKeptOverAStep(Case):
         old = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
         run.train_step(lambda model: self.loss(model, self.batch(1, run.rank)))
         # Torch's reason is the same: the weights changed in place.
-        text = "modified by an inplace operation|as it was in forward, but an optimizer step, a load or a `copy_`"
+        text = (
+            "modified by an inplace operation|as it was in forward, but an optimizer step, a load"
+            " or a `copy_`"
+        )
         with pytest.raises(RuntimeError, match=text), run.backward():
             old.backward()
         run.recover()
@@ -460,7 +469,9 @@ class TwoStepsTwoBackwards(Case):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             first = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            second = run.step(lambda model, step=step: self.loss(model, self.batch(step + 50, run.rank)))
+            second = run.step(
+                lambda model, step=step: self.loss(model, self.batch(step + 50, run.rank))
+            )
             for loss in (first, second):
                 with run.backward():
                     loss.backward()
@@ -614,7 +625,9 @@ class GradientAccumulation(Case):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             for micro in range(3):
-                loss = run.step(lambda model, s=step * 10 + micro: self.loss(model, self.batch(s, run.rank)) / 3)
+                loss = run.step(
+                    lambda model, s=step * 10 + micro: self.loss(model, self.batch(s, run.rank)) / 3
+                )
                 with run.backward():
                     loss.backward()
                 run.log(loss)
@@ -634,7 +647,11 @@ class EvaluationBetweenSteps(Case):
             with torch.no_grad():
                 run.log(run.step(lambda model, step=step: model(self.batch(step + 20, run.rank))))
             with torch.inference_mode():
-                run.log(run.step(lambda model, step=step: model(self.batch(step + 30, run.rank))).clone())
+                run.log(
+                    run.step(
+                        lambda model, step=step: model(self.batch(step + 30, run.rank))
+                    ).clone()
+                )
             run.model.train()
 
 
@@ -716,7 +733,9 @@ class LayerUnusedOnOneRank(Case):
 
 @case
 class BlocksSkippedByTheirForward(Case):
-    """Blocks whose forward returns its input on some ranks, others in each step (stochastic depth, LayerDrop)"""
+    """Blocks whose forward returns its input on some ranks, others in each step (stochastic depth,
+    LayerDrop)
+    """
 
     pitfalls = (2, 3)
 
@@ -729,13 +748,17 @@ class BlocksSkippedByTheirForward(Case):
 
     def train(self, run):
         for index, block in enumerate(run.model.blocks):
-            block.draws = iter([(index + run.rank + step * (1 + index % 2)) % 2 for step in range(STEPS)])
+            block.draws = iter(
+                [(index + run.rank + step * (1 + index % 2)) % 2 for step in range(STEPS)]
+            )
         super().train(run)
 
 
 @case
 class FirstBlockSkippedOnOneRank(Case):
-    """The first block returns its input, which needs no gradient, on one rank, and is detached on the other"""
+    """The first block returns its input, which needs no gradient, on one rank, and is detached on
+    the other
+    """
 
     pitfalls = (2, 3)
 
@@ -763,11 +786,16 @@ class FirstBlockSkippedOnOneRank(Case):
 
 @case
 class ReadByAllUsedByOneRank(Case):
-    """A weight that all ranks read outside its unit's forward, and only one rank's loss depends on"""
+    """A weight that all ranks read outside its unit's forward, and only one rank's loss depends
+    on
+    """
 
     pitfalls = (2, 3)
     worlds = (2,)
-    refused = r"The ranks run different things: .*unit blocks\.1.*a term of the loss that one rank alone has"
+    refused = (
+        r"The ranks run different things: .*unit blocks\.1.*a term of the loss that one rank"
+        r" alone has"
+    )
 
     def train(self, run):
         def loss(model, step):
@@ -803,7 +831,10 @@ class WeightReturned(Case):
 class ReturnedWeightWritten(WeightReturned):
     """A module's output that is its weight, written to outside"""
 
-    refused = r"`mul_` would change a copy of the value of parameter 'bank\.values' \(unit bank\).*parameter\.copy_"
+    refused = (
+        r"`mul_` would change a copy of the value of parameter 'bank\.values' \(unit"
+        r" bank\).*parameter\.copy_"
+    )
 
     def used(self, model):
         with torch.no_grad():
@@ -882,7 +913,9 @@ class LossWithoutTheModel(Case):
 
             def loss(model, step=step):
                 value = self.loss(model, self.batch(step, run.rank))
-                return torch.ones((), requires_grad=True) * 2 if run.rank == 0 and step == 1 else value
+                return (
+                    torch.ones((), requires_grad=True) * 2 if run.rank == 0 and step == 1 else value
+                )
 
             run.train_step(loss)
 
@@ -941,7 +974,10 @@ class SavedActivationChanged(Case):
         super().train(run)
         run.optimizer.zero_grad()
         loss = run.step(broken)
-        with pytest.raises(RuntimeError, match="modified (by an inplace operation|inplace)"), run.backward():
+        with (
+            pytest.raises(RuntimeError, match="modified (by an inplace operation|inplace)"),
+            run.backward(),
+        ):
             loss.backward()
         run.recover()
         super().train(run)
@@ -1111,8 +1147,14 @@ class FailedSecondBackward(Case):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             for fails in (False, True):
-                loss = run.step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-                loss = ExceptionInBackward.Fail.apply(loss, ValueError("no gradient today")) if fails else loss
+                loss = run.step(
+                    lambda model, step=step: self.loss(model, self.batch(step, run.rank))
+                )
+                loss = (
+                    ExceptionInBackward.Fail.apply(loss, ValueError("no gradient today"))
+                    if fails
+                    else loss
+                )
                 try:
                     with run.backward():
                         loss.backward()
@@ -1125,7 +1167,9 @@ class FailedSecondBackward(Case):
 
 @case
 class ClippedAfterFailedBackward(FailedSecondBackward):
-    """A second backward that fails at once, then the gradients of the first are clipped and changed"""
+    """A second backward that fails at once, then the gradients of the first are clipped and
+    changed
+    """
 
     def afterwards(self, run):
         run.log(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
@@ -1156,7 +1200,9 @@ class FailsInTheMiddle(Case):
 class SteppedAfterFailedBackward(FailsInTheMiddle):
     """An exception in the middle of a second backward, then `optimizer.step()` without clearing"""
 
-    refused = refused_on_one = r"An exception ended a backward pass.*'[\w.]+'.*incomplete.*`zero_grad\(\)`"
+    refused = refused_on_one = (
+        r"An exception ended a backward pass.*'[\w.]+'.*incomplete.*`zero_grad\(\)`"
+    )
 
     def train(self, run):
         run.optimizer.zero_grad()
@@ -1173,7 +1219,9 @@ class SteppedAfterFailedBackward(FailsInTheMiddle):
 
 @case
 class AssignedAfterFailedBackward(FailsInTheMiddle):
-    """An exception in the middle of the first backward, then gradients are assigned, and another backward adds to them"""
+    """An exception in the middle of the first backward, then gradients are assigned, and another
+    backward adds to them
+    """
 
     def train(self, run):
         for step in range(STEPS):
@@ -1221,7 +1269,9 @@ class PostAccumulateHookRaises(Case):
 
 @case
 class RetriedInsideOfBackward(FailsInTheMiddle):
-    """An overridden `LightningModule.backward` that catches an exception, clears gradients, and differentiates another loss"""
+    """An overridden `LightningModule.backward` that catches an exception, clears gradients, and
+    differentiates another loss
+    """
 
     def train(self, run):
         def losses(model, step):
@@ -1241,7 +1291,9 @@ class RetriedInsideOfBackward(FailsInTheMiddle):
 
 @case
 class TwoLossesInsideOfBackward(FailsInTheMiddle):
-    """An overridden `LightningModule.backward` of several losses: one is cleared, one fails, and is cleared, one counts"""
+    """An overridden `LightningModule.backward` of several losses: one is cleared, one fails, and is
+    cleared, one counts
+    """
 
     def train(self, run):
         def losses(model, step):
@@ -1264,16 +1316,23 @@ class TwoLossesInsideOfBackward(FailsInTheMiddle):
 
 @case
 class FailsAfterGradInsideOfBackward(FailsInTheMiddle):
-    """An overridden `LightningModule.backward` of `torch.autograd.grad`, a loss that fails in the middle, and another"""
+    """An overridden `LightningModule.backward` of `torch.autograd.grad`, a loss that fails in the
+    middle, and another
+    """
 
     def train(self, run):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             loss, broken = run.step(
-                lambda model, step=step: (self.loss(model, self.batch(step, run.rank)), self.broken(model, run.rank))
+                lambda model, step=step: (
+                    self.loss(model, self.batch(step, run.rank)),
+                    self.broken(model, run.rank),
+                )
             )
             with run.backward():
-                torch.autograd.grad(loss, [run.model.blocks[0].up.weight, run.model.head.bias], retain_graph=True)
+                torch.autograd.grad(
+                    loss, [run.model.blocks[0].up.weight, run.model.head.bias], retain_graph=True
+                )
                 with suppress(ValueError):
                     broken.backward()
                 run.model.zero_grad()
@@ -1289,7 +1348,10 @@ class GradFailsWhileAccumulating(FailsInTheMiddle):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             loss, broken = run.step(
-                lambda model, step=step: (self.loss(model, self.batch(step, run.rank)), self.broken(model, run.rank))
+                lambda model, step=step: (
+                    self.loss(model, self.batch(step, run.rank)),
+                    self.broken(model, run.rank),
+                )
             )
             with run.backward():
                 loss.backward(retain_graph=True)
@@ -1303,7 +1365,9 @@ class GradFailsWhileAccumulating(FailsInTheMiddle):
 
 @case
 class GradientsRestoredAfterFailedBackward(FailsInTheMiddle):
-    """Gradients of some layers are put back after a second backward, of more layers, failed in the middle; then a third"""
+    """Gradients of some layers are put back after a second backward, of more layers, failed in the
+    middle; then a third
+    """
 
     def first(self, model, rank):
         return model.head(model.stem(self.batch(5, rank))).square().mean()
@@ -1311,7 +1375,9 @@ class GradientsRestoredAfterFailedBackward(FailsInTheMiddle):
     def train(self, run):
         for step in range(STEPS):
             run.optimizer.zero_grad()
-            first, broken = run.step(lambda model: (self.first(model, run.rank), self.broken(model, run.rank)))
+            first, broken = run.step(
+                lambda model: (self.first(model, run.rank), self.broken(model, run.rank))
+            )
             with run.backward():
                 first.backward()
             saved = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
@@ -1321,7 +1387,9 @@ class GradientsRestoredAfterFailedBackward(FailsInTheMiddle):
             for p, grad in zip(run.model.parameters(), saved, strict=True):
                 p.grad = grad
             loss = run.step(
-                lambda model, step=step: self.loss(model, self.batch(step, run.rank)) if step else self.first(model, 9)
+                lambda model, step=step: (
+                    self.loss(model, self.batch(step, run.rank)) if step else self.first(model, 9)
+                )
             )
             with run.backward():
                 loss.backward()
@@ -1334,7 +1402,11 @@ class ZerosAfterFailedBackward(FailsInTheMiddle):
     def optimizers(self, model):
         unused = list(model.blocks[3].parameters())
         rest = [p for name, p in model.named_parameters() if "blocks.3" not in name]
-        return [torch.optim.SGD([{"params": rest}, {"params": unused}], lr=0.1, momentum=0.9, weight_decay=0.1)]
+        return [
+            torch.optim.SGD(
+                [{"params": rest}, {"params": unused}], lr=0.1, momentum=0.9, weight_decay=0.1
+            )
+        ]
 
     def loss(self, model, batch):
         return model.head(model.blocks[2](model.stem(batch))).square().mean()
@@ -1362,7 +1434,9 @@ class ZerosAfterFailedBackward(FailsInTheMiddle):
 
 @case
 class OptimizerZerosAfterFailedBackward(ZerosAfterFailedBackward):
-    """`optimizer.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with a group that is not used"""
+    """`optimizer.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with
+    a group that is not used
+    """
 
     def zero(self, run):
         run.optimizer.zero_grad(set_to_none=False)
@@ -1370,7 +1444,9 @@ class OptimizerZerosAfterFailedBackward(ZerosAfterFailedBackward):
 
 @case
 class ModuleZerosAfterFailedBackward(ZerosAfterFailedBackward):
-    """`module.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with a group that is not used"""
+    """`module.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with a
+    group that is not used
+    """
 
     def zero(self, run):
         run.model.zero_grad(set_to_none=False)
@@ -1378,13 +1454,19 @@ class ModuleZerosAfterFailedBackward(ZerosAfterFailedBackward):
 
 @case
 class AssignedThenZeros(Case):
-    """A gradient assigned to a parameter that had none, then `optimizer.zero_grad(set_to_none=False)`"""
+    """A gradient assigned to a parameter that had none, then
+    `optimizer.zero_grad(set_to_none=False)`
+    """
 
     def train(self, run):
         for step in range(STEPS):
             run.optimizer.zero_grad()
             loss = run.step(
-                lambda model, step=step: model.head(model.blocks[1](model.stem(self.batch(step, run.rank)))).square().mean()
+                lambda model, step=step: (
+                    model.head(model.blocks[1](model.stem(self.batch(step, run.rank))))
+                    .square()
+                    .mean()
+                )
             )
             with run.backward():
                 loss.backward()
@@ -1407,7 +1489,9 @@ class StepReturnsNone(Case):
     def train(self, run):
         for step in range(STEPS):
             run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-            run.step(lambda model, step=step: self.loss(model, self.batch(step + 5, run.rank)) and None)
+            run.step(
+                lambda model, step=step: self.loss(model, self.batch(step + 5, run.rank)) and None
+            )
 
 
 @case

@@ -1,4 +1,6 @@
-"""Other ways to read, write or reach a parameter whose unit is not in use: none of them may be lost, or hit another unit."""
+"""Other ways to read, write or reach a parameter whose unit is not in use: none of them may be
+lost, or hit another unit.
+"""
 
 import copy
 import ctypes
@@ -20,7 +22,10 @@ from .harness import DIM, Block, Case, Chain, case
 class Between(Case):
     """Something done to parameters between steps"""
 
-    refused = r"would touch the memory of parameter 'head\.weight'.*strategy.gathered\(module, modify=True\)"
+    refused = (
+        r"would touch the memory of parameter 'head\.weight'.*strategy.gathered\(module,"
+        r" modify=True\)"
+    )
 
     def touch(self, run, weight):
         raise NotImplementedError
@@ -60,11 +65,16 @@ class OutBetweenSteps(Between):
 class VectorToParameters(Between):
     """`vector_to_parameters` between steps"""
 
-    refused = r"`parameter\.data = \.\.\.` would touch the memory of parameter 'stem\.weight'.*modify=True"
+    refused = (
+        r"`parameter\.data = \.\.\.` would touch the memory of parameter"
+        r" 'stem\.weight'.*modify=True"
+    )
 
     def touch(self, run, weight):
         parameters = list(run.model.parameters())
-        vector_to_parameters(torch.linspace(-0.1, 0.1, sum(p.numel() for p in parameters)), parameters)
+        vector_to_parameters(
+            torch.linspace(-0.1, 0.1, sum(p.numel() for p in parameters)), parameters
+        )
 
 
 @case
@@ -75,7 +85,9 @@ class VectorToParametersWhenGathered(VectorToParameters):
 
     def touch(self, run, weight):
         with run.gathered(run.model, modify=True):
-            vector_to_parameters(0.5 * parameters_to_vector(run.model.parameters()), run.model.parameters())
+            vector_to_parameters(
+                0.5 * parameters_to_vector(run.model.parameters()), run.model.parameters()
+            )
 
 
 @case
@@ -91,7 +103,9 @@ class NumpyBetweenSteps(Between):
     """`p.detach().numpy()` between steps"""
 
     on_host = True
-    refused = r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    refused = (
+        r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    )
 
     def touch(self, run, weight):
         run.log(float(weight.detach().numpy().sum()))
@@ -159,8 +173,10 @@ class Outside(Case):
 
 # What works there, and what works after the step.
 REMEDY = (
-    r" would touch the memory of parameter 'head\.weight'.*Inside a step read `parameter\.detach\(\)` and change the parameter "
-    r"itself, under `torch\.no_grad\(\)` \(`parameter\.copy_\(\.\.\.\)`\); between steps \(`on_train_batch_end`\).*"
+    r" would touch the memory of parameter 'head\.weight'.*Inside a step read"
+    r" `parameter\.detach\(\)` and change the parameter "
+    r"itself, under `torch\.no_grad\(\)` \(`parameter\.copy_\(\.\.\.\)`\); between steps"
+    r" \(`on_train_batch_end`\).*"
     r"gathered\(module, modify=True\)"
 )
 
@@ -188,7 +204,9 @@ class TransposedInPlaceOutsideItsUnit(Outside):
 
 @case
 class ChangedOutsideItsUnit(Outside):
-    """`weight.mul_()`, `weight *= 0.5`, `weight[0] = 0` and the like in a step, outside the weight's unit's forward"""
+    """`weight.mul_()`, `weight *= 0.5`, `weight[0] = 0` and the like in a step, outside the
+    weight's unit's forward
+    """
 
     def touch(self, run, weight):
         assert weight.mul_(1.5).add_(run.model.head.bias, alpha=0.1) is weight
@@ -219,7 +237,9 @@ class ChangedWithGradients(Outside):
 
 @case
 class ReadAndCopiedIntoOutsideItsUnit(Outside):
-    """What `weight.data` is used for, by `weight.detach()` and `weight.copy_(...)`, outside its unit's forward"""
+    """What `weight.data` is used for, by `weight.detach()` and `weight.copy_(...)`, outside its
+    unit's forward
+    """
 
     def touch(self, run, weight):
         value = weight.detach() * 0.5
@@ -250,7 +270,10 @@ class ChangedAfterTheStep(Outside):
 class AliasWrittenOutsideItsUnit(Outside):
     """A write to `weight.detach()` outside its unit's forward"""
 
-    refused = r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*change the parameter itself.*modify=True"
+    refused = (
+        r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*change the"
+        r" parameter itself.*modify=True"
+    )
 
     def touch(self, run, weight):
         weight.detach().clamp_(-0.1, 0.1)
@@ -264,7 +287,9 @@ def halve(values: torch.Tensor) -> None:
 
 @case
 class OperatorOfTheUsersOutsideItsUnit(Outside):
-    """A custom operator (`torch.library.custom_op`) that writes to a weight outside its unit's forward"""
+    """A custom operator (`torch.library.custom_op`) that writes to a weight outside its unit's
+    forward
+    """
 
     def touch(self, run, weight):
         halve(weight)
@@ -274,7 +299,10 @@ class OperatorOfTheUsersOutsideItsUnit(Outside):
 class AliasInOperatorOfTheUsers(Outside):
     """A custom operator that writes to `weight.detach()` outside its unit's forward"""
 
-    refused = r"`halve` has changed a copy of the value of parameter 'head\.weight'.*change the parameter itself.*modify=True"
+    refused = (
+        r"`halve` has changed a copy of the value of parameter 'head\.weight'.*change the parameter"
+        r" itself.*modify=True"
+    )
 
     def touch(self, run, weight):
         halve(weight.detach())
@@ -293,7 +321,9 @@ class RowInScriptThatWrites(Outside):
 
 @case
 class VmapThatWrites(Outside):
-    """`torch.func.vmap` of a function that writes to the rows of a weight outside its unit's forward"""
+    """`torch.func.vmap` of a function that writes to the rows of a weight outside its unit's
+    forward
+    """
 
     refused = r"`torch\.func\.vmap` has changed a copy of the value of parameter 'head\.weight'"
 
@@ -388,7 +418,9 @@ class SentOutsideItsUnit(Outside):
 
 @case
 class ReducedByGroupOutsideItsUnit(Outside):
-    """`group.allreduce([weight.detach()])`, a method of the process group, outside the weight's unit's forward"""
+    """`group.allreduce([weight.detach()])`, a method of the process group, outside the weight's
+    unit's forward
+    """
 
     refused = r"`allreduce` would change a copy of the value of parameter 'head\.weight'"
 
@@ -398,7 +430,9 @@ class ReducedByGroupOutsideItsUnit(Outside):
 
 @case
 class SentByGroupOutsideItsUnit(Outside):
-    """`group.allgather(..., [weight])`, a method of the process group, outside the weight's unit's forward"""
+    """`group.allgather(..., [weight])`, a method of the process group, outside the weight's unit's
+    forward
+    """
 
     def touch(self, run, weight):
         parts = [torch.empty(DIM, DIM) for _ in range(run.world_size)]
@@ -462,7 +496,9 @@ class ScriptedFunctionThatWrites(Outside):
 class TensorsOfWeightBetweenSteps(Between):
     """`torch.tensor(p)` between steps"""
 
-    refused = r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    refused = (
+        r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    )
 
     def touch(self, run, weight):
         run.log(torch.tensor(weight))
@@ -478,12 +514,19 @@ class TensorsOfWeightCastBetweenSteps(TensorsOfWeightBetweenSteps):
 
 @case
 class TensorsOfWeight(Case):
-    """`torch.tensor(weight)`, `torch.as_tensor(weight, dtype=...)` and `torch.asarray(weight)` outside its unit's forward"""
+    """`torch.tensor(weight)`, `torch.as_tensor(weight, dtype=...)` and `torch.asarray(weight)`
+    outside its unit's forward
+    """
 
     def loss(self, model, batch):
         weight = model.head.weight
-        cast = torch.as_tensor(weight, dtype=torch.float64).square().mean() + torch.as_tensor(data=weight).norm()
-        fixed = torch.tensor(weight, dtype=torch.float64).sum() * torch.asarray(weight.detach()).norm()
+        cast = (
+            torch.as_tensor(weight, dtype=torch.float64).square().mean()
+            + torch.as_tensor(data=weight).norm()
+        )
+        fixed = (
+            torch.tensor(weight, dtype=torch.float64).sum() * torch.asarray(weight.detach()).norm()
+        )
         return super().loss(model, batch) + (cast * fixed).float() * torch.tensor(0.5)
 
 
@@ -495,12 +538,28 @@ class CopiesOfAliases(Case):
 
     def loss(self, model, batch):
         weight = model.head.weight
-        kept = copy.deepcopy({"weight": weight.detach(), "row": weight[0].detach(), "rows": [r.detach() for r in weight]})
+        kept = copy.deepcopy(
+            {
+                "weight": weight.detach(),
+                "row": weight[0].detach(),
+                "rows": [r.detach() for r in weight],
+            }
+        )
         alone = copy.deepcopy(weight.detach()).mul_(2.0)
         loaded = torch.load(io.BytesIO(_saved(weight.detach())))
         rows = torch.stack([row * 2 for row in weight.detach()])
-        values = kept["weight"].sum() + kept["row"].sum() + kept["rows"][1].sum() + loaded.sum() + alone.norm()
-        values = values + float(weight.detach().numpy()[1].sum()) + float(np.asarray(weight.detach()).copy().max())
+        values = (
+            kept["weight"].sum()
+            + kept["row"].sum()
+            + kept["rows"][1].sum()
+            + loaded.sum()
+            + alone.norm()
+        )
+        values = (
+            values
+            + float(weight.detach().numpy()[1].sum())
+            + float(np.asarray(weight.detach()).copy().max())
+        )
         return super().loss(model, batch) + values * rows.sum()
 
 
@@ -512,13 +571,21 @@ def _saved(tensor):
 
 @case
 class AliasesInOperations(Case):
-    """`weight.detach()` of one unit and weights of others in one operation, aliases that require gradients"""
+    """`weight.detach()` of one unit and weights of others in one operation, aliases that require
+    gradients
+    """
 
     def loss(self, model, batch):
         alias, view = model.head.weight.detach(), model.head.weight.t()
         other = model.blocks[1].down.bias
-        mixed = torch.add(alias, other).square().mean() + torch.cat([view, model.stem.weight]).norm()
-        mixed = mixed + torch.where(view > 0, model.stem.weight, view).sum() + (alias @ model.blocks[2].up.weight.t()).mean()
+        mixed = (
+            torch.add(alias, other).square().mean() + torch.cat([view, model.stem.weight]).norm()
+        )
+        mixed = (
+            mixed
+            + torch.where(view > 0, model.stem.weight, view).sum()
+            + (alias @ model.blocks[2].up.weight.t()).mean()
+        )
         leaf = model.stem.weight.detach().requires_grad_()
         (gradient,) = torch.autograd.grad((leaf * alias).square().sum(), leaf)
         (through,) = torch.autograd.grad(F.linear(model(batch), view).square().sum(), view)
@@ -545,18 +612,25 @@ class VmapOverWeight(Case):
     pitfalls = (46,)
 
     def loss(self, model, batch):
-        return super().loss(model, batch) + torch.func.vmap(lambda row: row.square().sum())(model.head.weight).mean()
+        return (
+            super().loss(model, batch)
+            + torch.func.vmap(lambda row: row.square().sum())(model.head.weight).mean()
+        )
 
 
 @case
 class VmapOverViews(Case):
-    """`torch.func.vmap` over the rows of a view of a weight, and with a whole weight, outside their unit's forward"""
+    """`torch.func.vmap` over the rows of a view of a weight, and with a whole weight, outside their
+    unit's forward
+    """
 
     pitfalls = (46,)
 
     def loss(self, model, batch):
         rows = torch.func.vmap(lambda row: (row * batch).sum(-1))(model.head.weight.clone())
-        views = torch.func.vmap(lambda row, whole: whole @ row, in_dims=(0, None))(model.head.weight.t(), model.stem.weight)
+        views = torch.func.vmap(lambda row, whole: whole @ row, in_dims=(0, None))(
+            model.head.weight.t(), model.stem.weight
+        )
         return super().loss(model, batch) + rows.square().mean() + views.square().mean()
 
 
@@ -581,7 +655,10 @@ class CompiledFunctionOfViews(Case):
 class CompiledFunctionOfWeight(CompiledFunctionOfViews):
     """A compiled function of a weight itself outside its unit's forward (aot_eager)"""
 
-    refused = r"`untyped_storage` would touch the memory of parameter 'head\.weight'.*`@torch.compiler.disable`"
+    refused = (
+        r"`untyped_storage` would touch the memory of parameter"
+        r" 'head\.weight'.*`@torch.compiler.disable`"
+    )
 
     def views(self, model):
         return model.head.weight, model.stem.weight
@@ -603,7 +680,9 @@ class ReducedInForward(ClampedInForward):
 
 @case
 class ReducedByGroupInForward(ClampedInForward):
-    """`group.allreduce([weight])`, a method of the process group, in the weight's own forward; of a row of another, too"""
+    """`group.allreduce([weight])`, a method of the process group, in the weight's own forward; of a
+    row of another, too
+    """
 
     class Clamped(Block):
         def forward(self, x):
@@ -615,7 +694,9 @@ class ReducedByGroupInForward(ClampedInForward):
 
 @case
 class CollectivesInForward(ClampedInForward):
-    """`all_gather_into_tensor`, `all_to_all_single`, `scatter`, `send` and `recv` of weights in their own forward"""
+    """`all_gather_into_tensor`, `all_to_all_single`, `scatter`, `send` and `recv` of weights in
+    their own forward
+    """
 
     on_host = True
     worlds = (2,)
@@ -627,7 +708,10 @@ class CollectivesInForward(ClampedInForward):
                 dist.all_gather_into_tensor(self.norm.weight, half + rank)
                 dist.all_to_all_single(self.norm.bias, torch.cat([half, half]))
                 dist.scatter(self.down.bias, [torch.ones(DIM)] * 2 if rank == 0 else None)
-                turns = [lambda: dist.send(self.norm.weight, 1 - rank), lambda: dist.recv(self.down.weight[0, :DIM], 1 - rank)]
+                turns = [
+                    lambda: dist.send(self.norm.weight, 1 - rank),
+                    lambda: dist.recv(self.down.weight[0, :DIM], 1 - rank),
+                ]
                 for turn in turns if rank == 0 else reversed(turns):
                     turn()
             return super().forward(x)
@@ -635,7 +719,9 @@ class CollectivesInForward(ClampedInForward):
 
 @case
 class BroadcastInForward(ClampedInForward):
-    """`torch.distributed.broadcast(weight, 0)` in the weight's own forward, written before by a pointer"""
+    """`torch.distributed.broadcast(weight, 0)` in the weight's own forward, written before by a
+    pointer
+    """
 
     on_host = True
 
@@ -663,7 +749,8 @@ class MovedWhenGathered(Case):
     def train(self, run):
         super().train(run)
         with run.gathered(run.model):
-            run.model.float().to(next(run.model.parameters()).device)  # to "cpu:0" from "cpu" torch would copy
+            # to "cpu:0" from "cpu" torch would copy
+            run.model.float().to(next(run.model.parameters()).device)
         super().train(run)
 
 
@@ -671,7 +758,10 @@ class MovedWhenGathered(Case):
 class CastWhenGathered(Case):
     """`model.double().float()` inside `gathered`"""
 
-    refused = r"`\.data` of parameter 'stem\.weight'.*torch\.float64.*shape, dtype and device stay as they are"
+    refused = (
+        r"`\.data` of parameter 'stem\.weight'.*torch\.float64.*shape, dtype and device stay as"
+        r" they are"
+    )
 
     def train(self, run):
         super().train(run)
@@ -718,7 +808,9 @@ class RootWeightAveraged(Averaged):
 
 @case
 class KindAsked(Between):
-    """Dtype, device and layout of a parameter asked for by functions of torch, between steps and in one, by rank 0 alone"""
+    """Dtype, device and layout of a parameter asked for by functions of torch, between steps and in
+    one, by rank 0 alone
+    """
 
     refused = None
 
@@ -729,11 +821,28 @@ class KindAsked(Between):
 
     def ask(self, run, p):
         x = torch.ones(3)
-        run.log(x.type_as(p), x.to(p), x.to(p, copy=True), torch.zeros(()).double().to(run.model.stem.weight))
-        assert p.type().endswith("DoubleTensor") and torch.typename(p) == p.type() and p.grad_dtype is torch.float64
+        run.log(
+            x.type_as(p),
+            x.to(p),
+            x.to(p, copy=True),
+            torch.zeros(()).double().to(run.model.stem.weight),
+        )
+        assert (
+            p.type().endswith("DoubleTensor")
+            and torch.typename(p) == p.type()
+            and p.grad_dtype is torch.float64
+        )
         assert torch.result_type(x, p) is torch.result_type(p, x) is torch.float64
-        assert torch.result_type(torch.ones((), dtype=torch.float64), run.model.stem.weight) is torch.float32
-        assert p.dim_order() == (0, 1) and p.dense_dim() == 2 and p.sparse_dim() == 0 and not p.is_distributed()
+        assert (
+            torch.result_type(torch.ones((), dtype=torch.float64), run.model.stem.weight)
+            is torch.float32
+        )
+        assert (
+            p.dim_order() == (0, 1)
+            and p.dense_dim() == 2
+            and p.sparse_dim() == 0
+            and not p.is_distributed()
+        )
         assert p.is_set_to(p) and not p.is_set_to(x) and not x.is_set_to(p)
         assert str(p) == f"{p}" == format(p)
 

@@ -1,4 +1,6 @@
-"""Parameters that the model itself has, beside its layers: they are in use during the whole step."""
+"""Parameters that the model itself has, beside its layers: they are in use during the whole
+step.
+"""
 
 import copy
 
@@ -45,7 +47,9 @@ class Manual(Case):
 
 @case
 class RootGradClippedInStep(Manual):
-    """`model.zero_grad()` and `clip_grad_norm_(model.parameters())` inside the step (manual optimization)"""
+    """`model.zero_grad()` and `clip_grad_norm_(model.parameters())` inside the step (manual
+    optimization)
+    """
 
     pitfalls = (18, 26)
 
@@ -79,7 +83,9 @@ class RootGradAssignedInStep(Manual):
 
 @case
 class RootGradAccumulatedInStep(Manual):
-    """Two backwards inside the step, gradients of the model's own parameters read in between and in hooks"""
+    """Two backwards inside the step, gradients of the model's own parameters read in between and in
+    hooks
+    """
 
     pitfalls = (14, 16, 43)
 
@@ -151,7 +157,9 @@ class RootClampedInClosure(Manual):
 
 @case
 class RootTargetNetwork(Case):
-    """A frozen copy of a model with parameters of its own that follows them by `copy_` in the step (an EMA teacher)"""
+    """A frozen copy of a model with parameters of its own that follows them by `copy_` in the step
+    (an EMA teacher)
+    """
 
     pitfalls = (34,)
 
@@ -172,7 +180,9 @@ class RootTargetNetwork(Case):
 
     def loss(self, model, batch):
         with torch.no_grad():
-            for slow, fast in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            for slow, fast in zip(
+                model.teacher.parameters(), model.student.parameters(), strict=True
+            ):
                 slow.copy_(0.9 * slow + 0.1 * fast)
             wanted = model.teacher(batch)
         return (model.student(batch) - wanted).square().mean()
@@ -185,7 +195,9 @@ class RootTargetNetworkLate(RootTargetNetwork):
     def loss(self, model, batch):
         out = model.student(batch)
         with torch.no_grad():
-            for slow, fast in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            for slow, fast in zip(
+                model.teacher.parameters(), model.student.parameters(), strict=True
+            ):
                 slow.copy_(0.9 * slow + 0.1 * fast)
             wanted = model.teacher(batch)
         return (out - wanted).square().mean()
@@ -193,7 +205,9 @@ class RootTargetNetworkLate(RootTargetNetwork):
 
 @case
 class RootUsedInBlocks(Case):
-    """A parameter of the model itself in a function that one rank compiles again (aot_eager), gradients accumulated"""
+    """A parameter of the model itself in a function that one rank compiles again (aot_eager),
+    gradients accumulated
+    """
 
     pitfalls = (16, 41)
     timeout = 60.0
@@ -204,14 +218,17 @@ class RootUsedInBlocks(Case):
         return model
 
     def prepare(self, model):
-        self.scaled = torch.compile(lambda x, scale: x * scale + scale.square(), backend="aot_eager")
+        self.scaled = torch.compile(
+            lambda x, scale: x * scale + scale.square(), backend="aot_eager"
+        )
 
     def loss(self, model, batch):
         return self.scaled(model(batch), model.scale).square().mean()
 
     def train(self, run):
         for step in range(STEPS):
-            for micro, rows in enumerate((4, 3, 4 + run.rank)):  # compiled again for other rows, on one rank alone
+            # compiled again for other rows, on one rank alone
+            for micro, rows in enumerate((4, 3, 4 + run.rank)):
                 batch = self.batch(10 * step + micro, run.rank).repeat(2, 1)[:rows]
                 loss = run.step(lambda model, batch=batch: self.loss(model, batch))
                 self.backward(run, loss)

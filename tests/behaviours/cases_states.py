@@ -15,7 +15,9 @@ class StateDictUngathered(Case):
     """`state_dict()` outside `gathered`"""
 
     pitfalls = (32,)
-    refused = "'stem.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    refused = (
+        "'stem.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
+    )
 
     def train(self, run):
         super().train(run)
@@ -31,7 +33,10 @@ class StateDictInAStep(Case):
     def loss(self, model, batch):
         state = model.state_dict()
         values = {name: value * 0.5 for name, value in state.items()}
-        return super().loss(model, batch) + torch.func.functional_call(model, values, (batch,)).square().mean()
+        return (
+            super().loss(model, batch)
+            + torch.func.functional_call(model, values, (batch,)).square().mean()
+        )
 
 
 class Loaded(Case):
@@ -57,7 +62,9 @@ class Loaded(Case):
 class LoadedOnRankZero(Loaded):
     """`load_state_dict` between steps on rank 0 alone"""
 
-    refused = "'blocks.0.down.bias' was stored between steps.*on some ranks only.*on all ranks.*gathered"
+    refused = (
+        "'blocks.0.down.bias' was stored between steps.*on some ranks only.*on all ranks.*gathered"
+    )
 
     def train(self, run):
         if run.rank == 0:
@@ -83,7 +90,9 @@ class StateDictOfAPart(Loaded):
     """`load_state_dict(strict=False)` of some names, and of names that are not there"""
 
     def load(self, run, state):
-        some = {name: value for name, value in state.items() if "1" in name} | {"nowhere.weight": torch.ones(3)}
+        some = {name: value for name, value in state.items() if "1" in name} | {
+            "nowhere.weight": torch.ones(3)
+        }
         found = run.model.load_state_dict(some, strict=False)
         run.log(sorted(found.missing_keys), found.unexpected_keys)
 
@@ -102,17 +111,23 @@ class StateDictOfAnotherDtype(Loaded):
 
     def state(self):
         dtypes = torch.float64, torch.bfloat16
-        return {name: value.to(dtypes[i % 2]) for i, (name, value) in enumerate(super().state().items())}
+        return {
+            name: value.to(dtypes[i % 2]) for i, (name, value) in enumerate(super().state().items())
+        }
 
 
 @case
 class StateDictOfAnotherShape(Loaded):
-    """`load_state_dict` of a wrong shape, which raises and leaves that weight as it was, then continuing"""
+    """`load_state_dict` of a wrong shape, which raises and leaves that weight as it was, then
+    continuing
+    """
 
     def load(self, run, state):
         state["head.weight"] = torch.ones(DIM, DIM + 1)
         del state["stem.bias"]
-        with pytest.raises(RuntimeError, match=r"(?s)Missing key.*stem\.bias.*size mismatch for head\.weight"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)Missing key.*stem\.bias.*size mismatch for head\.weight"
+        ):
             run.model.load_state_dict(state)
 
 
@@ -152,12 +167,17 @@ class StateDictHooks(Loaded):
 
     def load(self, run, state):
         with run.gathered(run.model) if run.refuses else nullcontext():
-            kept = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in run.model.state_dict().items()}
+            kept = {
+                name: v.clone() if isinstance(v, torch.Tensor) else v
+                for name, v in run.model.state_dict().items()
+            }
         run.log(*(v for name, v in sorted(kept.items()) if "extra" not in name))
         run.log(*(v["norm"] for name, v in sorted(kept.items()) if "extra" in name))
         run.model.load_state_dict(state)
         run.log(*(block.calls for block in run.model.blocks))
-        run.model.load_state_dict({name: 0.5 * v if isinstance(v, torch.Tensor) else v for name, v in kept.items()})
+        run.model.load_state_dict(
+            {name: 0.5 * v if isinstance(v, torch.Tensor) else v for name, v in kept.items()}
+        )
         run.log(*(block.calls for block in run.model.blocks))
 
 

@@ -42,7 +42,11 @@ class RaisingOnOneRank(Unreduced):
     def set_up(self):
         super().set_up()
         if self.rank == 1:
-            raise RuntimeError("'head.weight' is sharded over the ranks and was read outside a step")
+            raise RuntimeError(
+                "'head.weight' is sharded over the ranks and was read outside a step"
+            )
 
 
-ENGINES.update({cls.__name__.lower(): cls for cls in (Unreduced, Sleeping, Dying, Raising, RaisingOnOneRank)})
+ENGINES.update(
+    {cls.__name__.lower(): cls for cls in (Unreduced, Sleeping, Dying, Raising, RaisingOnOneRank)}
+)

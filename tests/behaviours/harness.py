@@ -1,7 +1,8 @@
 """One program, several engines, one reference.
 
-A `Case` is a model and a training program. `run_case` runs it on every rank twice: in plain torch, where gradients are
-averaged over ranks by hand, and under an engine; losses, gradients and parameters must agree. The outcome is one of
+A `Case` is a model and a training program. `run_case` runs it on every rank twice: in plain torch,
+where gradients are averaged over ranks by hand, and under an engine; losses, gradients and
+parameters must agree. The outcome is one of
 
 right    all numbers agree
 refused  an error on every rank, whose text the case announces
@@ -34,15 +35,19 @@ from helpers.ranks import run_ranks
 DIM = 8
 STEPS = 3
 BATCH = 20
-# What other sums of the same numbers may differ by: relative to the element, or to the tensor's largest where terms cancel.
+# What other sums of the same numbers may differ by: relative to the element, or to the tensor's
+# largest where terms cancel.
 RTOL = {torch.float64: 4e-15, torch.complex128: 4e-15, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-# cuBLAS sums in another order for each shape. Of the cases that ran on an H100, these took 1.5 and 1.7 times that.
+# cuBLAS sums in another order for each shape. Of the cases that ran on an H100, these took 1.5 and
+# 1.7 times that.
 TIMES_ON_A_GPU = {"penalty-outside-the-step": 2, "optimizer-lbfgs-line-search": 2}
 CASES: dict[str, Case] = {}
 
 
 def under_a_mode() -> bool:
-    """Whether a default device is set: where one looks at every function, torch takes no fast path."""
+    """Whether a default device is set: where one looks at every function, torch takes no fast
+    path.
+    """
     return torch.utils._device.CURRENT_DEVICE is not None
 
 
@@ -66,7 +71,9 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Embedding-like input, repeated blocks, head: every block is a unit, and all of them share memory."""
+    """Embedding-like input, repeated blocks, head: every block is a unit, and all of them share
+    memory.
+    """
 
     has_gain = False  # a parameter of its own, which is in use during the whole step
 
@@ -90,15 +97,22 @@ class Chain(nn.Module):
 
 
 class Case:
-    """A behaviour. Subclasses replace what differs from ordinary training; the docstring is the row's name."""
+    """A behaviour. Subclasses replace what differs from ordinary training; the docstring is the
+    row's name.
+    """
 
     refused: str | None = None  # pattern of the error with which zero3 declines on several ranks
     refused_on_one: str | None = None  # the same on one rank, where nothing is sharded
-    refused_by_one = False  # the rank at fault raises, and the others wait for it until they are ended
+    refused_by_one = (
+        False  # the rank at fault raises, and the others wait for it until they are ended
+    )
     ddp_options: dict[str, Any] = {}  # what torch's documentation says to give DDP for such a model
     methods: tuple[str, ...] = ()  # of units, which run like a forward: FSDP2 is told of them
-    on_host = False  # it takes addresses or arrays, or sends between ranks as gloo does on the host alone: not on CUDA
-    manual = False  # the optimizer steps inside the step: not inside of the model's forward then, with FSDP2
+    # it takes addresses or arrays, or sends between ranks as gloo does on the host alone: not on
+    # CUDA
+    on_host = False
+    # the optimizer steps inside the step: not inside of the model's forward then, with FSDP2
+    manual = False
     pitfalls: tuple[int, ...] = ()  # numbers of PITFALLS in `test_behaviours`
     worlds: tuple[int, ...] = (1, 2)
     timeout = 15.0
@@ -119,14 +133,20 @@ class Case:
         return Chain()
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        # Weight decay and momentum tell a parameter without a gradient from one whose gradient is zero.
+        # Weight decay and momentum tell a parameter without a gradient from one whose gradient is
+        # zero.
         return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)]
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """What FSDP2 shards one by one, before the model; the zero3 engine finds its units by itself."""
+        """What FSDP2 shards one by one, before the model; the zero3 engine finds its units by
+        itself.
+        """
         found: dict[nn.Module, None] = {}
-        inside: set[nn.Module] = set()  # of a unit: what is repeated in there is no unit of its own, as with zero3
-        for blocks in (m for m in model.modules() if isinstance(m, nn.ModuleList) and m not in inside):
+        # of a unit: what is repeated in there is no unit of its own, as with zero3
+        inside: set[nn.Module] = set()
+        for blocks in (
+            m for m in model.modules() if isinstance(m, nn.ModuleList) and m not in inside
+        ):
             found |= dict.fromkeys(b for b in blocks if any(True for _ in b.parameters()))
             inside |= {m for b in blocks for m in b.modules()}
         return list(found)
@@ -174,7 +194,9 @@ def kebab(name: str) -> str:
 
 
 class Run:
-    """One rank's training under one engine. This class is the reference: replicas, gradients averaged by hand."""
+    """One rank's training under one engine. This class is the reference: replicas, gradients
+    averaged by hand.
+    """
 
     is_reference = True
     refuses = False  # what it cannot do is an error that cases announce
@@ -207,7 +229,9 @@ class Run:
         return value
 
     def begin_forward(self) -> None:
-        """What an engine does to buffers when a forward begins; to be called before they are looked at between steps."""
+        """What an engine does to buffers when a forward begins; to be called before they are looked
+        at between steps.
+        """
 
     def log(self, *values: Any) -> None:
         """Numbers that must agree with the reference."""
@@ -219,7 +243,9 @@ class Run:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around `loss.backward()`, which adds to what is the same on all ranks: the mean of the sums is the sum of means."""
+        """Around `loss.backward()`, which adds to what is the same on all ranks: the mean of the
+        sums is the sum of means.
+        """
         before = {n: p.grad for n, p in self.model.named_parameters()}
         try:
             yield
@@ -227,17 +253,32 @@ class Run:
             self._average(before)
 
     def _average(self, before: dict[str, Tensor | None]) -> None:
-        """In two exchanges, of who has which gradients and of their bytes: one for each parameter would take half the time."""
+        """In two exchanges, of who has which gradients and of their bytes: one for each parameter
+        would take half the time.
+        """
         parameters = list(self.model.named_parameters())
         everyone = self._all_gather(torch.tensor([p.grad is not None for _, p in parameters]))
-        parameters = [named for named, there in zip(parameters, torch.stack(everyone).any(0).tolist(), strict=True) if there]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for _, p in parameters]
+        parameters = [
+            named
+            for named, there in zip(parameters, torch.stack(everyone).any(0).tolist(), strict=True)
+            if there
+        ]
+        grads = [
+            torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for _, p in parameters
+        ]
         numbers = [_real(grad.detach()).contiguous() for grad in grads]
         packed = [each.flatten().view(torch.uint8) for each in numbers]
-        ranks = [row.split(list(map(len, packed))) for row in self._all_gather(torch.cat(packed))] if packed else []
+        ranks = (
+            [row.split(list(map(len, packed))) for row in self._all_gather(torch.cat(packed))]
+            if packed
+            else []
+        )
         for (name, p), like, *parts in zip(parameters, numbers, *ranks, strict=True):
             parts = [part.clone().view(like.dtype).view(like.shape) for part in parts]
-            mean = sum(part.float() if part.dtype.itemsize < 4 else part for part in parts) / self.world_size
+            mean = (
+                sum(part.float() if part.dtype.itemsize < 4 else part for part in parts)
+                / self.world_size
+            )
             mean = (torch.view_as_complex(mean) if p.is_complex() else mean).to(p.dtype)
             if p.grad is not None and p.grad is before.get(name):
                 p.grad.detach().copy_(mean)  # users may hold it
@@ -283,15 +324,20 @@ class Zero3Run(Run):
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.engine import Zero3Engine, partition
-        from lightning_zero3.strategies.param_groups import ParamGroups
+        from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 
         partition.SMALL_NUMEL = self.case.small_numel
         self.optimizers = self.case.optimizers(self.model)
         device = torch.get_default_device()
-        collectives = self.door(device)
+        collectives = self.communicator(device)
 
         def shard() -> Zero3Engine:
-            options = {"device": device, "collectives": collectives, "slot_dtype": self.slot_dtype, "debug": self.debug}
+            options = {
+                "device": device,
+                "collectives": collectives,
+                "slot_dtype": self.slot_dtype,
+                "debug": self.debug,
+            }
             return Zero3Engine(self.model, self.optimizers, **options)
 
         names = {p: name for name, p in self.model.named_parameters()}
@@ -300,7 +346,7 @@ class Zero3Run(Run):
         self.engine = shard()
         self.param_groups.start(self.engine, states)
 
-    def door(self, device: torch.device) -> Any:
+    def communicator(self, device: torch.device) -> Any:
         """To the other ranks."""
         from lightning_zero3.strategies.collectives import make_collectives
 
@@ -354,7 +400,9 @@ class OnlyZero3(Exception):
 
 
 class _Redirect(Run):
-    """Engines that act in the `forward` of the root module: it calls the step, as Lightning does for DDP."""
+    """Engines that act in the `forward` of the root module: it calls the step, as Lightning does
+    for DDP.
+    """
 
     is_reference = False
     wrapper: nn.Module
@@ -380,10 +428,12 @@ class _Redirect(Run):
 
 
 class DdpRun(_Redirect):
-    """torch's DistributedDataParallel with find_unused_parameters, driven as Lightning's `DDPStrategy` does it.
+    """torch's DistributedDataParallel with find_unused_parameters, driven as Lightning's
+    `DDPStrategy` does it.
 
-    DDP's forward prepares one backward. Others (inside of the step, or a second one) are manual optimization, in which
-    Lightning prepares each, and lets DDP prepare none at the end of the forward.
+    DDP's forward prepares one backward. Others (inside of the step, or a second one) are manual
+    optimization, in which Lightning prepares each, and lets DDP prepare none at the end of the
+    forward.
     """
 
     prepared = False  # a backward, by a forward that has ended
@@ -457,10 +507,15 @@ class Fsdp2Run(_Redirect):
         return {n: _whole(p.detach()) for n, p in self._shards().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        return {n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else _whole(p.grad) for n, p in self._shards().items()}
+        return {
+            n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else _whole(p.grad)
+            for n, p in self._shards().items()
+        }
 
     def _shards(self) -> dict[str, nn.Parameter]:
-        """What the optimizer has. A root that had a forward without backward still shows what it gathered."""
+        """What the optimizer has. A root that had a forward without backward still shows what it
+        gathered.
+        """
         from torch.distributed.fsdp import FSDPModule
 
         for m in self.model.modules():
@@ -484,23 +539,29 @@ class DebuggedRun(Zero3Run):
 
 
 class GroupRun(Zero3Run):
-    """Through a process group even on one rank, where slots and exchanges are those of several then: NCCL's on a GPU."""
+    """Through a process group even on one rank, where slots and exchanges are those of several
+    then: NCCL's on a GPU.
+    """
 
     def set_up(self) -> None:
         super().set_up()
         assert not self.engine.reducer.whole
 
-    def door(self, device: torch.device) -> Any:
+    def communicator(self, device: torch.device) -> Any:
         from lightning_zero3.strategies.collectives import GroupCollectives
 
-        group = dist.new_group(backend="nccl") if device.type == "cuda" and dist.get_world_size() == 1 else dist.group.WORLD
+        group = (
+            dist.new_group(backend="nccl")
+            if device.type == "cuda" and dist.get_world_size() == 1
+            else dist.group.WORLD
+        )
         return GroupCollectives(group, dist.group.WORLD)
 
 
 class ComparedRun(Zero3Run):
-    """Through the door of gloo with CUDA tensors."""
+    """Through the communicator of gloo with CUDA tensors."""
 
-    def door(self, device: torch.device) -> Any:
+    def communicator(self, device: torch.device) -> Any:
         from lightning_zero3.strategies.collectives import ComparedCollectives
 
         return ComparedCollectives(dist.group.WORLD)
@@ -526,7 +587,9 @@ class Outcome:
 
 
 class Raised(Exception):
-    """What the ranks raised as one line of JSON, to be found in the text of a failed `run_ranks`."""
+    """What the ranks raised as one line of JSON, to be found in the text of a failed
+    `run_ranks`.
+    """
 
 
 def accumulated(before: Tensor, grad: Tensor) -> Tensor:
@@ -545,13 +608,16 @@ def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str,
 def compare_on_rank(
     rank: int, world_size: int, engine: str, names: list[str], device: str, gain: bool = False
 ) -> dict[str, list[str]]:
-    """Run cases twice on this rank; what differs, in words. With ``gain`` a chain has a parameter of its own."""
+    """Run cases twice on this rank; what differs, in words. With ``gain`` a chain has a parameter
+    of its own.
+    """
     from . import load_cases
 
     load_cases()
     Chain.has_gain = gain
     if device != "cpu":
-        torch.set_default_device(device)  # from here on every function of torch is looked at: not without need
+        # from here on every function of torch is looked at: not without need
+        torch.set_default_device(device)
         Tensor.record_stream = _record_stream
     warnings.simplefilter("ignore")
     found = {}
@@ -564,12 +630,16 @@ def compare_on_rank(
             everyone = ENGINES[engine].refuses and not case.refused_by_one
             raise Raised(json.dumps(_told(name, world_size) if everyone else [mine])) from error
         _tell(name, rank, None)
-        found[name] = differences(expected, trained, case.rtol, TIMES_ON_A_GPU.get(name, 1) if device == "cuda" else 1)
+        found[name] = differences(
+            expected, trained, case.rtol, TIMES_ON_A_GPU.get(name, 1) if device == "cuda" else 1
+        )
     return found
 
 
 def _record_stream(*args: Any) -> None:
-    raise AssertionError("record_stream makes the allocator wait for a stream; slots are nobody's to reuse")
+    raise AssertionError(
+        "record_stream makes the allocator wait for a stream; slots are nobody's to reuse"
+    )
 
 
 def _tell(name: str, rank: int, raised: list[str] | None) -> None:
@@ -589,18 +659,23 @@ def _told(name: str, world_size: int) -> list[list[str] | None]:
     return told
 
 
-def differences(expected: dict[str, Any], found: dict[str, Any], rtol: float | None = None, times: int = 1) -> list[str]:
+def differences(
+    expected: dict[str, Any], found: dict[str, Any], rtol: float | None = None, times: int = 1
+) -> list[str]:
     if list(expected) != list(found) and sorted(expected) != sorted(found):
         return [f"names differ: {sorted(set(expected) ^ set(found))}"]
     wrong = []
     for name, value in expected.items():
         try:
             if isinstance(value, Tensor):
-                if value.is_floating_point() and value.itemsize == 1:  # with float8 torch hardly computes
+                # with float8 torch hardly computes
+                if value.is_floating_point() and value.itemsize == 1:
                     value, found[name] = value.float(), found[name].float()
                 if _has_nan(found[name]) and not _has_nan(value):
                     wrong.append(f"{name}: NaN")
-                torch.testing.assert_close(found[name], value, equal_nan=True, **_tolerance(value, rtol, times))
+                torch.testing.assert_close(
+                    found[name], value, equal_nan=True, **_tolerance(value, rtol, times)
+                )
             elif value != found[name]:
                 wrong.append(f"{name}: {found[name]!r} instead of {value!r}")
         except AssertionError as error:
@@ -624,40 +699,65 @@ def _tolerance(expected: Tensor, rtol: float | None, times: int) -> dict[str, fl
     return {"rtol": rtol, "atol": rtol * float(sizes.max()) if sizes.numel() else 0}
 
 
-def run_case(engine: str, name: str, world_size: int = 2, device: str = "cpu", gain: bool = False) -> Outcome:
+def run_case(
+    engine: str, name: str, world_size: int = 2, device: str = "cpu", gain: bool = False
+) -> Outcome:
     """Run a case under an engine on `world_size` ranks."""
     case = CASES[name]
     start = 0 if device == "cpu" else 45  # a process begins to use CUDA
     try:
-        ranks = run_ranks(compare_on_rank, world_size, engine, [name], device, gain, timeout=case.timeout + start)
+        ranks = run_ranks(
+            compare_on_rank, world_size, engine, [name], device, gain, timeout=case.timeout + start
+        )
     except AssertionError as failure:
         return _failed(engine, case, world_size, str(failure))
     return _compared([found[name] for found in ranks])
 
 
 def run_cases(
-    engine: str, names: list[str], world_size: int, together: Collection[str], device: str = "cpu", gain: bool = False
+    engine: str,
+    names: list[str],
+    world_size: int,
+    together: Collection[str],
+    device: str = "cpu",
+    gain: bool = False,
 ) -> dict[str, Outcome]:
-    """Run many cases, those that should be right ``together`` in one process; two such at a time, as ranks often wait."""
+    """Run many cases, those that should be right ``together`` in one process; two such at a time,
+    as ranks often wait.
+    """
     expected_right = [n for n in names if n in together]
-    batches = [expected_right[start : start + BATCH] for start in range(0, len(expected_right), BATCH)]
+    batches = [
+        expected_right[start : start + BATCH] for start in range(0, len(expected_right), BATCH)
+    ]
     batches += [[n] for n in names if n not in together]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda batch: _run_together(engine, batch, world_size, device, gain), batches))
+        found = list(
+            pool.map(lambda batch: _run_together(engine, batch, world_size, device, gain), batches)
+        )
     return {name: outcome for outcomes in found for name, outcome in outcomes.items()}
 
 
-def _run_together(engine: str, names: list[str], world_size: int, device: str, gain: bool) -> dict[str, Outcome]:
-    """In one process for each rank; where one raises, halves of them; where one hangs, each alone, which takes less time."""
+def _run_together(
+    engine: str, names: list[str], world_size: int, device: str, gain: bool
+) -> dict[str, Outcome]:
+    """In one process for each rank; where one raises, halves of them; where one hangs, each alone,
+    which takes less time.
+    """
     if len(names) == 1:
         return {n: run_case(engine, n, world_size, device, gain) for n in names}
     try:
-        ranks = run_ranks(compare_on_rank, world_size, engine, names, device, gain, timeout=60 + 5 * len(names))
+        ranks = run_ranks(
+            compare_on_rank, world_size, engine, names, device, gain, timeout=60 + 5 * len(names)
+        )
         return {n: _compared([found[n] for found in ranks]) for n in names}
     except AssertionError as failure:
         size = 1 if "not finished after" in str(failure) else -(-len(names) // 2)
         parts = [names[start : start + size] for start in range(0, len(names), size)]
-        outcomes = {n: o for part in parts for n, o in _run_together(engine, part, world_size, device, gain).items()}
+        outcomes = {
+            n: o
+            for part in parts
+            for n, o in _run_together(engine, part, world_size, device, gain).items()
+        }
         alone = engine != "zero3" or any(o.kind != "right" for o in outcomes.values())
         assert alone, f"{names} are right in parts, but not together: {failure}"
         return outcomes
@@ -665,7 +765,11 @@ def _run_together(engine: str, names: list[str], world_size: int, device: str, g
 
 def _compared(ranks: list[list[str]]) -> Outcome:
     wrong = [f"rank {rank}: {line}" for rank, lines in enumerate(ranks) for line in lines]
-    return Outcome("wrong", "\n".join([*wrong[:8], f"{len(wrong)} differences"])) if wrong else Outcome("right")
+    return (
+        Outcome("wrong", "\n".join([*wrong[:8], f"{len(wrong)} differences"]))
+        if wrong
+        else Outcome("right")
+    )
 
 
 def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
@@ -677,7 +781,14 @@ def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
     ranks, refusal = json.loads(raised[1]), case.refusal(world_size)
     if any(error and error[0] == OnlyZero3.__name__ for error in ranks):
         return Outcome("-")
-    if ENGINES[engine].refuses and refusal and all(error and re.search(refusal, error[1], re.DOTALL) for error in ranks):
+    if (
+        ENGINES[engine].refuses
+        and refusal
+        and all(error and re.search(refusal, error[1], re.DOTALL) for error in ranks)
+    ):
         return Outcome("refused", ": ".join(ranks[0]))
-    said = [f"rank {rank} raised {': '.join(error) if error else 'nothing'}" for rank, error in enumerate(ranks)]
+    said = [
+        f"rank {rank} raised {': '.join(error) if error else 'nothing'}"
+        for rank, error in enumerate(ranks)
+    ]
     return Outcome("error", "\n".join([*said, text]))

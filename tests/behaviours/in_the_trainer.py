@@ -1,7 +1,9 @@
-"""Modules that Lightning's Trainer trains, under several strategies: what they see and become, against a reference.
+"""Modules that Lightning's Trainer trains, under several strategies: what they see and become,
+against a reference.
 
-The reference is one process, which trains on the joined batches. What it sees is the mean of what the ranks see, each of its
-own batches; norms, clipped gradients, masks and the like are the same on every rank. For some it is ddp.
+The reference is one process, which trains on the joined batches. What it sees is the mean of what
+the ranks see, each of its own batches; norms, clipped gradients, masks and the like are the same on
+every rank. For some it is ddp.
 """
 
 import re
@@ -37,7 +39,9 @@ def strategy_of(engine, world_size):
     """What the Trainer is given."""
     if engine != "fsdp2":
         return {"one": "auto", "ddp": "ddp_find_unused_parameters_true"}.get(engine, engine)
-    return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    return ModelParallelStrategy(
+        data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False
+    )
 
 
 def module_of(name, engine):
@@ -57,7 +61,12 @@ def fit(module, engine, world_size, accelerator="cpu"):
     if accelerator == "gpu" and dist.is_initialized():
         dist.destroy_process_group()  # gloo's
     validated = {"limit_val_batches": 1.0, "num_sanity_val_steps": 2, "accelerator": accelerator}
-    options = {"max_epochs": 3, "callbacks": module.callbacks(), **validated, **getattr(module, "options", {})}
+    options = {
+        "max_epochs": 3,
+        "callbacks": module.callbacks(),
+        **validated,
+        **getattr(module, "options", {}),
+    }
     fitter = trainer(strategy_of(engine, world_size), world_size, **options)
     fitter.fit(module)
     return fitter
@@ -67,14 +76,19 @@ def run_all(rank, world_size, names, engine, accelerator="cpu"):
     """By name: what the module saw, and the weights that came out."""
     from lightning_zero3.strategies.engine import partition
 
-    partition.SMALL_NUMEL = 0  # every block and every other layer is a unit of its own: units are given up and gathered again
+    # every block and every other layer is a unit of its own: units are given up and gathered again
+    partition.SMALL_NUMEL = 0
     found = {}
     for name in names:
         module = module_of(name, engine)
         fitter = fit(module, engine, world_size, accelerator)
         assert engine != "zero3" or len(fitter.strategy.engine.units) > 4, name
         state = full_state(fitter)
-        found[name] = module.seen, module.shared, {k: v.to("cpu", copy=True) for k, v in state.items()}
+        found[name] = (
+            module.seen,
+            module.shared,
+            {k: v.to("cpu", copy=True) for k, v in state.items()},
+        )
     return found
 
 
@@ -124,7 +138,10 @@ def run_feature(engine: str, name: str) -> Outcome:
 
     def run(engine: str, world_size: int) -> Any:
         return [
-            found[feature.name] for found in run_ranks(run_all, world_size, [feature.name], engine, timeout=feature.timeout)
+            found[feature.name]
+            for found in run_ranks(
+                run_all, world_size, [feature.name], engine, timeout=feature.timeout
+            )
         ]
 
     try:

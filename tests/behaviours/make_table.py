@@ -1,11 +1,13 @@
-"""Run every behaviour under zero3, DDP and FSDP2; write what came out to docs/BEHAVIOURS.md, and its counts to README.md.
+"""Run every behaviour under zero3, DDP and FSDP2; write what came out to docs/BEHAVIOURS.md, and
+its counts to README.md.
 
-python tests/behaviours/make_table.py [NAME ...]  # all of it by default, else these cases and what is not in the document yet
+    python tests/behaviours/make_table.py [NAME ...]
 
-`ENGINE:NAME` runs one cell of a row.
+Runs everything by default, else these cases and what is not in the document yet. `ENGINE:NAME` runs
+one cell of a row.
 
-The document is written after each run, so that a run of all that is broken off loses nothing: cells that did not run again
-keep what they were.
+The document is written after each run, so that a run of all that is broken off loses nothing: cells
+that did not run again keep what they were.
 """
 
 import multiprocessing
@@ -19,7 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 4  # a busy machine is no hang
-AT_ONCE = 3  # runs of two ranks each: they wait for each other, and for time-outs, more than they compute
+AT_ONCE = (
+    3  # runs of two ranks each: they wait for each other, and for time-outs, more than they compute
+)
 TOGETHER = 20  # cases in one run
 TABLE, README = ROOT / "docs" / "BEHAVIOURS.md", ROOT / "README.md"
 ENGINES = ("zero3", "ddp", "fsdp2")
@@ -102,15 +106,24 @@ def main(names: list[str]) -> int:
     cells = {name: {e: Outcome(kept.get(name, {}).get(e, "?")) for e in ENGINES} for name in cases}
     for name in kept:
         cells[name]["zero3"] = told.get(cases[name].__doc__, cells[name]["zero3"])
-    chosen = {e: [n for n in cases if not names or {n, f"{e}:{n}"} & set(names) or n not in kept] for e in ENGINES}
+    chosen = {
+        e: [n for n in cases if not names or {n, f"{e}:{n}"} & set(names) or n not in kept]
+        for e in ENGINES
+    }
     failures = 0
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn"), be_patient) as pool:
-        jobs = {pool.submit(outcomes, *job): job for engine in ENGINES for job in runs(engine, chosen[engine], kept)}
+        jobs = {
+            pool.submit(outcomes, *job): job
+            for engine in ENGINES
+            for job in runs(engine, chosen[engine], kept)
+        }
         for done in as_completed(jobs):
             engine, batch, _ = jobs[done]
             try:
                 found = done.result()
-            except Exception as error:  # the run of others goes on, and these cells stay what they were
+            except (
+                Exception
+            ) as error:  # the run of others goes on, and these cells stay what they were
                 failures += 1
                 print(f"{engine}, {batch} failed: {error}", flush=True)
                 continue
@@ -135,14 +148,24 @@ def all_rows() -> dict:
     return {**CASES, **FEATURES}
 
 
-def runs(engine: str, wanted: list[str], kept: dict[str, dict[str, str]]) -> list[tuple[str, list[str], bool]]:
-    """Engine, cases, and whether these run together: those do that were right the last time, in a fifth of the time."""
+def runs(
+    engine: str, wanted: list[str], kept: dict[str, dict[str, str]]
+) -> list[tuple[str, list[str], bool]]:
+    """Engine, cases, and whether these run together: those do that were right the last time, in a
+    fifth of the time.
+    """
     from behaviours.harness import CASES
 
     right = [name for name in wanted if kept.get(name, {}).get(engine) == "right"]
-    right = [name for name in right if name in CASES and (engine != "zero3" or CASES[name].expected(2) == "right")]
+    right = [
+        name
+        for name in right
+        if name in CASES and (engine != "zero3" or CASES[name].expected(2) == "right")
+    ]
     alone = [(engine, [name], False) for name in wanted if name not in right]
-    return alone + [(engine, right[start : start + TOGETHER], True) for start in range(0, len(right), TOGETHER)]
+    return alone + [
+        (engine, right[start : start + TOGETHER], True) for start in range(0, len(right), TOGETHER)
+    ]
 
 
 def be_patient() -> None:
@@ -166,28 +189,47 @@ def this_run(cells: str) -> str:
     from importlib.metadata import version
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     commit = git("rev-parse", "--short=8", "HEAD")
     changed = " with changes" if git("status", "--porcelain", "strategies", "tests") else ""
-    torch, lightning, python = version("torch").partition("+")[0], version("lightning"), platform.python_version()
-    return f"{cells} cells were run at commit {commit}{changed} (torch {torch}, Lightning {lightning}, Python {python})."
+    torch, lightning, python = (
+        version("torch").partition("+")[0],
+        version("lightning"),
+        platform.python_version(),
+    )
+    return (
+        f"{cells} cells were run at commit {commit}{changed} (torch {torch}, Lightning {lightning},"
+        f" Python {python})."
+    )
 
 
 def with_part(run: str, part: str) -> str:
-    """The sentences of `run`, and `part` unless one of them names its commit and versions already."""
+    """The sentences of `run`, and `part` unless one of them names its commit and versions
+    already.
+    """
     return run if part.removeprefix("Some") in run else f"{run} {part}".strip()
 
 
 def read_run() -> str:
     """What the document says of the commits and versions that it is of."""
-    return " ".join(re.findall(r"^(?:All|Some) cells were run at commit .*\)\.$", TABLE.read_text(), re.MULTILINE))
+    return " ".join(
+        re.findall(
+            r"^(?:All|Some) cells were run at commit .*\)\.$", TABLE.read_text(), re.MULTILINE
+        )
+    )
 
 
 def read_table() -> dict[str, dict[str, str]]:
     """The kind of every cell, by behaviour and engine, as the document has it."""
     sections = TABLE.read_text().partition("\n## ")[2]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in sections.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in sections.splitlines()
+        if line.startswith("| ")
+    ]
     return {row[0]: dict(zip(ENGINES, row[1:], strict=True)) for row in rows if row[0]}
 
 
@@ -196,12 +238,19 @@ def read_told() -> dict:
     from behaviours.harness import Outcome
 
     section = TABLE.read_text().partition(f"## {TOLD}\n")[2].partition("\n## ")[0]
-    return {line[1]: Outcome("refused", line[2]) for line in re.finditer(r"^- (.*?): (\w+Error: .*)$", section, re.MULTILINE)}
+    return {
+        line[1]: Outcome("refused", line[2])
+        for line in re.finditer(r"^- (.*?): (\w+Error: .*)$", section, re.MULTILINE)
+    }
 
 
 def render(cases, cells, run: str) -> str:
     """The whole document."""
-    lines = [HEAD.format(run=run.replace("). ", ").\n")), f"| of {len(cells)} | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
+    lines = [
+        HEAD.format(run=run.replace("). ", ").\n")),
+        f"| of {len(cells)} | {' | '.join(ENGINES)} |",
+        "|-|-|-|-|",
+    ]
     for kind in KINDS:
         counts = [Counter(row[engine].kind for row in cells.values())[kind] for engine in ENGINES]
         lines.append(f"| {kind}: | {' | '.join(map(str, counts))} |")
@@ -209,18 +258,30 @@ def render(cases, cells, run: str) -> str:
         lines += ["", f"## {title}", "", f"| | {' | '.join(ENGINES)} |", "|-|-|-|-|"]
         for name, case in cases.items():
             if type(case).__module__.endswith(f"_{theme}"):
-                lines.append(f"| {case.__doc__} | {' | '.join(cells[name][engine].kind for engine in ENGINES)} |")
+                lines.append(
+                    f"| {case.__doc__} |"
+                    f" {' | '.join(cells[name][engine].kind for engine in ENGINES)} |"
+                )
     lines += ["", f"## {TOLD}", ""]
-    told = {c.__doc__: cells[n]["zero3"].detail for n, c in cases.items() if cells[n]["zero3"].kind == "refused"}
-    lines += [f"- {row}: {text.partition(chr(10))[0]}" for row, text in told.items()]  # torch.compile adds its own
+    told = {
+        c.__doc__: cells[n]["zero3"].detail
+        for n, c in cases.items()
+        if cells[n]["zero3"].kind == "refused"
+    }
+    # torch.compile adds its own
+    lines += [f"- {row}: {text.partition(chr(10))[0]}" for row, text in told.items()]
     return "\n".join(lines) + "\n"
 
 
 def counted(readme: str, cells) -> str:
     """The README with the numbers of rows that it names."""
-    ddp, fsdp2 = (sum(row[engine].kind == "wrong" for row in cells.values()) for engine in ("ddp", "fsdp2"))
+    ddp, fsdp2 = (
+        sum(row[engine].kind == "wrong" for row in cells.values()) for engine in ("ddp", "fsdp2")
+    )
     readme = re.sub(r"says of \d+ things", f"says of {len(cells)} things", readme)
-    return re.sub(r"DDP in \d+ of them, FSDP2 in \d+", f"DDP in {ddp} of them, FSDP2 in {fsdp2}", readme)
+    return re.sub(
+        r"DDP in \d+ of them, FSDP2 in \d+", f"DDP in {ddp} of them, FSDP2 in {fsdp2}", readme
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whatever a model does: zero3 computes what plain torch computes, or refuses by name.
 
-`cases_*.py` hold the behaviours, `harness.py` what runs and compares them, `make_table.py` writes BEHAVIOURS.md.
+`cases_*.py` hold the behaviours, `harness.py` what runs and compares them, `make_table.py` writes
+BEHAVIOURS.md.
 """
 
 from pathlib import Path
@@ -15,11 +16,14 @@ from helpers.ranks import run_ranks
 load_cases()
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for all cells
 CELLS = [
-    pytest.param((name, world_size), id=f"{name}-{world_size}") for name, case in CASES.items() for world_size in case.worlds
+    pytest.param((name, world_size), id=f"{name}-{world_size}")
+    for name, case in CASES.items()
+    for world_size in case.worlds
 ]
 
 
-# Known traps of sharding engines. Cases name the ones they would fall into; the rest cannot be met here, or are met elsewhere.
+# Known traps of sharding engines. Cases name the ones they would fall into; the rest cannot be met
+# here, or are met elsewhere.
 PITFALLS = """
 1 first forward under inference mode; 2 no gradient on some ranks; 3 stale gradient buffers; 4 post-accumulate hooks without a
 gradient; 5 hooks that fire twice in a backward; 6 weights tied across units; 7 saved views of old memory; 8 version counters;
@@ -34,19 +38,31 @@ differently; 46 double backward and functorch; 47 the meta device; 48 shards wit
 """
 # Why no case of the matrix can meet it, and a test that does.
 ELSEWHERE = {
-    17: ("the engine never asks for an average: it sums and scales", "test_layering.py::test_the_engine_does_without"),
+    17: (
+        "the engine never asks for an average: it sums and scales",
+        "test_layering.py::test_the_engine_does_without",
+    ),
     19: (
         "padding is zero, in shards and in gradients, whatever a step before left there",
         "ranks/test_leftovers.py::test_padding_holds_nothing",
     ),
-    20: ("a matter of the precision plugin", "trainer/test_scaler.py::test_all_ranks_skip_a_step_that_overflows_on_one"),
+    20: (
+        "a matter of the precision plugin",
+        "trainer/test_scaler.py::test_all_ranks_skip_a_step_that_overflows_on_one",
+    ),
     42: (
-        "there are no streams on the CPU. On CUDA two lanes fork from the compute stream before they overwrite slots or read "
-        "shards, and it joins them before it reads a slot, fills the reduce buffer again or steps; all cases run there too",
+        (
+            "there are no streams on the CPU. On CUDA two streams fork from the compute stream before"
+            " they overwrite slots or read shards, and it joins them before it reads a slot, fills"
+            " the reduce buffer again or steps; all cases run there too"
+        ),
         "behaviours/test_on_a_gpu.py::test_right",
     ),
     44: (
-        "a model holds its engine by hooks, and the engine the model by its parameters: the garbage collector frees both",
+        (
+            "a model holds its engine by hooks, and the engine the model by its parameters: the"
+            " garbage collector frees both"
+        ),
         "ranks/test_leftovers.py::test_a_model_is_freed_with_its_engine",
     ),
     45: (
@@ -66,7 +82,9 @@ def outcomes(request):
     for world_size in sorted({w for _, w in cells}):
         names = [n for n, w in cells if w == world_size]
         right = [n for n in names if CASES[n].expected(world_size) == "right"]
-        found |= {(n, world_size): o for n, o in run_cases("zero3", names, world_size, right).items()}
+        found |= {
+            (n, world_size): o for n, o in run_cases("zero3", names, world_size, right).items()
+        }
     return found
 
 
@@ -77,14 +95,19 @@ def test_right_or_refused_or_known(cell, outcomes):
     assert outcome.kind == CASES[name].expected(world_size), outcome.detail
 
 
-# Several backwards and forwards, clipping, what is frozen, `training_step`, stale slots, loads, copies, hooks, derivatives.
+# Several backwards and forwards, clipping, what is frozen, `training_step`, stale slots, loads,
+# copies, hooks, derivatives.
 OF_THE_STEP = {14, 16, 18, 23, 26, 31, 33, 34, 43, 46}
 
 
 def _takes_gain(name):
     case = CASES[name]
     concerned = OF_THE_STEP & set(case.pitfalls) or type(case).__module__.endswith("_gradients")
-    return concerned and case.expected(2) == "right" and any(isinstance(module, Chain) for module in case.model().modules())
+    return (
+        concerned
+        and case.expected(2) == "right"
+        and any(isinstance(module, Chain) for module in case.model().modules())
+    )
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +143,9 @@ def test_the_reference_is_one_process_on_the_joined_batch():
         loss = case.loss(model, torch.cat([case.batch(step, rank) for rank in range(2)]))
         loss.backward()
         optimizer.step()
-        torch.testing.assert_close(sum(found[f"logged[{step}]"] for found in ranks) / 2, loss.detach())
+        torch.testing.assert_close(
+            sum(found[f"logged[{step}]"] for found in ranks) / 2, loss.detach()
+        )
     for name, p in model.named_parameters():
         for found in ranks:
             torch.testing.assert_close(found[f"parameter {name}"], p.detach())
@@ -128,7 +153,11 @@ def test_the_reference_is_one_process_on_the_joined_batch():
 
 
 def test_every_optimizer_of_torch_has_a_case():
-    optimizers = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and cls is not torch.optim.Optimizer]
+    optimizers = [
+        cls
+        for cls in vars(torch.optim).values()
+        if isinstance(cls, type) and cls is not torch.optim.Optimizer
+    ]
     assert len(optimizers) > 10
     for cls in set(optimizers) - {torch.optim.SparseAdam}:  # refused, see test_errors.py
         assert any(f"`torch.optim.{cls.__name__}`" in case.__doc__ for case in CASES.values()), cls

@@ -1,4 +1,6 @@
-"""Behaviours that callbacks of Lightning and hooks of the module bring in: zero3 on two ranks; see `in_the_trainer.py`."""
+"""Behaviours that callbacks of Lightning and hooks of the module bring in: zero3 on two ranks; see
+`in_the_trainer.py`.
+"""
 
 import re
 
@@ -14,18 +16,28 @@ from helpers.tracking import needs_cuda
 
 
 def normed(rank, world_size):
-    """The stand-in for SyncBatchNorm on this rank's part, and what torch computes of the whole batch in one process."""
-    whole, weights = (torch.randn(8, DIM, generator=torch.Generator().manual_seed(k)) for k in range(2))
+    """The stand-in for SyncBatchNorm on this rank's part, and what torch computes of the whole
+    batch in one process.
+    """
+    whole, weights = (
+        torch.randn(8, DIM, generator=torch.Generator().manual_seed(k)) for k in range(2)
+    )
     found = []
     for function, x, w in (
-        (lambda norm, x: sync_batch_norm(norm, x), *(t.chunk(world_size)[rank].clone() for t in (whole, weights))),
+        (
+            lambda norm, x: sync_batch_norm(norm, x),
+            *(t.chunk(world_size)[rank].clone() for t in (whole, weights)),
+        ),
         (lambda norm, x: nn.BatchNorm1d.forward(norm, x), whole, weights),
     ):
         norm = nn.SyncBatchNorm(DIM)
         for _ in range(2):
             out = function(norm, x.requires_grad_())
         out.mul(w).sum().backward()
-        rows = [t.detach().chunk(world_size)[rank] if len(t) == len(whole) else t.detach() for t in (out, x.grad)]
+        rows = [
+            t.detach().chunk(world_size)[rank] if len(t) == len(whole) else t.detach()
+            for t in (out, x.grad)
+        ]
         found.append([*rows, *norm.buffers()])
     return found
 
@@ -42,7 +54,9 @@ REFUSED_BY_ONE = ["FirstOfAGroup", "StateOfRankZero"]  # what is wrong is wrong 
 
 def chosen(request, test):
     """Those that are to be tested."""
-    items = {item.callspec.params["name"] for item in request.session.items if item.originalname == test}
+    items = {
+        item.callspec.params["name"] for item in request.session.items if item.originalname == test
+    }
     return [name for name in RIGHT if name in items]
 
 
@@ -66,13 +80,17 @@ def test_as_the_reference(name, runs):
     check(name, *([found[name] for found in runs[each]] for each in ("zero3", kind)))
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, needs_cuda])])
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, needs_cuda])]
+)
 def alone(request):
     """What one rank finds, on a CPU or GPU, and what it would without zero3."""
     names, found = chosen(request, "test_one_rank"), {}
     for engine in ("zero3", "ddp", "one"):
         mine = [name for name in names if engine in ("zero3", MODULES[name].reference)]
-        (found[engine],) = run_ranks(run_all, 1, mine, engine, request.param, timeout=30 + 10 * len(mine))
+        (found[engine],) = run_ranks(
+            run_all, 1, mine, engine, request.param, timeout=30 + 10 * len(mine)
+        )
     return found
 
 
@@ -83,7 +101,9 @@ def test_one_rank(name, alone):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
-    """On each rank, with the same reason; or on one, whose end the watch of the other ends in, and tells."""
+    """On each rank, with the same reason; or on one, whose end the watch of the other ends in, and
+    tells.
+    """
     if name not in REFUSED_BY_ONE:
         for told in run_ranks(refusal, 2, name, timeout=60):
             assert re.search(MODULES[name].refused, told, re.DOTALL), told

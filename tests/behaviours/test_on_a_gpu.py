@@ -1,6 +1,8 @@
-"""The behaviours on CUDA: streams and events of one rank, and of two that share the device, with gloo between them.
+"""The behaviours on CUDA: streams and events of one rank, and of two that share the device, with
+gloo between them.
 
-`pytest -m gpu tests/behaviours` runs them. Cells that should be right share processes, a group of them in each test.
+`pytest -m gpu tests/behaviours` runs them. Cells that should be right share processes, a group of
+them in each test.
 """
 
 import pytest
@@ -11,8 +13,14 @@ from helpers.tracking import needs_cuda
 
 load_cases()
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(900)]
-CELLS = [(name, world_size) for name, case in CASES.items() for world_size in case.worlds if not case.on_host]
-FOLLOWED = "reduced-outside-its-unit"  # under a default device torch 2.11 asks the mode first, and `all_reduce` can be followed
+CELLS = [
+    (name, world_size)
+    for name, case in CASES.items()
+    for world_size in case.worlds
+    if not case.on_host
+]
+# under a default device torch 2.11 asks the mode first, and `all_reduce` can be followed
+FOLLOWED = "reduced-outside-its-unit"
 RIGHT = [cell for cell in CELLS if CASES[cell[0]].expected(cell[1]) == "right"]
 
 
@@ -20,7 +28,9 @@ def groups():
     for world_size in (1, 2):
         names = [name for name, size in RIGHT if size == world_size]
         for start in range(0, len(names), BATCH):
-            yield pytest.param(world_size, names[start : start + BATCH], id=f"{names[start]}-and-next-{world_size}")
+            yield pytest.param(
+                world_size, names[start : start + BATCH], id=f"{names[start]}-and-next-{world_size}"
+            )
 
 
 @pytest.mark.parametrize(("world_size", "names"), groups())

@@ -1,4 +1,6 @@
-"""docs/BEHAVIOURS.md is what `make_table.py` writes: nobody edited it, and no case is missing or out of date."""
+"""docs/BEHAVIOURS.md is what `make_table.py` writes: nobody edited it, and no case is missing or
+out of date.
+"""
 
 import re
 
@@ -61,11 +63,16 @@ SAMPLE = {
 
 
 def test_it_is_what_the_generator_writes():
-    """Row names, their order and sections, summary counts, the head: all of them from the kinds and texts in it."""
+    """Row names, their order and sections, summary counts, the head: all of them from the kinds and
+    texts in it.
+    """
     rows, told = read_table(), read_told()
     names = {case.__doc__: name for name, case in ROWS.items()}
     assert sorted(rows) == sorted(names), set(rows) ^ set(names)
-    cells = {name: {engine: Outcome(rows[row][engine]) for engine in ENGINES} for row, name in names.items()}
+    cells = {
+        name: {engine: Outcome(rows[row][engine]) for engine in ENGINES}
+        for row, name in names.items()
+    }
     for row, outcome in told.items():
         cells[names[row]]["zero3"] = outcome
     cells = {name: cells[name] for name in ROWS}
@@ -74,7 +81,11 @@ def test_it_is_what_the_generator_writes():
 
 
 def test_it_says_what_was_run():
-    assert re.search(r"commit [0-9a-f]{8}( with changes)? \(torch \d+\.\d+\.\d+, Lightning \d+\.\d+\.\d+, Python ", read_run())
+    assert re.search(
+        r"commit [0-9a-f]{8}( with changes)? \(torch \d+\.\d+\.\d+, Lightning \d+\.\d+\.\d+,"
+        r" Python ",
+        read_run(),
+    )
 
 
 def test_its_counts_are_those_of_its_rows():
@@ -103,7 +114,10 @@ def test_the_row_says_what_the_case_expects(name):
 
 
 # A unit, or a parameter, buffer or module of one of the models.
-WHOSE = r"\bunits? \w+[.+]\w+|\bunit (stem|head|whole)\b|'(\w+\.)+\w+'|([Pp]arameters?|[Bb]uffer) '\w+'|^'\w+' (and|was|is)\b"
+WHOSE = (
+    r"\bunits? \w+[.+]\w+|\bunit (stem|head|whole)\b|'(\w+\.)+\w+'|([Pp]arameters?|[Bb]uffer)"
+    r" '\w+'|^'\w+' (and|was|is)\b"
+)
 # Refusals that are of no parameter more than of the others, and what they name in its place.
 OF_NONE = {
     "optimizer-of-global-norms": "GloballyNormalizedSgd",
@@ -114,12 +128,16 @@ OF_NONE = {
     "skipped-steps": "`training_step`",
 }
 WHAT_TO_DO = re.compile(
-    r"\b([Ii]nside (a step|`with)|[Cc]reate|[Uu]se|[Rr]ead (it|`)|To (store|tie)|Copy|Make|[Gg]ive|Run|Keep|Call|Set|Register|"
-    r"Pass|Add|Edit|[Cc]hange|Do (that|it)|Step it|Compute|must run|[Tt]ake|Try|It is recommended)\b"
+    r"\b([Ii]nside (a step|`with)|[Cc]reate|[Uu]se|[Rr]ead (it|`)|To"
+    r" (store|tie)|Copy|Make|[Gg]ive|Run|Keep|Call|Set|Register|"
+    r"Pass|Add|Edit|[Cc]hange|Do (that|it)|Step it|Compute|must run|[Tt]ake|Try|It is"
+    r" recommended)\b"
 )
 
 
-@pytest.mark.parametrize("name", [name for name, case in ROWS.items() if case.expected(2) == "refused"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in ROWS.items() if case.expected(2) == "refused"]
+)
 def test_a_refusal_names_what_it_is_about_and_what_to_do(name):
     told = read_told()[ROWS[name].__doc__].detail.partition(": ")[2]
     assert re.search(OF_NONE.get(name, WHOSE), told)

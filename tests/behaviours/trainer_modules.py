@@ -1,4 +1,6 @@
-"""Modules that bring in callbacks of Lightning and hooks of their own, for `test_in_the_trainer.py`."""
+"""Modules that bring in callbacks of Lightning and hooks of their own, for
+`test_in_the_trainer.py`.
+"""
 
 import csv
 import tempfile
@@ -50,7 +52,9 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self):
         mine = range(2) if self.trainer.world_size == 1 else [self.trainer.global_rank]
-        parts = [torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(rank)) for rank in mine]
+        parts = [
+            torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(rank)) for rank in mine
+        ]
         return DataLoader(torch.cat(parts, 1), batch_size=None)
 
     def training_step(self, batch, batch_idx):
@@ -107,7 +111,10 @@ class Swa(Averaged):
 class NotElementwise(Module):
     """`WeightAveraging` with a function of whole tensors"""
 
-    refused = "averaging function of WeightAveraging does not average each element by itself.*get_ema_avg_fn"
+    refused = (
+        "averaging function of WeightAveraging does not average each element by"
+        " itself.*get_ema_avg_fn"
+    )
 
     def callbacks(self):
         return [WeightAveraging(avg_fn=lambda average, weight, n: weight / weight.norm())]
@@ -140,13 +147,17 @@ class UnfreezingTwice(Unfreezing):
                 if epoch == 1:
                     self.unfreeze_and_add_param_group(module.net.blocks[1], optimizer, lr=0.02)
                 if epoch == 2:
-                    self.unfreeze_and_add_param_group([module.net.stem, module.net.blocks[0]], optimizer)
+                    self.unfreeze_and_add_param_group(
+                        [module.net.stem, module.net.blocks[0]], optimizer
+                    )
                     optimizer.param_groups[0]["lr"] /= 2
 
         return [Finetuning()]
 
     def configure_optimizers(self):
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
+        return torch.optim.Adam(
+            [p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3
+        )
 
 
 class UnfreezingByHand(Module):
@@ -168,7 +179,9 @@ class Moving(Module):
     def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.ndim == 2]
         rest = [p for p in self.parameters() if p.ndim != 2]
-        return torch.optim.Adam([{"params": matrices}, {"params": rest, "lr": 0.002}], lr=0.01, eps=1e-3)
+        return torch.optim.Adam(
+            [{"params": matrices}, {"params": rest, "lr": 0.002}], lr=0.01, eps=1e-3
+        )
 
     def on_train_epoch_start(self):
         with getattr(self.trainer.strategy, "param_groups", nullcontext)():
@@ -196,7 +209,9 @@ class ByLbfgs(Module):
     options = {"precision": "64-true"}  # its line search magnifies rounding
 
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"
+        )
 
 
 class ByAdafactor(Module):
@@ -228,7 +243,11 @@ class ProfiledByTorch(Module):
 
     @property
     def options(self):
-        return {"profiler": PyTorchProfiler(dirpath=tempfile.mkdtemp(), filename="trace", export_to_chrome=False)}
+        return {
+            "profiler": PyTorchProfiler(
+                dirpath=tempfile.mkdtemp(), filename="trace", export_to_chrome=False
+            )
+        }
 
 
 class DeviceStats(Module):
@@ -249,8 +268,12 @@ class DeviceStats(Module):
                 for name in get_cpu_stats():
                     column = [row[f"DeviceStatsMonitor.{hook}/{name}"] for row in rows]
                     found = [float(value) for value in column if value]
-                    assert len(found) == self.trainer.global_step and all(0 <= value <= 100 for value in found), name
-                    assert all(found) or name != "cpu_vm_percent", "of the machine's memory, some is in use"
+                    assert len(found) == self.trainer.global_step and all(
+                        0 <= value <= 100 for value in found
+                    ), name
+                    assert all(found) or name != "cpu_vm_percent", (
+                        "of the machine's memory, some is in use"
+                    )
 
 
 class Summarized(Module):
@@ -265,7 +288,12 @@ class Summarized(Module):
 
     def on_train_start(self):
         summary = summarize(self, max_depth=3)
-        self.shared += [summary.total_parameters, summary.trainable_parameters, summary.total_flops, summary.model_size]
+        self.shared += [
+            summary.total_parameters,
+            summary.trainable_parameters,
+            summary.total_flops,
+            summary.model_size,
+        ]
         self.shared += [zlib.crc32(str(column).encode()) for column in summary._get_summary_data()]
 
 
@@ -284,13 +312,17 @@ def sync_batch_norm(self, x):
 
 
 class SyncedNorms(Module):
-    """`Trainer(sync_batchnorm=True)`, with a stand-in for the layers that torch has for CUDA only"""
+    """`Trainer(sync_batchnorm=True)`, with a stand-in for the layers that torch has for CUDA
+    only
+    """
 
     options = {"sync_batchnorm": True}
 
     def __init__(self):
         super().__init__()
-        self.net = Chain(*(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3)))
+        self.net = Chain(
+            *(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU()) for _ in range(3))
+        )
         nn.SyncBatchNorm.forward = sync_batch_norm  # in this process, which is a rank of the test
 
     def on_train_start(self):
@@ -344,7 +376,9 @@ class LearningRateFound(LikeDdp):
 
     def callbacks(self):
         steps = 16  # it suggests nothing of less than 13
-        self.finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=steps, early_stop_threshold=None)
+        self.finder = LearningRateFinder(
+            min_lr=1e-3, max_lr=0.5, num_training_steps=steps, early_stop_threshold=None
+        )
         return [self.finder]
 
     def configure_optimizers(self):
@@ -359,7 +393,10 @@ class LearningRateFound(LikeDdp):
 class BatchSizeFound(LikeDdp):
     """`BatchSizeFinder`"""
 
-    refused = "BatchSizeFinder tries sizes until.*Lightning allows it with no distributed strategy. Try each size"
+    refused = (
+        "BatchSizeFinder tries sizes until.*Lightning allows it with no distributed strategy. Try"
+        " each size"
+    )
 
     def callbacks(self):
         return [BatchSizeFinder()]
@@ -373,7 +410,11 @@ class Pruned(Module):
         prune.l1_unstructured(self.net.blocks[0].up, "weight", amount=0.5)  # by other hands
 
     def callbacks(self):
-        layers = [(self.net.head, "weight"), (self.net.head, "bias"), (self.net.blocks[1].up, "weight")]
+        layers = [
+            (self.net.head, "weight"),
+            (self.net.head, "bias"),
+            (self.net.blocks[1].up, "weight"),
+        ]
         again = {"use_lottery_ticket_hypothesis": lambda epoch: epoch == 0}
         return [ModelPruning("l1_unstructured", amount=0.3, parameters_to_prune=layers, **again)]
 
@@ -382,13 +423,20 @@ class PrunedAfterValidation(Averaged):
     """`ModelPruning` of each layer by rows, masks kept"""
 
     def callbacks(self):
-        options = {"pruning_dim": 0, "pruning_norm": 2, "prune_on_train_epoch_end": False, "make_pruning_permanent": False}
+        options = {
+            "pruning_dim": 0,
+            "pruning_norm": 2,
+            "prune_on_train_epoch_end": False,
+            "make_pruning_permanent": False,
+        }
         options |= {"use_global_unstructured": False, "use_lottery_ticket_hypothesis": False}
         layers = [(block.up, "weight") for block in self.net.blocks]
         return [ModelPruning("ln_structured", layers, amount=0.2, **options)]
 
     def on_train_end(self):
-        self.shared += [b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")]
+        self.shared += [
+            b.sum().item() for name, b in self.named_buffers() if name.endswith("_mask")
+        ]
 
 
 class PrunedBefore(Module):
@@ -403,7 +451,10 @@ class PrunedBefore(Module):
 class SkippedSteps(Module):
     """`training_step` that returns `None`"""
 
-    refused = "Skipping the `training_step` by returning None in distributed training is not supported"  # Lightning's own
+    # Lightning's own
+    refused = (
+        "Skipping the `training_step` by returning None in distributed training is not supported"
+    )
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -415,7 +466,9 @@ class GradientNorms(Module):
 
     def on_before_optimizer_step(self, optimizer):
         self.shared += [
-            v.item() if isinstance(v, torch.Tensor) else v for kind in (2, 1, "inf") for v in grad_norm(self, kind).values()
+            v.item() if isinstance(v, torch.Tensor) else v
+            for kind in (2, 1, "inf")
+            for v in grad_norm(self, kind).values()
         ]
 
 
@@ -426,7 +479,9 @@ class ClippedByValue(Module):
 
 
 class MomentumByHand(Module):
-    """`gradient_clip_val`, a momentum of one's own that is assigned to `p.grad`, kept, and clipped along with it"""
+    """`gradient_clip_val`, a momentum of one's own that is assigned to `p.grad`, kept, and clipped
+    along with it
+    """
 
     options = {"gradient_clip_val": 0.05}
 
@@ -475,7 +530,9 @@ class Manual(Module):
         self.judge = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD(
+            self.judge.parameters(), lr=0.05, momentum=0.9
+        )
 
     def training_step(self, batch, batch_idx):
         for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
@@ -591,8 +648,16 @@ class ExceptionOnce(Module):
 
 def modules_in(names):
     """Name -> class, of what is to be trained among the ``names`` of a file."""
-    found = {name: cls for name, cls in names.items() if isinstance(cls, type) and issubclass(cls, Module)}
-    return {name: cls for name, cls in found.items() if cls not in (Averaged, LikeDdp) and cls.__module__ == names["__name__"]}
+    found = {
+        name: cls
+        for name, cls in names.items()
+        if isinstance(cls, type) and issubclass(cls, Module)
+    }
+    return {
+        name: cls
+        for name, cls in found.items()
+        if cls not in (Averaged, LikeDdp) and cls.__module__ == names["__name__"]
+    }
 
 
 MODULES = modules_in(vars())

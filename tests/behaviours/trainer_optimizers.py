@@ -29,14 +29,21 @@ class WarmUpOfNorms(Module):
 
     def configure_optimizers(self):
         optimizer = Lars(self.parameters(), lr=0.5, momentum=0.9)
-        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: 1.0 if step else 1e-7), "interval": "step"}]
+        return [optimizer], [
+            {
+                "scheduler": LambdaLR(optimizer, lambda step: 1.0 if step else 1e-7),
+                "interval": "step",
+            }
+        ]
 
 
 class NormsByAttribute(Module):
     def configure_optimizers(self):
         class OnRequest(Lars):
             def step(self, closure=None):
-                return super().step(closure) if self.normalise else torch.optim.SGD.step(self, closure)
+                return (
+                    super().step(closure) if self.normalise else torch.optim.SGD.step(self, closure)
+                )
 
             normalise = False
 
@@ -46,7 +53,9 @@ class NormsByAttribute(Module):
 
 
 class NormsWhenLarge(Module):
-    """A rule that no trial of the optimizer brings about: few gradients are so large, and on no rank all of them."""
+    """A rule that no trial of the optimizer brings about: few gradients are so large, and on no
+    rank all of them.
+    """
 
     def configure_optimizers(self):
         class Clipping(torch.optim.SGD):
@@ -97,13 +106,18 @@ class NormsFromAStepOn(Module):
 
             def step(self, closure=None):
                 self.steps += 1
-                return super().step(closure) if self.steps > 5 else torch.optim.SGD.step(self, closure)
+                return (
+                    super().step(closure) if self.steps > 5 else torch.optim.SGD.step(self, closure)
+                )
 
         return Beginning(self.parameters(), lr=0.5)
 
 
 class NormsLater(Module):
-    refused = "Scheduled steps on shards.*Now group 0 has weight_decay=0.01, with which it looks at whole.*1e-12"
+    refused = (
+        "Scheduled steps on shards.*Now group 0 has weight_decay=0.01, with which it looks at"
+        " whole.*1e-12"
+    )
 
     def configure_optimizers(self):
         class Scheduled(Lars):
@@ -156,7 +170,10 @@ class StepSizesInAList(Module):
 
 
 class NormsOfGroups(Module):
-    refused = "`norm` would be of the values of parameters .* that this rank holds a shard of.*Use the module's parameters"
+    refused = (
+        "`norm` would be of the values of parameters .* that this rank holds a shard of.*Use the"
+        " module's parameters"
+    )
 
     def on_train_batch_end(self, *args):
         for p in self.optimizers().param_groups[0]["params"]:
@@ -165,7 +182,8 @@ class NormsOfGroups(Module):
 
 class ElementsOfGroups(Module):
     refused = (
-        "`__getitem__` would be of the values of parameters .* that this rank holds a shard of.*Use the module's parameters"
+        "`__getitem__` would be of the values of parameters .* that this rank holds a shard of.*Use"
+        " the module's parameters"
     )
 
     def on_train_batch_end(self, *args):
@@ -218,7 +236,10 @@ class DataOfGroupsChanged(Module):
 class GradientsOfGroupsReplaced(Module):
     """In the middle of a window, where the next backward would add to them."""
 
-    refused = "assigned to the gradient of parameters 'net.* in `optimizer.param_groups`.*p.grad.copy_.*module.parameters"
+    refused = (
+        "assigned to the gradient of parameters 'net.* in"
+        " `optimizer.param_groups`.*p.grad.copy_.*module.parameters"
+    )
     options = {"accumulate_grad_batches": 2}
 
     def on_after_backward(self):
@@ -233,7 +254,9 @@ class ReplacesData(torch.optim.SGD):
     def step(self, closure=None):
         loss = None if closure is None else closure()
         with torch.no_grad():
-            for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            for p in [
+                p for group in self.param_groups for p in group["params"] if p.grad is not None
+            ]:
                 p.grad = 0.5 * p.grad
                 p.data = p.data - self.param_groups[0]["lr"] * p.grad
         return loss
@@ -258,7 +281,9 @@ class ByReplacingData(Module):
 
 
 class GradientsOfBefore(Module):
-    """Something was differentiated before the model is sharded: Lightning clears gradients when training starts."""
+    """Something was differentiated before the model is sharded: Lightning clears gradients when
+    training starts.
+    """
 
     def __init__(self):
         super().__init__()
@@ -277,7 +302,10 @@ class ScalerOfItsOwn(Module):
         self.scaler = cls("cpu", init_scale=2.0**10, growth_interval=3)
 
     def training_step(self, batch, batch_idx):
-        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers(use_pl_optimizer=False)
+        loss, optimizer = (
+            super().training_step(batch, batch_idx),
+            self.optimizers(use_pl_optimizer=False),
+        )
         if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
             loss = loss * 1e38
         optimizer.zero_grad()
@@ -326,7 +354,10 @@ class RatesOfEachRank(LikeDdp):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0, mode="max")
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "rank"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "rank"},
+        }
 
     def training_step(self, batch, batch_idx):
         self.log("rank", float(batch_idx * (1 - 2 * self.global_rank)))
@@ -349,7 +380,9 @@ class OptionOfEachRank(Module):
     refused = "'scale' of param group 0 of SGD is 1.0 on rank 0 and 2.0 on rank 1"
 
     def configure_optimizers(self):
-        return torch.optim.SGD([{"params": self.parameters(), "scale": 1.0 + self.global_rank}], lr=0.1)
+        return torch.optim.SGD(
+            [{"params": self.parameters(), "scale": 1.0 + self.global_rank}], lr=0.1
+        )
 
 
 # ---- hooks of a step
@@ -361,7 +394,9 @@ class Normalized(torch.optim.SGD):
     def step(self, closure=None):
         loss = None if closure is None else closure()
         with torch.no_grad():
-            for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            for p in [
+                p for group in self.param_groups for p in group["params"] if p.grad is not None
+            ]:
                 p.grad.div_(p.grad.norm() + 1e-2)
         super().step()
         return loss
@@ -392,7 +427,10 @@ class WeightsNormedAfterAWholeStep(WeightsNormedAfterAStep):
 class GradientsNormedBeforeAStep(Module):
     """In a hook that is younger than the strategy's, and without a closure."""
 
-    refused = "`linalg_vector_norm` would be of the gradients of parameters .* that this rank holds a shard of"
+    refused = (
+        "`linalg_vector_norm` would be of the gradients of parameters .* that this rank holds a"
+        " shard of"
+    )
     kind = torch.optim.SGD
 
     def __init__(self):
@@ -407,7 +445,9 @@ class GradientsNormedBeforeAStep(Module):
 
     @staticmethod
     def clip(optimizer, *args):
-        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], 0.01
+        )
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -469,7 +509,10 @@ class StepThatRaises(GradientsNormedBeforeAStep):
 
 
 class FirstOfAGroup(Module):
-    refused = "Looking steps on whole parameters.*a param group may be empty.*IndexError.*Look at `group.'params'.` in loops"
+    refused = (
+        "Looking steps on whole parameters.*a param group may be empty.*IndexError.*Look at"
+        " `group.'params'.` in loops"
+    )
 
     def configure_optimizers(self):
         class Looking(Normalized):
@@ -479,7 +522,10 @@ class FirstOfAGroup(Module):
                 return loss
 
         bias = self.net.head.bias
-        return Looking([{"params": [bias]}, {"params": [p for p in self.parameters() if p is not bias]}], lr=0.05)
+        return Looking(
+            [{"params": [bias]}, {"params": [p for p in self.parameters() if p is not bias]}],
+            lr=0.05,
+        )
 
 
 class GroupsMerged(Module):
@@ -501,12 +547,18 @@ class GroupsMerged(Module):
     def training_step(self, batch, batch_idx):
         if self.current_epoch != 1:
             return super().training_step(batch, batch_idx)
-        loss = self.net.head(self.net.blocks[0](self.net.stem(batch) if batch_idx % 2 else batch)).square().mean()
+        loss = (
+            self.net.head(self.net.blocks[0](self.net.stem(batch) if batch_idx % 2 else batch))
+            .square()
+            .mean()
+        )
         self.seen.append(loss.item())
         return loss
 
     def on_train_epoch_end(self):
-        self.trainer.save_checkpoint(f"{self.trainer.strategy.broadcast(tempfile.mkdtemp())}/saved.ckpt")
+        self.trainer.save_checkpoint(
+            f"{self.trainer.strategy.broadcast(tempfile.mkdtemp())}/saved.ckpt"
+        )
 
 
 OPTIMIZERS = modules_in(vars())

@@ -20,8 +20,15 @@ class MomentaInADict(ByReplacingData):
             def step(self, closure=None):
                 loss = None if closure is None else closure()
                 with torch.no_grad():
-                    for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
-                        momenta = self.state[p].setdefault("momenta", {beta: torch.zeros_like(p) for beta in (0.0, 0.9)})
+                    for p in [
+                        p
+                        for group in self.param_groups
+                        for p in group["params"]
+                        if p.grad is not None
+                    ]:
+                        momenta = self.state[p].setdefault(
+                            "momenta", {beta: torch.zeros_like(p) for beta in (0.0, 0.9)}
+                        )
                         for beta, momentum in momenta.items():
                             p.sub_(momentum.mul_(beta).add_(p.grad), alpha=0.05)
                 return loss
@@ -53,11 +60,15 @@ class StateOfNoParameter(Module):
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
-            self.optimizers().add_param_group({"params": list(self.net.head.requires_grad_(True).parameters())})
+            self.optimizers().add_param_group(
+                {"params": list(self.net.head.requires_grad_(True).parameters())}
+            )
 
 
 class StateOfAParameter(Module):
-    refused = "An optimizer's state is of the flat tensors.*none of a single parameter.*param_groups"
+    refused = (
+        "An optimizer's state is of the flat tensors.*none of a single parameter.*param_groups"
+    )
 
     def on_train_epoch_start(self):
         if self.current_epoch and self.net.head.weight in self.optimizers().state:
@@ -96,7 +107,10 @@ class NormOfStateAddedUp(Module):
     """As that error says."""
 
     def on_train_batch_end(self, *args):
-        buffers = [state["momentum_buffer"].as_subclass(torch.Tensor) for state in self.optimizers().state.values()]
+        buffers = [
+            state["momentum_buffer"].as_subclass(torch.Tensor)
+            for state in self.optimizers().state.values()
+        ]
         norms = torch.stack([buffer.square().sum() for buffer in buffers])
         self.shared.append(self.trainer.strategy.reduce(norms.sum(), reduce_op="sum").sqrt().item())
 
@@ -148,7 +162,10 @@ class StateCopied(StatePutBack):
 class StateOfACopiedOptimizer(StateCopied):
     """The whole optimizer is copied; what it returns is of its own tensors."""
 
-    refused = "This state of AdamW is of whole parameters, or of another optimizer, and rank . steps on shards of its own"
+    refused = (
+        "This state of AdamW is of whole parameters, or of another optimizer, and rank . steps on"
+        " shards of its own"
+    )
 
     def on_train_epoch_start(self):
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -161,7 +178,10 @@ class StateOfACopiedOptimizer(StateCopied):
 
 
 class PickledOptimizer(StateCopied):
-    refused = "An optimizer that holds flat shards of parameters 'net.* was pickled.*`trainer.save_checkpoint"
+    refused = (
+        "An optimizer that holds flat shards of parameters 'net.* was"
+        " pickled.*`trainer.save_checkpoint"
+    )
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
@@ -169,10 +189,15 @@ class PickledOptimizer(StateCopied):
 
 
 class StateOfRankZero(Module):
-    refused = "This state of SGD is of rank 0's shards.*rank 1 steps on shards of its own.*trainer.save_checkpoint"
+    refused = (
+        "This state of SGD is of rank 0's shards.*rank 1 steps on shards of its"
+        " own.*trainer.save_checkpoint"
+    )
 
     def on_train_epoch_start(self):
-        state = self.trainer.strategy.broadcast(self.optimizers(use_pl_optimizer=False).state_dict())
+        state = self.trainer.strategy.broadcast(
+            self.optimizers(use_pl_optimizer=False).state_dict()
+        )
         if self.current_epoch:
             self.optimizers(use_pl_optimizer=False).load_state_dict(state)
 
@@ -181,7 +206,9 @@ class StateOfWholeParameters(Module):
     refused = "This state of SGD is of whole parameters"
 
     def on_train_start(self):
-        self.optimizers(use_pl_optimizer=False).load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict())
+        self.optimizers(use_pl_optimizer=False).load_state_dict(
+            torch.optim.SGD([torch.ones(1)]).state_dict()
+        )
 
 
 class Subclassed(torch.optim.SGD):
@@ -288,7 +315,9 @@ class StateMadeWhenAdded(Module):
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
-            self.optimizers().add_param_group({"params": list(self.net.head.requires_grad_(True).parameters())})
+            self.optimizers().add_param_group(
+                {"params": list(self.net.head.requires_grad_(True).parameters())}
+            )
 
 
 class WholeStateMadeWhenAdded(StateMadeWhenAdded):
@@ -297,13 +326,18 @@ class WholeStateMadeWhenAdded(StateMadeWhenAdded):
 
 
 class StateInAList(Module):
-    refused = "Listing keeps a tensor for each of its parameters in its attribute `momenta`.*self.state.parameter."
+    refused = (
+        "Listing keeps a tensor for each of its parameters in its attribute"
+        " `momenta`.*self.state.parameter."
+    )
 
     def configure_optimizers(self):
         class Listing(torch.optim.SGD):
             def __init__(self, params, lr):
                 super().__init__(params, lr=lr)
-                self.momenta = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
+                self.momenta = [
+                    [torch.zeros_like(p) for p in group["params"]] for group in self.param_groups
+                ]
 
         return Listing(self.parameters(), lr=0.1)
 
@@ -311,7 +345,10 @@ class StateInAList(Module):
 class StateOfBeforeACut(Module):
     """A block was not used in between."""
 
-    refused = "This state of SGD is of the same shards, but parameters have been without a gradient since it was taken"
+    refused = (
+        "This state of SGD is of the same shards, but parameters have been without a gradient since"
+        " it was taken"
+    )
 
     def training_step(self, batch, batch_idx):
         if batch_idx != 1:

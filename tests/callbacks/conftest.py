@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from lightning_zero3.callbacks.allocator_early import MARKER
-from lightning_zero3.callbacks.allocator_environment import READ_NAMES
+from lightning_zero3.callbacks.allocator.early import MARKER
+from lightning_zero3.callbacks.allocator.environment import READ_NAMES
 
 NAMES = (
     *READ_NAMES,

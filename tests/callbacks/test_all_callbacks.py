@@ -1,4 +1,6 @@
-"""All callbacks together, from YAML, on one device, with DDP, FSDP2 and zero3: they see everything and change nothing."""
+"""All callbacks together, from YAML, on one device, with DDP, FSDP2 and zero3: they see everything
+and change nothing.
+"""
 
 import pytest
 import torch
@@ -37,7 +39,10 @@ CALLBACKS = """
       init_args: {{report: {folder}/memory.html, report_png: true}}
     - class_path: lightning_zero3.callbacks.StepTimer
 """
-FSDP2 = "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: 2, tensor_parallel_size: 1}}"
+FSDP2 = (
+    "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: 2,"
+    " tensor_parallel_size: 1}}"
+)
 
 
 class Model(LightningModule):
@@ -46,7 +51,10 @@ class Model(LightningModule):
         self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
 
     def configure_model(self):
-        if self.trainer is not None and type(self.trainer.strategy).__name__ == "ModelParallelStrategy":
+        if (
+            self.trainer is not None
+            and type(self.trainer.strategy).__name__ == "ModelParallelStrategy"
+        ):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
@@ -65,17 +73,31 @@ class Weights(Callback):
             with whole():
                 self.seen = [parameter.detach().clone() for parameter in pl_module.parameters()]
         else:
-            local = [getattr(parameter, "_local_tensor", parameter) for parameter in pl_module.parameters()]
+            local = [
+                getattr(parameter, "_local_tensor", parameter)
+                for parameter in pl_module.parameters()
+            ]
             self.seen = [parameter.detach().clone() for parameter in local]
 
 
 def fit(folder, strategy, devices, callbacks):
     config = folder / "config.yaml"
-    config.write_text(YAML.format(folder=folder, strategy=strategy, devices=devices, callbacks=callbacks.format(folder=folder)))
+    config.write_text(
+        YAML.format(
+            folder=folder,
+            strategy=strategy,
+            devices=devices,
+            callbacks=callbacks.format(folder=folder),
+        )
+    )
     weights = Weights()
     trainer_defaults = {"callbacks": [weights]}
     cli = LightningCLI(
-        Model, run=False, args=["--config", str(config)], trainer_defaults=trainer_defaults, save_config_callback=None
+        Model,
+        run=False,
+        args=["--config", str(config)],
+        trainer_defaults=trainer_defaults,
+        save_config_callback=None,
     )
     data = TensorDataset(torch.randn(24, 32, generator=torch.Generator().manual_seed(0)))
     cli.trainer.fit(cli.model, DataLoader(data, 2))
@@ -88,12 +110,19 @@ def case(rank, world_size, strategies, folder):
         mine = folder / f"{number}-{rank}"
         mine.mkdir()
         watched, trainer = fit(mine, strategy, world_size, CALLBACKS)
-        tracker = next(callback for callback in trainer.callbacks if isinstance(callback, CUDAMemoryTracker))
+        tracker = next(
+            callback for callback in trainer.callbacks if isinstance(callback, CUDAMemoryTracker)
+        )
         ledger = trainer.strategy.memory_ledger(per_unit=True) if strategy == "zero3" else None
         plain, _ = fit(mine, strategy, world_size, "[]")
         metrics = set(trainer.logger.experiment.metrics_keys) if rank == 0 else set()
         results.append(
-            ([torch.equal(*pair) for pair in zip(watched, plain, strict=True)], metrics, tracker.run_spreads, ledger)
+            (
+                [torch.equal(*pair) for pair in zip(watched, plain, strict=True)],
+                metrics,
+                tracker.run_spreads,
+                ledger,
+            )
         )
     return results
 
@@ -104,7 +133,12 @@ def check(results, folder, world_size):
             assert same and all(same)
             assert figures["memory/peak_gib"].high >= figures["memory/peak_gib"].low > 0
             if rank == 0:
-                assert {"memory/peak_gib", "memory/parameters_gib", "time/step_ms", "time/forward_ms"} <= metrics
+                assert {
+                    "memory/peak_gib",
+                    "memory/parameters_gib",
+                    "time/step_ms",
+                    "time/forward_ms",
+                } <= metrics
                 assert ("memory/peak_gib/max_rank" in metrics) == (world_size > 1)
                 page = (folder / f"{number}-0" / "memory.html").read_text(encoding="utf-8")
                 assert page.count(">rank ") == world_size
@@ -119,10 +153,18 @@ def test_ddp_fsdp2_and_zero3(tmp_path):
     results = run_ranks(case, 2, ["ddp", FSDP2, "zero3"], tmp_path)
     check(results, tmp_path, 2)
     for rank, (ddp, fsdp2, zero3) in enumerate(results):
-        parameters = [figures["memory/parameters_gib"].high * 2**30 for _, _, figures, _ in (ddp, fsdp2, zero3)]
+        parameters = [
+            figures["memory/parameters_gib"].high * 2**30
+            for _, _, figures, _ in (ddp, fsdp2, zero3)
+        ]
         ledger = zero3[3]
-        # Half of everything, in fp32, and 16 bytes that keep a rank's share from being empty; Adam counts its steps in 4.
+        # Half of everything, in fp32, and 16 bytes that keep a rank's share from being empty; Adam
+        # counts its steps in 4.
         assert ledger["parameters"] == ledger["gradients"] == 4 * STATE // 2 + 16
         assert ledger["optimizer_state"] == 2 * ledger["parameters"] + 4
         assert sum(ledger["units"].values()) == 4 * (4 * STATE // 2)
-        assert parameters == [pytest.approx(4 * STATE), pytest.approx(2 * STATE), ledger["parameters"]], rank
+        assert parameters == [
+            pytest.approx(4 * STATE),
+            pytest.approx(2 * STATE),
+            ledger["parameters"],
+        ], rank

@@ -1,4 +1,6 @@
-"""`AllocatorConfig`: in time, merged, proved, compared between ranks, put back; and what it refuses."""
+"""`AllocatorConfig`: in time, merged, proved, compared between ranks, put back; and what it
+refuses.
+"""
 
 import os
 from pathlib import Path
@@ -13,17 +15,29 @@ from helpers.parity import trainer
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig
-from lightning_zero3.callbacks.allocator_advice import GIB, RunFigures
-from lightning_zero3.callbacks.allocator_environment import NAMES, READ_NAMES, merge
-from lightning_zero3.callbacks.allocator_grammar import AllocatorOptionError, parse, roundup_table, to_text
-from lightning_zero3.callbacks.allocator_readback import CUDAAllocator, compare_ranks, prove, undo_text
-from lightning_zero3.callbacks.allocator_rules import Surroundings, check_conflicts, find_remarks
+from lightning_zero3.callbacks.allocator.advice import GIB, RunFigures
+from lightning_zero3.callbacks.allocator.environment import NAMES, READ_NAMES, merge
+from lightning_zero3.callbacks.allocator.grammar import (
+    AllocatorOptionError,
+    parse,
+    roundup_table,
+    to_text,
+)
+from lightning_zero3.callbacks.allocator.readback import (
+    CUDAAllocator,
+    compare_ranks,
+    prove,
+    undo_text,
+)
+from lightning_zero3.callbacks.allocator.rules import Surroundings, check_conflicts, find_remarks
 
 NEWEST = (2, 13)
 
 
 class RecordedAllocator:
-    """Answers as torch does: settings in the form of the snapshot, defaults for what is left out."""
+    """Answers as torch does: settings in the form of the snapshot, defaults for what is left
+    out.
+    """
 
     DEFAULTS = {
         "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -36,7 +50,11 @@ class RecordedAllocator:
         "roundup_power2_divisions": {str(2**power): 0 for power in range(16)},
         "graph_capture_record_stream_reuse": False,
     }
-    RESET_BY_EVERY_PARSE = ("max_split_size", "garbage_collection_threshold", "roundup_power2_divisions")
+    RESET_BY_EVERY_PARSE = (
+        "max_split_size",
+        "garbage_collection_threshold",
+        "roundup_power2_divisions",
+    )
 
     def __init__(self, text="", deaf=()):
         self.current = dict(self.DEFAULTS)
@@ -88,22 +106,55 @@ def fit(*callbacks, tmp_path, **options):
     return fitter
 
 
-# ---- conflicts ------------------------------------------------------------------------------------
+# ---- conflicts
+# ------------------------------------------------------------------------------------
 
 CONFLICTS = [
     ("backend:cudaMallocAsync,max_split_size_mb:64", "max_split_size_mb", "ignores"),
     ("backend:cudaMallocAsync,expandable_segments:True", "expandable_segments", "ignores"),
-    ("backend:cudaMallocAsync,garbage_collection_threshold:0.5", "garbage_collection_threshold", "ignores"),
+    (
+        "backend:cudaMallocAsync,garbage_collection_threshold:0.5",
+        "garbage_collection_threshold",
+        "ignores",
+    ),
     ("expandable_segments:True,max_split_size_mb:64", "max_split_size_mb", "123548"),
-    ("max_split_size_mb:32,large_segment_size_mb:64", "max_split_size_mb", "at least large_segment_size_mb"),
-    ("max_split_size_mb:64,max_non_split_rounding_mb:20,large_segment_size_mb:32", "max_non_split_rounding_mb", "32"),
-    ("max_non_split_rounding_mb:64", "max_non_split_rounding_mb", "no effect without max_split_size_mb"),
-    ("garbage_collection_threshold:0.8", "garbage_collection_threshold", "per_process_memory_fraction"),
-    ("garbage_collection_threshold:0.8,per_process_memory_fraction:1.0", "garbage_collection_threshold", "below 1"),
+    (
+        "max_split_size_mb:32,large_segment_size_mb:64",
+        "max_split_size_mb",
+        "at least large_segment_size_mb",
+    ),
+    (
+        "max_split_size_mb:64,max_non_split_rounding_mb:20,large_segment_size_mb:32",
+        "max_non_split_rounding_mb",
+        "32",
+    ),
+    (
+        "max_non_split_rounding_mb:64",
+        "max_non_split_rounding_mb",
+        "no effect without max_split_size_mb",
+    ),
+    (
+        "garbage_collection_threshold:0.8",
+        "garbage_collection_threshold",
+        "per_process_memory_fraction",
+    ),
+    (
+        "garbage_collection_threshold:0.8,per_process_memory_fraction:1.0",
+        "garbage_collection_threshold",
+        "below 1",
+    ),
     ("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom", "per_process_memory_fraction"),
-    ("pinned_num_register_threads:8", "pinned_num_register_threads", "pinned_use_cuda_host_register"),
+    (
+        "pinned_num_register_threads:8",
+        "pinned_num_register_threads",
+        "pinned_use_cuda_host_register",
+    ),
     ("pinned_max_round_threshold_mb:64", "pinned_max_round_threshold_mb", "192722"),
-    ("pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:65", "pinned_max_round_threshold_mb", "192722"),
+    (
+        "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:65",
+        "pinned_max_round_threshold_mb",
+        "192722",
+    ),
 ]
 
 
@@ -141,14 +192,24 @@ def test_the_process_can_make_an_option_impossible():
 
 def test_remarks_for_graphs_and_for_unnamed_sizes():
     assert find_remarks({"garbage_collection_threshold": 0.8}, with_cuda_graphs=False) == []
-    assert "captured" in find_remarks({"garbage_collection_threshold": 0.8}, with_cuda_graphs=True)[0]
+    assert (
+        "captured" in find_remarks({"garbage_collection_threshold": 0.8}, with_cuda_graphs=True)[0]
+    )
     assert find_remarks({"max_split_size_mb": 64}, with_cuda_graphs=True) == []
-    assert "[512]" in find_remarks({"roundup_power2_divisions": {"256": 1, "1024": 2}}, with_cuda_graphs=False)[0]
+    assert (
+        "[512]"
+        in find_remarks(
+            {"roundup_power2_divisions": {"256": 1, "1024": 2}}, with_cuda_graphs=False
+        )[0]
+    )
 
 
-# ---- the environment ------------------------------------------------------------------------------
+# ---- the environment
+# ------------------------------------------------------------------------------
 
-BOTH = {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"}
+BOTH = {
+    "PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"
+}
 
 
 def test_merge_policies():
@@ -156,10 +217,14 @@ def test_merge_policies():
     theirs = {"256": 1, "512": 2}
     merged, decisions = merge(ours, BOTH, "merge", NEWEST)
     assert merged == {**ours, "roundup_power2_divisions": theirs}
-    assert decisions == ["expandable_segments: the argument wins over PYTORCH_CUDA_ALLOC_CONF (True)"]
+    assert decisions == [
+        "expandable_segments: the argument wins over PYTORCH_CUDA_ALLOC_CONF (True)"
+    ]
     merged, decisions = merge(ours, BOTH, "respect", NEWEST)
     assert merged == {**ours, "roundup_power2_divisions": theirs, "expandable_segments": False}
-    assert decisions == ["expandable_segments: PYTORCH_CUDA_ALLOC_CONF wins over the argument (False)"]
+    assert decisions == [
+        "expandable_segments: PYTORCH_CUDA_ALLOC_CONF wins over the argument (False)"
+    ]
     assert merge(ours, BOTH, "replace", NEWEST) == (ours, [])
     with pytest.raises(AllocatorOptionError, match="expandable_segments.*make them agree"):
         merge(ours, BOTH, "refuse", NEWEST)
@@ -169,7 +234,10 @@ def test_merge_policies():
 def test_a_malformed_or_contradictory_environment_is_refused_by_name():
     with pytest.raises(AllocatorOptionError, match="max_split_size_mb.*64MB.*PYTORCH_ALLOC_CONF"):
         merge({}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64MB"}, "merge", NEWEST)
-    differing = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    differing = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+    }
     with pytest.raises(AllocatorOptionError, match="disagree"):
         merge({}, differing, "merge", NEWEST)
     assert merge({}, differing, "replace", NEWEST) == ({}, [])
@@ -197,7 +265,10 @@ def test_restore_leaves_alone_what_someone_else_changed(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "foreign")
     with pytest.warns(UserWarning, match="PYTORCH_ALLOC_CONF was changed by someone else"):
         config.restore_now()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "foreign" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert (
+        os.environ["PYTORCH_ALLOC_CONF"] == "foreign"
+        and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    )
 
 
 def test_wrong_arguments_name_the_option_and_leave_the_environment_alone():
@@ -212,7 +283,8 @@ def test_wrong_arguments_name_the_option_and_leave_the_environment_alone():
         assert not any(name in os.environ for name in READ_NAMES)
 
 
-# ---- proof ----------------------------------------------------------------------------------------
+# ---- proof
+# ----------------------------------------------------------------------------------------
 
 EVERYTHING = (
     "max_split_size_mb:64,garbage_collection_threshold:0.8,roundup_power2_divisions:[256:1,512:2,>:4],"
@@ -240,12 +312,17 @@ def test_every_option_that_did_not_take_effect_is_found():
 
 
 def test_set_too_late_is_applied_at_run_time_proved_and_undone(tmp_path):
-    config = WithRecorded(expandable_segments=True, roundup_power2_divisions=4, per_process_memory_fraction=0.5)
+    config = WithRecorded(
+        expandable_segments=True, roundup_power2_divisions=4, per_process_memory_fraction=0.5
+    )
     config.recorded = allocator = RecordedAllocator()
     fit(config, tmp_path=tmp_path)
     assert allocator.applied[0] == to_text(config.options)
     assert set(config.proof.confirmed) == set(config.options)
-    assert allocator.current == {**RecordedAllocator.DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF": allocator.applied[-1]}
+    assert allocator.current == {
+        **RecordedAllocator.DEFAULTS,
+        "PYTORCH_CUDA_ALLOC_CONF": allocator.applied[-1],
+    }
     assert allocator.fraction == 1.0
 
 
@@ -256,20 +333,29 @@ def test_an_option_that_cannot_be_read_back_is_handed_to_a_running_allocator(tmp
         config.recorded = allocator = RecordedAllocator()
         fit(config, tmp_path=tmp_path)
         undone = "pinned_use_background_threads:False"
-        assert allocator.applied == ["pinned_use_background_threads:True", undone] if running else [undone]
+        assert (
+            allocator.applied == ["pinned_use_background_threads:True", undone]
+            if running
+            else [undone]
+        )
 
 
 def test_an_option_without_effect_stops_the_run(tmp_path):
     config = WithRecorded(expandable_segments=True)
     config.recorded = RecordedAllocator(deaf=("expandable_segments",))
-    with pytest.raises(RuntimeError, match="rank 0: expandable_segments: asked for True.*False(.|\n)*allocator_early"):
+    with pytest.raises(
+        RuntimeError,
+        match="rank 0: expandable_segments: asked for True.*False(.|\n)*allocator_early",
+    ):
         fit(config, tmp_path=tmp_path)
 
 
 def test_undo_names_the_defaults_that_torch_keeps():
     asked = {"expandable_segments": True, "max_split_size_mb": 64, "large_segment_size_mb": 32}
     text = undo_text(asked, "release_lock_on_cudamalloc:True", NEWEST)
-    assert text == "release_lock_on_cudamalloc:True,expandable_segments:False,large_segment_size_mb:20"
+    assert (
+        text == "release_lock_on_cudamalloc:True,expandable_segments:False,large_segment_size_mb:20"
+    )
 
 
 def test_compare_ranks_shows_only_what_differs():
@@ -281,7 +367,12 @@ def differing_ranks(rank, world_size, folder):
     if rank == 1:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "release_lock_on_cudamalloc:True"
     try:
-        fit(AllocatorConfig(expandable_segments=True), tmp_path=folder, devices=world_size, strategy="ddp")
+        fit(
+            AllocatorConfig(expandable_segments=True),
+            tmp_path=folder,
+            devices=world_size,
+            strategy="ddp",
+        )
     except RuntimeError as error:
         return str(error)
 
@@ -298,19 +389,30 @@ def test_proof_on_the_gpu():
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)
     allocator = CUDAAllocator(device)
-    before = {name: value for name, value in allocator.settings().items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
+    before = {
+        name: value
+        for name, value in allocator.settings().items()
+        if name != "PYTORCH_CUDA_ALLOC_CONF"
+    }
     options = parse(EVERYTHING, NEWEST)
-    allocator.apply(to_text({name: options[name] for name in options if name != "per_process_memory_fraction"}))
+    allocator.apply(
+        to_text({name: options[name] for name in options if name != "per_process_memory_fraction"})
+    )
     allocator.set_memory_fraction(0.5)
     proof = prove(options, allocator)
     allocator.set_memory_fraction(1.0)
     allocator.apply(undo_text(options, "", NEWEST))
     assert proof.wrong == {} and proof.unreadable == ("pinned_use_background_threads",)
-    after = {name: value for name, value in allocator.settings().items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
+    after = {
+        name: value
+        for name, value in allocator.settings().items()
+        if name != "PYTORCH_CUDA_ALLOC_CONF"
+    }
     assert after == before
 
 
-# ---- YAML -----------------------------------------------------------------------------------------
+# ---- YAML
+# -----------------------------------------------------------------------------------------
 
 YAML = """
 trainer:
@@ -327,12 +429,16 @@ trainer:
 
 def from_yaml(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
-    return LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
+    return LightningCLI(
+        BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]
+    ).trainer
 
 
 def test_from_yaml(tmp_path):
     trainer = from_yaml(tmp_path, YAML)
-    (config,) = (callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig))
+    (config,) = (
+        callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig)
+    )
     config.restore_now()
     assert to_text(config.asked) == (
         "max_split_size_mb:64,roundup_power2_divisions:[256:1,512:2,>:4],garbage_collection_threshold:0.8,"
@@ -346,18 +452,40 @@ def test_from_yaml(tmp_path):
     assert again.asked == config.asked
 
 
-# ---- suggest --------------------------------------------------------------------------------------
+# ---- suggest
+# --------------------------------------------------------------------------------------
 
-QUIET = dict(source="cuda", peak_allocated=60 * GIB, peak_reserved=64 * GIB, capacity=80 * GIB, worst_waste=4 * GIB)
+QUIET = dict(
+    source="cuda",
+    peak_allocated=60 * GIB,
+    peak_reserved=64 * GIB,
+    capacity=80 * GIB,
+    worst_waste=4 * GIB,
+)
 QUIET |= dict(reserved_at_worst=64 * GIB, retries=0, ooms=0)
 SUGGESTIONS = [
     ({}, {}, "none", "no retries"),
     ({"source": "process"}, {}, "none", "process memory"),
-    ({"retries": 3, "worst_waste": 20 * GIB}, {}, "expandable_segments", "31%.*3 allocation retries"),
-    ({"ooms": 1, "worst_waste": 20 * GIB}, {"expandable_segments": True}, "roundup_power2_divisions", "although"),
+    (
+        {"retries": 3, "worst_waste": 20 * GIB},
+        {},
+        "expandable_segments",
+        "31%.*3 allocation retries",
+    ),
+    (
+        {"ooms": 1, "worst_waste": 20 * GIB},
+        {"expandable_segments": True},
+        "roundup_power2_divisions",
+        "although",
+    ),
     ({"retries": 3}, {}, "none", "really in use"),
     ({"retries": 3, "worst_waste": 20 * GIB}, {"backend": "cudaMallocAsync"}, "none", "driver"),
-    ({"pinned_reserved": 8 * GIB, "pinned_allocated": 4 * GIB}, {}, "pinned_max_round_threshold_mb", "powers of two"),
+    (
+        {"pinned_reserved": 8 * GIB, "pinned_allocated": 4 * GIB},
+        {},
+        "pinned_max_round_threshold_mb",
+        "powers of two",
+    ),
 ]
 
 
@@ -367,7 +495,11 @@ def test_suggest(figures, options, option, reason):
     config.options = options
     for config.version in ((2, 11), NEWEST):
         suggestions = config.suggest(RunFigures(**{**QUIET, **figures}))
-        together = {suggestion.option: suggestion.value for suggestion in suggestions if suggestion.value is not None}
+        together = {
+            suggestion.option: suggestion.value
+            for suggestion in suggestions
+            if suggestion.value is not None
+        }
         assert parse(to_text(together), config.version) == together  # advice must be followable
         check_conflicts({**options, **together}, Surroundings(config.version))
     assert suggestions[0].option == option

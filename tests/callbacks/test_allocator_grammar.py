@@ -1,11 +1,13 @@
-"""The strict grammar: what is documented passes, what is malformed does not, whatever torch says."""
+"""The strict grammar: what is documented passes, what is malformed does not, whatever torch
+says.
+"""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero3.callbacks.allocator_grammar import (
+from lightning_zero3.callbacks.allocator.grammar import (
     ALIASES,
     OPTIONS,
     AllocatorOptionError,
@@ -28,8 +30,12 @@ DOCUMENTED = {
     "max_non_split_rounding_mb:64": {"max_non_split_rounding_mb": 64},
     "large_segment_size_mb:64": {"large_segment_size_mb": 64},
     "roundup_power2_divisions:4": {"roundup_power2_divisions": 4},
-    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]": {"roundup_power2_divisions": {"256": 1, "512": 2, "1024": 4, ">": 8}},
-    "roundup_power2_divisions:[64:8,256:4,1024:4,>:1]": {"roundup_power2_divisions": {"64": 8, "256": 4, "1024": 4, ">": 1}},
+    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]": {
+        "roundup_power2_divisions": {"256": 1, "512": 2, "1024": 4, ">": 8}
+    },
+    "roundup_power2_divisions:[64:8,256:4,1024:4,>:1]": {
+        "roundup_power2_divisions": {"64": 8, "256": 4, "1024": 4, ">": 1}
+    },
     "roundup_power2_divisions:[>:4]": {"roundup_power2_divisions": {">": 4}},
     "roundup_power2_divisions:[256:0]": {"roundup_power2_divisions": {"256": 0}},
     "garbage_collection_threshold:0.8": {"garbage_collection_threshold": 0.8},
@@ -50,7 +56,10 @@ DOCUMENTED = {
     "pinned_max_round_threshold_mb:64": {"pinned_max_round_threshold_mb": 64},
     "pinned_max_cached_size_mb:64": {"pinned_max_cached_size_mb": 64},
     "pinned_free_catch_all:True": {"pinned_free_catch_all": True},
-    " max_split_size_mb : 64 , expandable_segments:False ": {"max_split_size_mb": 64, "expandable_segments": False},
+    " max_split_size_mb : 64 , expandable_segments:False ": {
+        "max_split_size_mb": 64,
+        "expandable_segments": False,
+    },
     "": {},
     "  ": {},
 }
@@ -77,13 +86,30 @@ SIZES = [
 FRACTIONS = ["garbage_collection_threshold", "per_process_memory_fraction"]
 
 NOT_A_FLAG = ["true", "FALSE", "1", "0", "yes", "", "True;", "'True'"]
-NOT_A_SIZE = ["64MB", "64.9", "-5", "abc", "", "+64", "0x40", "064", "1e3", "64 64", "99999999999999999999"]
+NOT_A_SIZE = [
+    "64MB",
+    "64.9",
+    "-5",
+    "abc",
+    "",
+    "+64",
+    "0x40",
+    "064",
+    "1e3",
+    "64 64",
+    "99999999999999999999",
+]
 NOT_A_FRACTION = ["x", "0.8xyz", "-0.1", "1.1", "nan", "inf", "", "80%", "1e-1", "0,8", "+0.5"]
 
 MALFORMED = [
     *((f"{name}:{value}", name) for name in FLAGS for value in NOT_A_FLAG),
     *((f"{name}:{value}", name) for name in SIZES for value in NOT_A_SIZE),
-    *((f"{name}:{value}", name) for name in FRACTIONS for value in NOT_A_FRACTION if value != "0,8"),
+    *(
+        (f"{name}:{value}", name)
+        for name in FRACTIONS
+        for value in NOT_A_FRACTION
+        if value != "0,8"
+    ),
     # Ranges.
     ("large_segment_size_mb:10", "large_segment_size_mb"),
     ("large_segment_size_mb:3", "large_segment_size_mb"),
@@ -124,18 +150,69 @@ MALFORMED = [
     ("max_split_size_mb::64", "max_split_size_mb"),
     ("max_split_size_mb:64,max_split_size_mb:64", "max_split_size_mb"),
     ("max_split_size_mb:64,expandable_segments:True,max_split_size_mb:32", "max_split_size_mb"),
-    ("release_lock_on_hipmalloc:True,release_lock_on_cudamalloc:False", "release_lock_on_cudamalloc"),
+    (
+        "release_lock_on_hipmalloc:True,release_lock_on_cudamalloc:False",
+        "release_lock_on_cudamalloc",
+    ),
     ("max_split_size_mb:[64]", "max_split_size_mb"),
     ("max_split_size_mb:64]", "max_split_size_mb"),
     # Divisions.
     *(
         (f"roundup_power2_divisions:{value}", "roundup_power2_divisions")
         for value in [
-            *("", "3", "0", "-4", "4.0", "x", "[", "]", "[]", "[[256:1]]", "[256:1", "256:1]", "[256:1]]"),
-            *("[256:3]", "[256:-1]", "[256:x]", "[256]", "[256:]", "[:1]", "[:]", "[256:1,]", "[,256:1]"),
-            *("[256:1,,512:2]", "[300:1]", "[0:4]", "[-1:4]", "[65536:4]", "[131072:4]", "[256.0:1]"),
-            *("[>:8,256:1]", "[>:2,>:4]", "[1024:4,256:1]", "[256:1,256:2]", "[256:1;512:2]", "[256=1]"),
-            *("[256:1 512:2]", "[<:4]", "[>=512:4]", "[256:1,512:2]x", "[256MB:1]", "4]", "[256:131072]", "131072"),
+            *(
+                "",
+                "3",
+                "0",
+                "-4",
+                "4.0",
+                "x",
+                "[",
+                "]",
+                "[]",
+                "[[256:1]]",
+                "[256:1",
+                "256:1]",
+                "[256:1]]",
+            ),
+            *(
+                "[256:3]",
+                "[256:-1]",
+                "[256:x]",
+                "[256]",
+                "[256:]",
+                "[:1]",
+                "[:]",
+                "[256:1,]",
+                "[,256:1]",
+            ),
+            *(
+                "[256:1,,512:2]",
+                "[300:1]",
+                "[0:4]",
+                "[-1:4]",
+                "[65536:4]",
+                "[131072:4]",
+                "[256.0:1]",
+            ),
+            *(
+                "[>:8,256:1]",
+                "[>:2,>:4]",
+                "[1024:4,256:1]",
+                "[256:1,256:2]",
+                "[256:1;512:2]",
+                "[256=1]",
+            ),
+            *(
+                "[256:1 512:2]",
+                "[<:4]",
+                "[>=512:4]",
+                "[256:1,512:2]x",
+                "[256MB:1]",
+                "4]",
+                "[256:131072]",
+                "131072",
+            ),
         ]
     ),
 ]
@@ -174,19 +251,28 @@ def test_documented_values_are_accepted_by_us_and_by_torch(text, torch_reader):
             with pytest.raises(ValueError, match="Unrecognized key"):
                 torch_reader(written)
         elif written == "backend:cudaMallocAsync" and torch.backends.cuda.is_built():
-            with pytest.raises(RuntimeError, match="parsed at runtime != allocator backend parsed at load time"):
+            with pytest.raises(
+                RuntimeError, match="parsed at runtime != allocator backend parsed at load time"
+            ):
                 torch_reader(written)
         else:
             torch_reader(written)
 
 
 def test_every_option_and_alias_is_among_the_documented_values():
-    named = {entry.partition(":")[0].strip() for text in DOCUMENTED for entry in text.split(",") if ":" in entry}
+    named = {
+        entry.partition(":")[0].strip()
+        for text in DOCUMENTED
+        for entry in text.split(",")
+        if ":" in entry
+    }
     assert named >= {*OPTIONS, *ALIASES}
 
 
 def test_the_option_table_has_every_key_that_torch_knows():
-    """The keys are string literals in the headers of the installed torch, which has none of a newer one."""
+    """The keys are string literals in the headers of the installed torch, which has none of a newer
+    one.
+    """
     include = torch.__path__[0] + "/include/c10"
     core = open(f"{include}/core/AllocatorConfig.h").read()
     cuda = open(f"{include}/cuda/CUDAAllocatorConfig.h").read().replace('"\n        "', "")
@@ -218,7 +304,8 @@ def test_we_refuse_what_torch_silently_takes(text, torch_reader):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "since"), [("throw_on_cudamalloc_oom", True, (2, 12)), ("pinned_max_cached_size_mb", 64, (2, 13))]
+    ("name", "value", "since"),
+    [("throw_on_cudamalloc_oom", True, (2, 12)), ("pinned_max_cached_size_mb", 64, (2, 13))],
 )
 def test_an_option_of_a_newer_torch_is_refused_with_both_versions(name, value, since):
     older = (since[0], since[1] - 1)
@@ -277,10 +364,14 @@ VALUES = {
     "divisions": lambda option: divisions,
     "fraction": lambda option: st.floats(0.001, 0.999),
     "whole": lambda option: (
-        st.sampled_from([2**power for power in range(8)]) if option.power_of_two else st.integers(int(option.low) + 30, 2**30)
+        st.sampled_from([2**power for power in range(8)])
+        if option.power_of_two
+        else st.integers(int(option.low) + 30, 2**30)
     ),
 }
-configurations = st.fixed_dictionaries({}, optional={name: VALUES[option.kind](option) for name, option in OPTIONS.items()})
+configurations = st.fixed_dictionaries(
+    {}, optional={name: VALUES[option.kind](option) for name, option in OPTIONS.items()}
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -296,7 +387,10 @@ for_torch = configurations.map(
         name: value
         for name, value in options.items()
         if name != "backend"
-        and not (name in ("max_split_size_mb", "max_non_split_rounding_mb") and "large_segment_size_mb" in options)
+        and not (
+            name in ("max_split_size_mb", "max_non_split_rounding_mb")
+            and "large_segment_size_mb" in options
+        )
     }
 )
 
@@ -310,7 +404,25 @@ def test_fuzz_what_we_write_torch_accepts(options):
     torch._C._accelerator_setAllocatorSettings(to_text({"large_segment_size_mb": 20, **options}))
 
 
-PIECES = [*OPTIONS, *ALIASES, ":", ",", "[", "]", ">", "64", "0.8", "True", "true", " ", "-", "256", ";", "é", "\n"]
+PIECES = [
+    *OPTIONS,
+    *ALIASES,
+    ":",
+    ",",
+    "[",
+    "]",
+    ">",
+    "64",
+    "0.8",
+    "True",
+    "true",
+    " ",
+    "-",
+    "256",
+    ";",
+    "é",
+    "\n",
+]
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,4 +1,6 @@
-"""`AllocatorConfig` in time: every launcher, the module that comes before torch, allocators from a library."""
+"""`AllocatorConfig` in time: every launcher, the module that comes before torch, allocators from a
+library.
+"""
 
 import os
 import pickle
@@ -14,10 +16,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from helpers.tracking import needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig, PluggableAllocator, allocator_early
-from lightning_zero3.callbacks.allocator_environment import READ_NAMES
-from lightning_zero3.callbacks.allocator_grammar import AllocatorOptionError
+from lightning_zero3.callbacks.allocator.environment import READ_NAMES
+from lightning_zero3.callbacks.allocator.grammar import AllocatorOptionError
 
-# ---- launchers and the early module ---------------------------------------------------------------
+# ---- launchers and the early module
+# ---------------------------------------------------------------
 
 
 def run_script(tmp_path, source, *before, **environ):
@@ -25,7 +28,9 @@ def run_script(tmp_path, source, *before, **environ):
     script.write_text(textwrap.dedent(source))
     clean = {name: value for name, value in os.environ.items() if name not in READ_NAMES}
     command = [sys.executable, *(before or ()), str(script)]
-    return subprocess.run(command, env={**clean, **environ}, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, env={**clean, **environ}, capture_output=True, text=True, timeout=100
+    )
 
 
 def test_early_main_starts_the_script_with_the_options_before_torch(tmp_path):
@@ -55,7 +60,9 @@ def test_early_ensure_restarts_the_process_once(tmp_path):
 
 def test_early_ensure_refuses_to_loop(monkeypatch):
     monkeypatch.setenv(allocator_early.MARKER, "backend:native")
-    with pytest.raises(RuntimeError, match="restarted with 'backend:native' and now 'backend:cudaMallocAsync'"):
+    with pytest.raises(
+        RuntimeError, match="restarted with 'backend:native' and now 'backend:cudaMallocAsync'"
+    ):
         allocator_early.ensure("backend:cudaMallocAsync")
     monkeypatch.delenv(allocator_early.MARKER)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -66,7 +73,9 @@ def test_early_ensure_refuses_to_loop(monkeypatch):
 def test_a_backend_that_comes_too_late_says_how_to_be_in_time(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    with pytest.raises(AllocatorOptionError, match="too late.*allocator_early backend:cudaMallocAsync -- script.py"):
+    with pytest.raises(
+        AllocatorOptionError, match="too late.*allocator_early backend:cudaMallocAsync -- script.py"
+    ):
         AllocatorConfig(backend="cudaMallocAsync")
     AllocatorConfig(backend="native").restore_now()
 
@@ -102,7 +111,9 @@ LAUNCHERS = ("ddp", "ddp_spawn", "ddp_fork")
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What came of each launcher, and in which folder: beside each other, as most of their time is starting."""
+    """What came of each launcher, and in which folder: beside each other, as most of their time is
+    starting.
+    """
     folders = [tmp_path_factory.mktemp(strategy) for strategy in LAUNCHERS]
 
     def launch(folder, strategy):
@@ -128,10 +139,13 @@ def test_the_callback_survives_pickling():
     assert copy.options == {"max_split_size_mb": 64}
 
 
-# ---- pluggable ------------------------------------------------------------------------------------
+# ---- pluggable
+# ------------------------------------------------------------------------------------
 
 
-def compile_library(folder, source="void* alloc(long size, int device, void* stream) {return 0;} void free_it() {}"):
+def compile_library(
+    folder, source="void* alloc(long size, int device, void* stream) {return 0;} void free_it() {}"
+):
     (folder / "a.c").write_text(source)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "a.so", folder / "a.c"], check=True)
     return str(folder / "a.so")
@@ -145,23 +159,25 @@ def test_a_pluggable_library_is_checked_before_torch_sees_it(tmp_path):
     with pytest.raises(ValueError, match="no function 'nothing'.*alloc="):
         PluggableAllocator(library, alloc="nothing", free="free_it").check_symbols()
     with pytest.raises(AllocatorOptionError, match="pluggable"):
-        AllocatorConfig(pluggable=PluggableAllocator(library, free="free_it"), expandable_segments=True)
+        AllocatorConfig(
+            pluggable=PluggableAllocator(library, free="free_it"), expandable_segments=True
+        )
 
 
 def test_a_pluggable_allocator_is_installed_once_and_not_too_late(tmp_path, monkeypatch):
-    from lightning_zero3.callbacks import allocator_pluggable
+    from lightning_zero3.callbacks.allocator import pluggable
 
     installed = []
     monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", lambda *arguments: arguments)
     monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", installed.append)
-    monkeypatch.setattr(allocator_pluggable, "_installed", None)
+    monkeypatch.setattr(pluggable, "_installed", None)
     plug = PluggableAllocator(compile_library(tmp_path), free="free_it")
     plug.install()
     plug.install()
     assert installed == [(str(tmp_path / "a.so"), "alloc", "free_it")]
     with pytest.raises(RuntimeError, match="too late.*another one"):
         PluggableAllocator(plug.library, alloc="free_it", free="free_it").install()
-    monkeypatch.setattr(allocator_pluggable, "_installed", None)
+    monkeypatch.setattr(pluggable, "_installed", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="too late.*CUDA has started"):
         plug.install()
@@ -175,8 +191,12 @@ trainer:
       init_args: {{pluggable: {{library: {compile_library(tmp_path)}, free: free_it}}}}
 """
     (tmp_path / "config.yaml").write_text(text)
-    trainer = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
-    (config,) = (callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig))
+    trainer = LightningCLI(
+        BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]
+    ).trainer
+    (config,) = (
+        callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig)
+    )
     assert config.pluggable == PluggableAllocator(str(tmp_path / "a.so"), "alloc", "free_it")
 
 

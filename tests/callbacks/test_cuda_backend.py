@@ -41,7 +41,8 @@ def read_switches():
 class Look(Callback):
     def on_train_start(self, trainer, pl_module):
         self.seen = read_switches()
-        torch.get_float32_matmul_precision()  # Lightning reads it; torch raises where the interfaces disagree
+        # Lightning reads it; torch raises where the interfaces disagree
+        torch.get_float32_matmul_precision()
 
 
 def run(config, tmp_path):
@@ -58,7 +59,10 @@ CASES = [
     ({"bf16_reduced_precision_reduction": False}, {"bf16": False}),
     ({"fp16_accumulation": True}, {"fp16 accumulation": True}),
     ({"deterministic": "on"}, {"deterministic": 2, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-    ({"deterministic": "warn", "cublas_workspace": ":16:8"}, {"deterministic": 1, "CUBLAS_WORKSPACE_CONFIG": ":16:8"}),
+    (
+        {"deterministic": "warn", "cublas_workspace": ":16:8"},
+        {"deterministic": 1, "CUBLAS_WORKSPACE_CONFIG": ":16:8"},
+    ),
     ({"deterministic": "off"}, {"deterministic": 0}),
     ({"cublas_workspace": ":4096:2:16:8"}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}),
     ({"kernel_cache": False}, {"USE_PYTORCH_KERNEL_CACHE": "0"}),
@@ -79,7 +83,9 @@ def test_in_effect_during_the_run_and_put_back_after(arguments, expected, tmp_pa
 
 def test_the_kernel_cache_folder_is_created(tmp_path):
     folder = tmp_path / "a" / "b"
-    assert run(CUDABackendConfig(kernel_cache_path=str(folder)), tmp_path)["PYTORCH_KERNEL_CACHE_PATH"] == str(folder)
+    assert run(CUDABackendConfig(kernel_cache_path=str(folder)), tmp_path)[
+        "PYTORCH_KERNEL_CACHE_PATH"
+    ] == str(folder)
     assert folder.is_dir()
 
 
@@ -107,7 +113,10 @@ def test_plan_caches_of_several_devices(monkeypatch):
 WRONG = [
     ({"cublas_workspace": "4096:8"}, "cublas_workspace.*:SIZE_IN_KIB:COUNT"),
     ({"cublas_workspace": ":4096"}, "cublas_workspace"),
-    ({"cublas_workspace": ":4096:2", "deterministic": "on"}, "cublas_workspace.*needs :4096:8 or :16:8"),
+    (
+        {"cublas_workspace": ":4096:2", "deterministic": "on"},
+        "cublas_workspace.*needs :4096:8 or :16:8",
+    ),
     ({"cufft_plan_cache_size": -1}, "cufft_plan_cache_size.*at least 0"),
     ({"cufft_plan_cache_size": {0: True}}, "cufft_plan_cache_size"),
     ({"deterministic": True}, "deterministic.*off, warn or on"),
@@ -147,16 +156,18 @@ def test_pickling_leaves_the_closures_behind(tmp_path):
 
 
 def test_from_yaml(tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        """
+    (tmp_path / "config.yaml").write_text("""
 trainer:
   callbacks:
     - class_path: lightning_zero3.callbacks.CUDABackendConfig
       init_args: {tf32_matmul: true, deterministic: warn, cufft_plan_cache_size: {0: 8}, cublas_workspace: ":16:8"}
-"""
+""")
+    trainer = LightningCLI(
+        BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]
+    ).trainer
+    (config,) = (
+        callback for callback in trainer.callbacks if isinstance(callback, CUDABackendConfig)
     )
-    trainer = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
-    (config,) = (callback for callback in trainer.callbacks if isinstance(callback, CUDABackendConfig))
     config.restore_now()
     assert config.asked == {
         "tf32_matmul": True,

@@ -28,5 +28,7 @@ def test_the_example(healthy, tmp_path):
     if healthy:
         assert leaks == [] and fragmentation < 0.1
     else:
-        assert re.search(r"0\.\d+ MiB per step:\n  \d+ more float32\[512, 256\].*Faulty\.history", leaks[0])
+        assert re.search(
+            r"0\.\d+ MiB per step:\n  \d+ more float32\[512, 256\].*Faulty\.history", leaks[0]
+        )
         assert fragmentation > 0.15

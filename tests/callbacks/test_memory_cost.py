@@ -10,7 +10,12 @@ from helpers.ranks import run_ranks
 from helpers.tracking import Model, fit, needs_cuda
 from lightning_zero3.callbacks import CUDAMemoryTracker
 
-HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 
 
 def make_timed(base):
@@ -24,14 +29,18 @@ def make_timed(base):
 
         return hook
 
-    return type(f"Timed{base.__name__}", (base,), {"spent": 0.0, **{name: timed(name) for name in HOOKS}})
+    return type(
+        f"Timed{base.__name__}", (base,), {"spent": 0.0, **{name: timed(name) for name in HOOKS}}
+    )
 
 
 Timed, Nothing = make_timed(CUDAMemoryTracker), make_timed(Callback)
 
 
 def overhead_case(rank, world_size, folder):
-    """(share of the step, seconds) of all hooks of a step together, logging every 50, in the thread's own time."""
+    """(share of the step, seconds) of all hooks of a step together, logging every 50, in the
+    thread's own time.
+    """
     steps, found = 250, []
     for _ in range(2):  # the better of two: other processes cost caches
         tracker = Timed(table=False, every_n_steps=50)

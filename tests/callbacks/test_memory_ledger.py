@@ -1,4 +1,6 @@
-"""The ledger against every storage that lives, with DDP, FSDP2, zero3, on one device and on a GPU."""
+"""The ledger against every storage that lives, with DDP, FSDP2, zero3, on one device and on a
+GPU.
+"""
 
 import gc
 from pathlib import Path
@@ -12,9 +14,9 @@ import lightning_zero3  # noqa: F401  (registers the strategy)
 from helpers.ranks import run_ranks
 from helpers.tracking import MIB, WIDTH, Model, fit, needs_cuda
 from lightning_zero3.callbacks import CUDAMemoryTracker
-from lightning_zero3.callbacks.memory_figures import GIB, KEYS
-from lightning_zero3.callbacks.memory_ledger import CATEGORIES, OF_THE_STRATEGY
-from lightning_zero3.callbacks.memory_phases import PHASES
+from lightning_zero3.callbacks.memory.figures import GIB, KEYS
+from lightning_zero3.callbacks.memory.ledger import CATEGORIES, OF_THE_STRATEGY
+from lightning_zero3.callbacks.memory.phases import PHASES
 
 LAYERS = 12  # so that the data set is far below 1% of them
 
@@ -30,19 +32,28 @@ class Sharded(Model):
 
 
 def find_mapped(rank):
-    """Memory of the other ranks that this process maps, as the kernel lists it: zero3's ranks on one machine share some."""
+    """Memory of the other ranks that this process maps, as the kernel lists it: zero3's ranks on
+    one machine share some.
+    """
     path = Path("/proc/self/maps")
     lines = path.read_text().splitlines() if path.exists() else []
     maps = [line.split() for line in lines if "memfd:lightning_zero3 rank" in line]
-    return [[int(end, 16) for end in fields[0].split("-")] for fields in maps if int(fields[-2]) != rank]
+    return [
+        [int(end, 16) for end in fields[0].split("-")] for fields in maps if int(fields[-2]) != rank
+    ]
 
 
 def count_live_tensors(rank=0):
     """An independent ledger: every storage of this rank that Python can reach, once."""
     storages, foreign = {}, find_mapped(rank)
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and not hasattr(item, "_local_tensor") and _has_storage(item):
-            with torch._C.DisableTorchFunctionSubclass():  # a sharded parameter of zero3 would refuse
+        if (
+            issubclass(type(item), torch.Tensor)
+            and not hasattr(item, "_local_tensor")
+            and _has_storage(item)
+        ):
+            # a sharded parameter of zero3 would refuse
+            with torch._C.DisableTorchFunctionSubclass():
                 storage = item.untyped_storage()
             if not any(start <= storage.data_ptr() < stop for start, stop in foreign):
                 storages[storage.data_ptr()] = storage.nbytes()
@@ -64,7 +75,9 @@ class CountLive(Callback):
 def ledger_case(rank, world_size, kind, folder):
     strategy = {
         "ddp": lambda: DDPStrategy(),
-        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
+        "fsdp2": lambda: ModelParallelStrategy(
+            data_parallel_size=world_size, tensor_parallel_size=1
+        ),
         "zero3": lambda: "zero3",
     }[kind]()
     gc.collect()
@@ -79,9 +92,14 @@ def ledger_case(rank, world_size, kind, folder):
             if kind == "ddp":
                 seen["buckets"] = trainer.strategy.model._get_ddp_logging_data()["bucket_sizes"]
 
-    _, logger = fit(tracker, live, Look(), tmp_path=folder, model=model, strategy=strategy, devices=world_size)
+    _, logger = fit(
+        tracker, live, Look(), tmp_path=folder, model=model, strategy=strategy, devices=world_size
+    )
     return {
-        "ledger": {category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES},
+        "ledger": {
+            category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB
+            for category in CATEGORIES
+        },
         "live": live.live - foreign,
         "rows": logger.memory(),
         **seen,
@@ -103,7 +121,8 @@ def test_ledger_against_live_storages_over_two_ranks(tmp_path):
 def check_ledger(kind, result):
     ledger, state = result["ledger"], LAYERS * (WIDTH * WIDTH + WIDTH) * 4
     share = 1 if kind == "ddp" else 2
-    assert ledger["parameters"] == pytest.approx(state / share, rel=1e-5)  # zero3 pads a rank's share by 16 bytes
+    # zero3 pads a rank's share by 16 bytes
+    assert ledger["parameters"] == pytest.approx(state / share, rel=1e-5)
     assert ledger["gradients"] == pytest.approx(state / share, rel=1e-5)
     assert ledger["optimizer_state"] == pytest.approx(2 * state / share, rel=1e-3)
     assert ledger["buffers"] == WIDTH * WIDTH * 4
@@ -133,11 +152,15 @@ def test_ledger_on_a_single_device(tmp_path):
     foreign = count_live_tensors()
     tracker, live = CUDAMemoryTracker(table=False), CountLive()
     _, logger = fit(tracker, live, tmp_path=tmp_path)
-    ledger = {category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES}
+    ledger = {
+        category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB
+        for category in CATEGORIES
+    }
     assert ledger["slots"] == 0
     assert abs(live.live - foreign - sum(ledger.values())) < 0.01 * sum(ledger.values())
     metrics = logger.memory()[-1][1]
-    missing = {f"memory/peak_{phase}_gib" for phase in PHASES}  # where steps are short, not all are detailed
+    # where steps are short, not all are detailed
+    missing = {f"memory/peak_{phase}_gib" for phase in PHASES}
     assert set(KEYS) - missing <= set(metrics) <= set(KEYS)
     assert tracker.run_spreads.keys() >= {f"memory/peak_{phase}_gib" for phase in PHASES[:3]}
 
@@ -146,15 +169,29 @@ class Told(SingleDeviceStrategy):
     """A strategy that keeps its own ledger."""
 
     def memory_ledger(self, per_unit=False):
-        ledger = dict(zip(OF_THE_STRATEGY, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True))
+        ledger = dict(
+            zip(OF_THE_STRATEGY, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True)
+        )
         return {**ledger, "units": {"layers.0": 7 * MIB, "head": 3 * MIB}} if per_unit else ledger
 
 
 def test_a_strategy_that_knows_its_ledger_is_asked(tmp_path):
-    _, logger = fit(CUDAMemoryTracker(table=False, per_unit=True), tmp_path=tmp_path, strategy=Told("cpu"))
+    _, logger = fit(
+        CUDAMemoryTracker(table=False, per_unit=True), tmp_path=tmp_path, strategy=Told("cpu")
+    )
     metrics = logger.memory()[-1][1]
-    assert [metrics[f"memory/{category}_gib"] * 1024 for category in CATEGORIES] == [10, 20, 30, 40, 50, 0]
-    assert metrics["memory/unit/layers.0_gib"] * 1024 == 7 and metrics["memory/unit/head_gib"] * 1024 == 3
+    assert [metrics[f"memory/{category}_gib"] * 1024 for category in CATEGORIES] == [
+        10,
+        20,
+        30,
+        40,
+        50,
+        0,
+    ]
+    assert (
+        metrics["memory/unit/layers.0_gib"] * 1024 == 7
+        and metrics["memory/unit/head_gib"] * 1024 == 3
+    )
     strategy = Told("cpu")
     strategy.memory_ledger = lambda: {"parameters": 1}
     with pytest.raises(KeyError, match="memory_ledger.*lacks.*gradients"):
@@ -175,6 +212,8 @@ def test_ledger_against_the_cuda_allocator(tmp_path):
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     fit(tracker, Look(), tmp_path=tmp_path, model=Model(layers=64), accelerator="gpu", devices=1)
-    ledger = sum(tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES)
+    ledger = sum(
+        tracker.run_spreads[f"memory/{category}_gib"].high * GIB for category in CATEGORIES
+    )
     assert abs(seen["allocated"] - before - ledger) < 0.01 * ledger
     assert "train" in (tmp_path / "memory.html").read_text()

@@ -1,4 +1,6 @@
-"""The parts of the tracker by themselves: sources, phases, ledger, ranks, leaks, out of memory, report."""
+"""The parts of the tracker by themselves: sources, phases, ledger, ranks, leaks, out of memory,
+report.
+"""
 
 import gc
 import re
@@ -8,29 +10,49 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_zero3.callbacks import memory_leak, memory_oom
-from lightning_zero3.callbacks.memory_allocations import Allocation, at_peak
-from lightning_zero3.callbacks.memory_figures import GIB, History, StepRecord, render_table
-from lightning_zero3.callbacks.memory_leak import LeakDetector, LeakWatch, find_grown, take_census
-from lightning_zero3.callbacks.memory_ledger import unit_of
-from lightning_zero3.callbacks.memory_oom import OutOfMemory, find_unit, is_out_of_memory, largest_free_block, parse_wanted
-from lightning_zero3.callbacks.memory_ranks import spread, to_metrics
-from lightning_zero3.callbacks.memory_report import ReportData, render, write_png
-from lightning_zero3.callbacks.memory_source import Sample, Surroundings
+from lightning_zero3.callbacks.memory import leaks, out_of_memory
+from lightning_zero3.callbacks.memory.allocations import Allocation, at_peak
+from lightning_zero3.callbacks.memory.figures import GIB, History, StepRecord, render_table
+from lightning_zero3.callbacks.memory.leaks import LeakDetector, LeakWatch, find_grown, take_census
+from lightning_zero3.callbacks.memory.ledger import unit_of
+from lightning_zero3.callbacks.memory.out_of_memory import (
+    OutOfMemory,
+    find_unit,
+    is_out_of_memory,
+    largest_free_block,
+    parse_wanted,
+)
+from lightning_zero3.callbacks.memory.ranks import spread, to_metrics
+from lightning_zero3.callbacks.memory.report import ReportData, render, write_png
+from lightning_zero3.callbacks.memory.source import Sample, Surroundings
 
 MIB = 2**20
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
 
-# ---- figures over ranks ---------------------------------------------------------------------------
+# ---- figures over ranks
+# ---------------------------------------------------------------------------
 
 
 def test_spread_by_hand():
     nan = float("nan")
-    figures = spread(["a", "b", "c"], torch.tensor([[1.0, nan, nan], [4.0, 7.0, nan]], dtype=torch.float64))
-    assert (figures["a"].low, figures["a"].mean, figures["a"].high, figures["a"].rank) == (1.0, 2.5, 4.0, 1)
+    figures = spread(
+        ["a", "b", "c"], torch.tensor([[1.0, nan, nan], [4.0, 7.0, nan]], dtype=torch.float64)
+    )
+    assert (figures["a"].low, figures["a"].mean, figures["a"].high, figures["a"].rank) == (
+        1.0,
+        2.5,
+        4.0,
+        1,
+    )
     assert (figures["b"].low, figures["b"].high, figures["b"].rank) == (7.0, 7.0, 1)
     assert "c" not in figures
-    assert to_metrics(figures, 2, ["a"]) == {"a": 4.0, "a/min": 1.0, "a/mean": 2.5, "a/max_rank": 1.0, "b": 7.0}
+    assert to_metrics(figures, 2, ["a"]) == {
+        "a": 4.0,
+        "a/min": 1.0,
+        "a/mean": 2.5,
+        "a/max_rank": 1.0,
+        "b": 7.0,
+    }
     assert to_metrics(figures, 1, ["a"]) == {"a": 4.0, "b": 7.0}
     assert "rank of highest" in render_table("title", figures, 2)
 
@@ -39,7 +61,15 @@ def test_history_is_bounded_and_loses_no_peak():
     history = History(limit=64)
     for step in range(1, 1001):
         history.add(
-            StepRecord(step, 5000 if step == 777 else step, {"forward": 5000 if step == 777 else step}, step, step, 0, {})
+            StepRecord(
+                step,
+                5000 if step == 777 else step,
+                {"forward": 5000 if step == 777 else step},
+                step,
+                step,
+                0,
+                {},
+            )
         )
     assert len(history.records) < 64 and history.stride > 1
     assert max(record.peaks["forward"] for record in history.records) == 5000
@@ -48,13 +78,19 @@ def test_history_is_bounded_and_loses_no_peak():
 
 @pytest.mark.parametrize(
     ("name", "unit"),
-    [("model.layers.3.mlp.weight", "model.layers.3"), ("head.weight", "head"), ("scale", "scale"), ("0.weight", "0")],
+    [
+        ("model.layers.3.mlp.weight", "model.layers.3"),
+        ("head.weight", "head"),
+        ("scale", "scale"),
+        ("0.weight", "0"),
+    ],
 )
 def test_unit_of(name, unit):
     assert unit_of(name) == unit
 
 
-# ---- leaks ----------------------------------------------------------------------------------------
+# ---- leaks
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_growing_floor_is_found_and_noise_is_not():
@@ -67,7 +103,8 @@ def test_a_growing_floor_is_found_and_noise_is_not():
     assert rates.index(found[0]) == 5 + 4 * 5 - 1  # the first four floors after the warm-up
     assert found[0] == pytest.approx(MIB, rel=0.1)
     more = [detector.add(GIB + step * MIB, step) for step in range(60, 600)]
-    assert len(found) + len([rate for rate in more if rate is not None]) == 5  # after 3, 6, 12, 24 and 48 windows
+    # after 3, 6, 12, 24 and 48 windows
+    assert len(found) + len([rate for rate in more if rate is not None]) == 5
 
 
 def test_one_step_up_is_not_a_leak():
@@ -95,13 +132,19 @@ def test_the_grown_tensors_are_named_with_their_holder():
     GLOBAL_CACHE.append(torch.ones(999))
     lines = [str(grown) for grown in find_grown(before, "cpu", module)]
     GLOBAL_CACHE.clear()
-    assert "4 more float32[] (0.0 MiB), held by Keeper.table['losses'][...]; each keeps an autograd graph" in lines[0]
+    assert (
+        "4 more float32[] (0.0 MiB), held by Keeper.table['losses'][...]; each keeps an autograd"
+        " graph" in lines[0]
+    )
     assert "3 more float32[1000, 7] (0.1 MiB), held by inner.cache[...]" in lines
     assert any("1 more float32[999]" in line and "GLOBAL_CACHE" in line for line in lines)
 
 
 def test_a_watch_reports_a_leak_with_what_grew():
-    module, watch = Keeper(), LeakWatch(LeakDetector(window=4, windows=2, least_growth=MIB, warm_up=2))
+    module, watch = (
+        Keeper(),
+        LeakWatch(LeakDetector(window=4, windows=2, least_growth=MIB, warm_up=2)),
+    )
     messages = []
     for step in range(30):
         module.inner.cache.append(torch.ones(MIB // 4))
@@ -110,13 +153,15 @@ def test_a_watch_reports_a_leak_with_what_grew():
     assert "1.00 MiB per step" in first and "inner.cache[...]" in first
 
 
-# ---- out of memory --------------------------------------------------------------------------------
+# ---- out of memory
+# --------------------------------------------------------------------------------
 
 # As torch 2.13 words it.
 CUDA_MESSAGE = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.12 GiB is"
-    " free. Including non-PyTorch memory, this process has 78.02 GiB memory in use. Of the allocated memory 70.00 GiB"
-    " is allocated by PyTorch, and 6.50 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of"
+    " which 1.12 GiB is free. Including non-PyTorch memory, this process has 78.02 GiB memory in"
+    " use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 6.50 GiB is reserved by"
+    " PyTorch but unallocated."
 )
 
 
@@ -191,7 +236,12 @@ def make_report(**changes):
         sample=sample,
         surroundings=Surroundings(capacity=79 * GIB, free=1 * GIB, outside=2 * GIB),
         largest_free=GIB // 2,
-        categories={"parameters": 10 * GIB, "gradients": 5 * GIB, "optimizer_state": 20 * GIB, "activations": 35 * GIB},
+        categories={
+            "parameters": 10 * GIB,
+            "gradients": 5 * GIB,
+            "optimizer_state": 20 * GIB,
+            "activations": 35 * GIB,
+        },
     )
     return OutOfMemory(**{**figures, **changes})
 
@@ -199,7 +249,11 @@ def make_report(**changes):
 def test_the_message_has_every_number_and_a_remedy():
     text = make_report().describe()
     for part in (
-        *("rank 3, step 120, forward, in layers.7", "wanted                    2.50 GiB", "1.00 GiB"),
+        *(
+            "rank 3, step 120, forward, in layers.7",
+            "wanted                    2.50 GiB",
+            "1.00 GiB",
+        ),
         *("reserved but unused       6.00 GiB", "largest free block        512.0 MiB", "capacity"),
         "activations 35.00 GiB, optimizer_state 20.00 GiB, parameters 10.00 GiB",
         *("AllocatorConfig(expandable_segments=True)", "activation checkpointing"),
@@ -215,8 +269,10 @@ def test_the_message_has_every_number_and_a_remedy():
 
 def test_one_observer_per_process_that_does_not_keep_the_tracker_alive(monkeypatch):
     attached, seen = [], []
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr(memory_oom, "_listeners", [])
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False
+    )
+    monkeypatch.setattr(out_of_memory, "_listeners", [])
 
     class Listener:
         def hear(self, *figures):
@@ -225,7 +281,7 @@ def test_one_observer_per_process_that_does_not_keep_the_tracker_alive(monkeypat
     for name in ("first", "second"):
         listener = Listener()
         listener.name = name
-        memory_oom.attach_observer(listener.hear)
+        out_of_memory.attach_observer(listener.hear)
     assert len(attached) == 1
     attached[0](0, 10, 20, 30)
     assert seen == [("second", (0, 10, 20, 30))]
@@ -234,7 +290,8 @@ def test_one_observer_per_process_that_does_not_keep_the_tracker_alive(monkeypat
     assert len(seen) == 1
 
 
-# ---- report ---------------------------------------------------------------------------------------
+# ---- report
+# ---------------------------------------------------------------------------------------
 
 
 def frame(name, line, filename="train.py"):
@@ -246,7 +303,11 @@ def event(action, address, size, *frames):
 
 
 def test_what_was_alive_at_the_peak():
-    attention = (frame("linear", 9, "/site/torch/nn/functional.py"), frame("attend", 12), frame("training_step", 40))
+    attention = (
+        frame("linear", 9, "/site/torch/nn/functional.py"),
+        frame("attend", 12),
+        frame("training_step", 40),
+    )
     trace = [
         event("free_completed", 1, 500),  # from before the trace
         event("alloc", 2, 100, *attention),
@@ -277,27 +338,51 @@ def report_data():
     }
     records = [
         StepRecord(
-            step, 6 * GIB + step * MIB, {"forward": 5 * GIB, "backward": 6 * GIB + step * MIB}, 5 * GIB, 7 * GIB, GIB, ledger
+            step,
+            6 * GIB + step * MIB,
+            {"forward": 5 * GIB, "backward": 6 * GIB + step * MIB},
+            5 * GIB,
+            7 * GIB,
+            GIB,
+            ledger,
         )
         for step in range(1, 50)
     ]
     ranks = [
-        {"memory/peak_gib": 6 + rank, "memory/fragmentation": 0.1, "memory/retries": 0.0, "run/peak_reserved": 8.0 * GIB}
+        {
+            "memory/peak_gib": 6 + rank,
+            "memory/fragmentation": 0.1,
+            "memory/retries": 0.0,
+            "run/peak_reserved": 8.0 * GIB,
+        }
         for rank in range(4)
     ]
-    allocations = [Allocation(GIB, 3, "attend <script>", ("attend (train.py:12)",)), Allocation(MIB, 1, "embed", ("x",))]
+    allocations = [
+        Allocation(GIB, 3, "attend <script>", ("attend (train.py:12)",)),
+        Allocation(MIB, 1, "embed", ("x",)),
+    ]
     composition = {**ledger, "graph_pool": 0, "process": 0, "activations": 2 * GIB}
     phases = {"forward": 5 * GIB, "backward": 6 * GIB}
-    return ReportData("CUDA memory", "cuda", records, composition, phases, 49, ranks, allocations, ["a <leak>"])
+    return ReportData(
+        "CUDA memory", "cuda", records, composition, phases, 49, ranks, allocations, ["a <leak>"]
+    )
 
 
 def test_the_page_is_self_contained_and_complete():
     page = render(report_data())
     assert not re.search(r"https?:|//|@import|url\(|<script|<link|<img", page)
-    sections = ("by category", "by phase", "peak is made of", "Peak of each phase", "Ranks", "Largest allocations")
+    sections = (
+        "by category",
+        "by phase",
+        "peak is made of",
+        "Peak of each phase",
+        "Ranks",
+        "Largest allocations",
+    )
     for text in (*sections, "rank 3", "attend (train.py:12)"):
         assert text in page
-    assert "a &lt;leak&gt;" in page and "attend &lt;script&gt;" in page  # nothing of the run becomes markup
+    # nothing of the run becomes markup
+    assert "a &lt;leak&gt;" in page and "attend &lt;script&gt;" in page
     from xml.etree import ElementTree
 
     for drawing in re.findall(r"<svg.*?</svg>", page, re.S):
@@ -307,7 +392,9 @@ def test_the_page_is_self_contained_and_complete():
 
 def test_an_empty_run_still_renders():
     data = report_data()
-    empty = ReportData("t", "process", [], {"parameters": 0, "activations": 0}, {}, 0, data.ranks[:1], [])
+    empty = ReportData(
+        "t", "process", [], {"parameters": 0, "activations": 0}, {}, 0, data.ranks[:1], []
+    )
     assert "No steps were recorded" in render(empty)
 
 
@@ -324,5 +411,5 @@ def test_leak_census_ignores_parameters():
     model = BoringModel()
     before = take_census("cpu")
     model.extra = nn.Linear(300, 300)
-    assert not any(shape == (300, 300) for _, shape, _ in (take_census("cpu") - before))
-    assert memory_leak.MIB == MIB
+    assert not any(shape == (300, 300) for _, shape, _ in take_census("cpu") - before)
+    assert leaks.MIB == MIB

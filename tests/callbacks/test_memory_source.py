@@ -1,4 +1,6 @@
-"""Sources of memory figures, recorded, real and scripted, and the phases that their peaks are given to."""
+"""Sources of memory figures, recorded, real and scripted, and the phases that their peaks are given
+to.
+"""
 
 import os
 import re
@@ -9,18 +11,32 @@ import torch
 
 from helpers.recorded_memory import SPLIT_SEGMENTS, UNSPLIT_SEGMENTS, as_stats
 from helpers.tracking import MIB, needs_cuda
-from lightning_zero3.callbacks.memory_figures import GIB
-from lightning_zero3.callbacks.memory_phases import Budget, PhaseMeter
-from lightning_zero3.callbacks.memory_source import CUDASource, ProcessSource, Sample, Surroundings, sample_from_stats
+from lightning_zero3.callbacks.memory.figures import GIB
+from lightning_zero3.callbacks.memory.phases import Budget, PhaseMeter
+from lightning_zero3.callbacks.memory.source import (
+    CUDASource,
+    ProcessSource,
+    Sample,
+    Surroundings,
+    sample_from_stats,
+)
 
-# ---- sources --------------------------------------------------------------------------------------
+# ---- sources
+# --------------------------------------------------------------------------------------
 
-# In the form of torch.cuda.memory_stats_as_nested_dict(), with figures made up, for what no published record shows.
+# In the form of torch.cuda.memory_stats_as_nested_dict(), with figures made up, for what no
+# published record shows.
 STATS = {
-    "allocated_bytes": {"all": {"allocated": 900, "current": 300, "freed": 600, "peak": 700}, "large_pool": {"current": 1}},
+    "allocated_bytes": {
+        "all": {"allocated": 900, "current": 300, "freed": 600, "peak": 700},
+        "large_pool": {"current": 1},
+    },
     "reserved_bytes": {"all": {"allocated": 1000, "current": 1000, "freed": 0, "peak": 1000}},
     "inactive_split_bytes": {"all": {"allocated": 90, "current": 50, "freed": 40, "peak": 80}},
-    "reserved_bytes_by_private_pools": {"(0, 1)": {"all": {"current": 200, "peak": 0}}, "(0, 2)": {"all": {"current": 100}}},
+    "reserved_bytes_by_private_pools": {
+        "(0, 1)": {"all": {"current": 200, "peak": 0}},
+        "(0, 2)": {"all": {"current": 100}},
+    },
     "num_alloc_retries": 2,
     "num_ooms": 1,
 }
@@ -36,7 +52,11 @@ STATS = {
 )
 def test_figures_recorded_on_a_gpu(table, allocated, reserved, peaks, inactive, fragmentation):
     sample = sample_from_stats(as_stats(table))
-    assert (sample.allocated, sample.reserved, sample.live) == (allocated * MIB, reserved * MIB, allocated * MIB)
+    assert (sample.allocated, sample.reserved, sample.live) == (
+        allocated * MIB,
+        reserved * MIB,
+        allocated * MIB,
+    )
     assert (sample.peak_allocated, sample.peak_reserved) == (peaks[0] * MIB, peaks[1] * MIB)
     assert (sample.inactive, sample.retries, sample.ooms, sample.graph_pool) == (inactive, 0, 0, 0)
     assert sample.fragmentation == pytest.approx(fragmentation)
@@ -45,11 +65,14 @@ def test_figures_recorded_on_a_gpu(table, allocated, reserved, peaks, inactive, 
 def test_graph_pools_and_counts():
     sample = sample_from_stats(STATS)
     assert (sample.graph_pool, sample.retries, sample.ooms) == (300, 2, 1)
-    assert sample.waste == 1000 - 300 - 300 and sample.fragmentation == 0.4  # of a pool nobody else can use anything
+    # of a pool nobody else can use anything
+    assert sample.waste == 1000 - 300 - 300 and sample.fragmentation == 0.4
 
 
 def test_a_torch_without_pools_or_a_backend_without_figures_reads_as_zero():
-    older = {name: value for name, value in STATS.items() if name != "reserved_bytes_by_private_pools"}
+    older = {
+        name: value for name, value in STATS.items() if name != "reserved_bytes_by_private_pools"
+    }
     assert sample_from_stats(older).graph_pool == 0
     assert sample_from_stats({}) == Sample(0, 0, 0, 0, 0, 0)
     assert sample_from_stats({}).fragmentation == 0.0
@@ -64,7 +87,10 @@ def proc_status(name):
 def test_the_process_source_agrees_with_the_kernel():
     source = ProcessSource()
     kept = torch.ones(16 * MIB // 4)
-    assert source.read(thorough=True).live is not None and abs(source.read().allocated - proc_status("VmRSS")) < 2 * MIB
+    assert (
+        source.read(thorough=True).live is not None
+        and abs(source.read().allocated - proc_status("VmRSS")) < 2 * MIB
+    )
     before = source.read()
     lively = source.read(thorough=True).live
     spike = torch.ones(64 * MIB // 4)
@@ -103,7 +129,8 @@ def test_the_cuda_source_agrees_with_torch():
     del kept, pinned
 
 
-# ---- phases ---------------------------------------------------------------------------------------
+# ---- phases
+# ---------------------------------------------------------------------------------------
 
 
 class Scripted:
@@ -126,7 +153,9 @@ class Scripted:
         return Sample(self.level, 1000, self.peak, 1000, inactive=0, live=self.level)
 
     def read_surroundings(self):
-        return Surroundings(capacity=80 * GIB, free=20 * GIB, outside=3 * GIB, pinned_reserved=2 * GIB)
+        return Surroundings(
+            capacity=80 * GIB, free=20 * GIB, outside=3 * GIB, pinned_reserved=2 * GIB
+        )
 
     def reset_peaks(self):
         self.peak = self.level

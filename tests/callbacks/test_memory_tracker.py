@@ -18,16 +18,19 @@ from helpers.ranks import run_ranks
 from helpers.recorded_memory import SPLIT_SEGMENTS, UNSPLIT_SEGMENTS, as_stats
 from helpers.tracking import MIB, WIDTH, Model, fit, needs_cuda
 from lightning_zero3.callbacks import AllocatorConfig, CUDAMemoryTracker, StepTimer
-from lightning_zero3.callbacks.memory_figures import GIB
-from lightning_zero3.callbacks.memory_ledger import CATEGORIES
-from lightning_zero3.callbacks.memory_run import Recording
-from lightning_zero3.callbacks.memory_source import Sample, Surroundings, sample_from_stats
+from lightning_zero3.callbacks.memory.figures import GIB
+from lightning_zero3.callbacks.memory.ledger import CATEGORIES
+from lightning_zero3.callbacks.memory.recording import Recording
+from lightning_zero3.callbacks.memory.source import Sample, Surroundings, sample_from_stats
 
-# ---- phases through the Trainer -------------------------------------------------------------------
+# ---- phases through the Trainer
+# -------------------------------------------------------------------
 
 
 class Scripted:
-    """CUDA figures driven by the program: `use(bytes)` is what an allocation and its release would do."""
+    """CUDA figures driven by the program: `use(bytes)` is what an allocation and its release would
+    do.
+    """
 
     name, device_type = "cuda", "cpu"
     level = peak = GIB
@@ -36,10 +39,22 @@ class Scripted:
         self.peak = max(self.peak, self.level + size)
 
     def read(self, thorough=False):
-        return Sample(self.level, 8 * GIB, self.peak, 8 * GIB, GIB // 2, self.level, graph_pool=GIB, retries=2, ooms=1)
+        return Sample(
+            self.level,
+            8 * GIB,
+            self.peak,
+            8 * GIB,
+            GIB // 2,
+            self.level,
+            graph_pool=GIB,
+            retries=2,
+            ooms=1,
+        )
 
     def read_surroundings(self):
-        return Surroundings(80 * GIB, 60 * GIB, 3 * GIB, pinned_allocated=GIB, pinned_reserved=2 * GIB)
+        return Surroundings(
+            80 * GIB, 60 * GIB, 3 * GIB, pinned_allocated=GIB, pinned_reserved=2 * GIB
+        )
 
     def reset_peaks(self):
         self.peak = self.level
@@ -109,13 +124,28 @@ def test_every_phase_gets_its_own_peak(accumulate, tmp_path, capsys):
         accumulate_grad_batches=accumulate,
     )
     run = {name: figure.high for name, figure in tracker.run_spreads.items()}
-    assert [run[f"memory/peak_{phase}_gib"] for phase in ("forward", "backward", "optimizer")] == [3, 4, 2]
+    assert [run[f"memory/peak_{phase}_gib"] for phase in ("forward", "backward", "optimizer")] == [
+        3,
+        4,
+        2,
+    ]
     assert [run[f"memory/peak_{phase}_gib"] for phase in ("validation", "checkpoint")] == [6, 5]
     assert run["memory/peak_gib"] == 6
     metrics = logger.memory()[0][1]
-    expected = {"reserved": 8, "inactive": 0.5, "pinned": 2, "outside": 3, "graph_pool": 1, "allocated": 1}
+    expected = {
+        "reserved": 8,
+        "inactive": 0.5,
+        "pinned": 2,
+        "outside": 3,
+        "graph_pool": 1,
+        "allocated": 1,
+    }
     assert {name: metrics[f"memory/{name}_gib"] for name in expected} == expected
-    assert metrics["memory/fragmentation"] == 6 / 8 and metrics["memory/retries"] == 2 and metrics["memory/ooms"] == 1
+    assert (
+        metrics["memory/fragmentation"] == 6 / 8
+        and metrics["memory/retries"] == 2
+        and metrics["memory/ooms"] == 1
+    )
     printed = capsys.readouterr().out
     assert "peak validation" in printed and "6.00 GiB" in printed and "fragmentation" in printed
     assert CUDA_ROWS <= rows(printed) and "process" not in rows(printed)
@@ -139,7 +169,8 @@ class Recorded(Scripted):
 
 
 @pytest.mark.parametrize(
-    ("table", "figures"), [(SPLIT_SEGMENTS, (43042, 37644, 32249)), (UNSPLIT_SEGMENTS, (52084, 49552, 32711))]
+    ("table", "figures"),
+    [(SPLIT_SEGMENTS, (43042, 37644, 32249)), (UNSPLIT_SEGMENTS, (52084, 49552, 32711))],
 )
 def test_recorded_figures_reach_the_logger_and_the_advice(table, figures, tmp_path):
     tracker = WithSource(table=False)
@@ -147,10 +178,15 @@ def test_recorded_figures_reach_the_logger_and_the_advice(table, figures, tmp_pa
     _, logger = fit(tracker, tmp_path=tmp_path)
     metrics = logger.memory()[-1][1]
     peak, reserved, allocated = figures
-    assert [metrics[f"memory/{name}_gib"] * 1024 for name in ("peak", "reserved", "allocated")] == [peak, reserved, allocated]
+    assert [metrics[f"memory/{name}_gib"] * 1024 for name in ("peak", "reserved", "allocated")] == [
+        peak,
+        reserved,
+        allocated,
+    ]
     assert metrics["memory/fragmentation"] == pytest.approx((reserved - allocated) / reserved)
     (advice,) = AllocatorConfig().suggest(tracker.run_figures())
-    assert advice.option == "none" and "no retries" in advice.reason  # much is unused, and nobody wanted it
+    # much is unused, and nobody wanted it
+    assert advice.option == "none" and "no retries" in advice.reason
 
 
 def test_no_figures_before_the_end():
@@ -166,23 +202,32 @@ def test_what_was_wrapped_is_put_back(tmp_path):
         def on_train_batch_end(self, trainer, pl_module, *args):
             shown.append(bar.get_metrics(trainer, pl_module)["mem"])
 
-    trainer, _ = fit(CUDAMemoryTracker(table=False), bar, Look(), tmp_path=tmp_path, enable_progress_bar=True)
+    trainer, _ = fit(
+        CUDAMemoryTracker(table=False), bar, Look(), tmp_path=tmp_path, enable_progress_bar=True
+    )
     assert len(shown) == 6 and all(text.endswith("G") and float(text[:-1]) > 0 for text in shown)
     assert "get_metrics" not in bar.__dict__ and "save_checkpoint" not in trainer.__dict__
 
 
-def test_without_cuda_the_source_is_named_and_the_allocators_figures_are_not_shown(tmp_path, caplog, capsys):
+def test_without_cuda_the_source_is_named_and_the_allocators_figures_are_not_shown(
+    tmp_path, caplog, capsys
+):
     with caplog.at_level(logging.INFO):
         fit(tracker := CUDAMemoryTracker(), tmp_path=tmp_path)
     assert "tracking this process's resident memory" in caplog.text
     shown = rows(capsys.readouterr().out)
     assert {"process", "peak", "parameters", "outside"} <= shown and not CUDA_ROWS & shown
-    assert all(tracker.run_spreads[f"memory/{name}"].high == 0 for name in ("retries", "ooms", "pinned_gib", "graph_pool_gib"))
+    assert all(
+        tracker.run_spreads[f"memory/{name}"].high == 0
+        for name in ("retries", "ooms", "pinned_gib", "graph_pool_gib")
+    )
 
 
 def test_validate_and_predict_alone(tmp_path):
     tracker = CUDAMemoryTracker()
-    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[tracker], enable_progress_bar=False)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[tracker], enable_progress_bar=False
+    )
     trainer.validate(BoringModel(), verbose=False)
     trainer.predict(BoringModel())
     assert tracker._run is None
@@ -198,11 +243,14 @@ def test_no_number_changes_and_no_extra_hook_for_the_optimizer(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(tracked, weights(), strict=True))
 
 
-# ---- leaks and errors -----------------------------------------------------------------------------
+# ---- leaks and errors
+# -----------------------------------------------------------------------------
 
 
 class Leaking(Model):
-    """Leaks 1 MiB a step; malloc and the tracker are asked at a share of the time, so steps take some."""
+    """Leaks 1 MiB a step; malloc and the tracker are asked at a share of the time, so steps take
+    some.
+    """
 
     def __init__(self):
         super().__init__(layers=1)
@@ -216,9 +264,13 @@ class Leaking(Model):
 
 def leak_case(rank, world_size, folder):
     """A young process, whose malloc may be asked at every step."""
-    tracker = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, time_share=0.2)
+    tracker = CUDAMemoryTracker(
+        table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, time_share=0.2
+    )
     fit(tracker, tmp_path=folder, model=Leaking(), max_steps=100)
-    sound = CUDAMemoryTracker(table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, time_share=0.2)
+    sound = CUDAMemoryTracker(
+        table=False, leak_window=2, leak_windows=2, leak_growth_mib=4, time_share=0.2
+    )
     fit(sound, tmp_path=folder, max_steps=60)
     return tracker.leaks, sound.leaks
 
@@ -244,7 +296,11 @@ def test_an_out_of_memory_error_arrives_with_the_report(tmp_path, caplog):
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         fit(tracker, tmp_path=tmp_path, model=Exploding())
     text = "\n".join(getattr(caught.value, "__notes__", [caplog.text]))
-    for part in ("Out of host memory on rank 0, step 3, forward, in layers.2", "268435456.00 GiB", "What to try"):
+    for part in (
+        "Out of host memory on rank 0, step 3, forward, in layers.2",
+        "268435456.00 GiB",
+        "What to try",
+    ):
         assert part in text, text
     assert text in caplog.text or "What to try" in caplog.text
     assert tracker.oom_reports[0].phase == "forward"
@@ -274,10 +330,16 @@ def test_a_failing_report_hides_nothing(tmp_path, caplog, monkeypatch):
 
 def test_the_report_asks_no_other_rank(tmp_path, monkeypatch):
     """They wait in their collectives; any call would hang."""
-    from lightning_zero3.callbacks.memory_ranks import RankGatherer
+    from lightning_zero3.callbacks.memory.ranks import RankGatherer
 
     tracker, called = CUDAMemoryTracker(table=False, every_n_steps=100), []
-    for name in ("all_gather_object", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast"):
+    for name in (
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "barrier",
+        "broadcast",
+    ):
         monkeypatch.setattr(dist, name, lambda *args, **kwargs: called.append(args))
     monkeypatch.setattr(RankGatherer, "gather", lambda *args: called.append(args))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -313,10 +375,12 @@ def several_stages(rank, world_size, strategy, folder):
 
 @pytest.mark.parametrize("world_size, strategy", [(1, "auto"), (1, "zero3"), (2, "zero3")])
 def test_several_stages_in_one_process(world_size, strategy, tmp_path):
-    assert run_ranks(several_stages, world_size, strategy, tmp_path, timeout=120)[0]  # rank 0 writes it
+    # rank 0 writes it
+    assert run_ranks(several_stages, world_size, strategy, tmp_path, timeout=120)[0]
 
 
-# ---- arguments, YAML ------------------------------------------------------------------------------
+# ---- arguments, YAML
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -335,24 +399,36 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_from_yaml(tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        """
+    (tmp_path / "config.yaml").write_text("""
 trainer:
   callbacks:
     - class_path: lightning_zero3.callbacks.CUDAMemoryTracker
       init_args: {every_n_steps: 5, reset_peaks: false, time_share: null, report: memory.html, per_unit: true}
     - class_path: lightning_zero3.callbacks.StepTimer
       init_args: {every_n_steps: 5}
-"""
+""")
+    trainer = LightningCLI(
+        BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]
+    ).trainer
+    tracker = next(
+        callback for callback in trainer.callbacks if isinstance(callback, CUDAMemoryTracker)
     )
-    trainer = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "config.yaml")]).trainer
-    tracker = next(callback for callback in trainer.callbacks if isinstance(callback, CUDAMemoryTracker))
-    assert (tracker.every_n_steps, tracker.reset_peaks, tracker.time_share) == (5, False, float("inf"))
+    assert (tracker.every_n_steps, tracker.reset_peaks, tracker.time_share) == (
+        5,
+        False,
+        float("inf"),
+    )
     assert (tracker.report, tracker.per_unit) == ("memory.html", True)
-    assert next(callback for callback in trainer.callbacks if isinstance(callback, StepTimer)).every_n_steps == 5
+    assert (
+        next(
+            callback for callback in trainer.callbacks if isinstance(callback, StepTimer)
+        ).every_n_steps
+        == 5
+    )
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------
+# ---- on a GPU
+# -------------------------------------------------------------------------------------
 
 
 @needs_cuda
@@ -373,7 +449,9 @@ def test_out_of_memory_on_the_gpu(tmp_path):
 
 
 def cublas_workspaces():
-    """Bytes that a forward and a backward, each in a thread of its own, leave with cuBLAS until a run ends."""
+    """Bytes that a forward and a backward, each in a thread of its own, leave with cuBLAS until a
+    run ends.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     torch.nn.Linear(64, 64, device="cuda")(torch.ones(8, 64, device="cuda")).sum().backward()
@@ -406,10 +484,26 @@ def test_peaks_by_phase_on_the_gpu(tmp_path):
             self.use(500)
 
     tracker = CUDAMemoryTracker(table=False, time_share=None)
-    options = {"accelerator": "gpu", "devices": 1, "limit_val_batches": 1, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    options = {
+        "accelerator": "gpu",
+        "devices": 1,
+        "limit_val_batches": 1,
+        "val_check_interval": 3,
+        "num_sanity_val_steps": 0,
+    }
     workspaces, before = cublas_workspaces(), torch.cuda.memory_allocated()
     fit(tracker, tmp_path=tmp_path, model=Using(), **options)
-    state = sum(tracker.run_spreads[f"memory/{category}_gib"].high for category in CATEGORIES) * GIB / MIB
-    for phase, used in (("forward", 200), ("backward", 300), ("optimizer", 100), ("validation", 500)):
+    state = (
+        sum(tracker.run_spreads[f"memory/{category}_gib"].high for category in CATEGORIES)
+        * GIB
+        / MIB
+    )
+    for phase, used in (
+        ("forward", 200),
+        ("backward", 300),
+        ("optimizer", 100),
+        ("validation", 500),
+    ):
         peak = tracker.run_spreads[f"memory/peak_{phase}_gib"].high * GIB / MIB - before / MIB
-        assert used <= peak <= used + state + workspaces / MIB + 16, phase  # activations and the batch
+        # activations and the batch
+        assert used <= peak <= used + state + workspaces / MIB + 16, phase

@@ -7,7 +7,10 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.utils.data import DataLoader
 
 import lightning_zero3  # noqa: F401  (registers the strategy)
@@ -15,9 +18,14 @@ from helpers.parity import trainer
 from helpers.ranks import run_ranks
 from helpers.tracking import Collecting, needs_cuda
 from lightning_zero3.callbacks import StepTimer
-from lightning_zero3.callbacks.fsdp_communication import _starters
-from lightning_zero3.callbacks.step_timer import KEYS
-from lightning_zero3.strategies.collectives import CollectiveTimer, HostClock, LocalCollectives, PairwiseCollectives
+from lightning_zero3.callbacks.timing.fsdp import _starters
+from lightning_zero3.callbacks.timing.step_timer import KEYS
+from lightning_zero3.strategies.collectives import (
+    CollectiveTimer,
+    HostClock,
+    LocalCollectives,
+    PairwiseCollectives,
+)
 
 
 class Slept(HostClock):
@@ -80,7 +88,14 @@ def test_every_part_gets_its_time(tmp_path):
     assert [step for step, _ in rows] == [2, 4]
     for _, row in rows:
         assert set(row) == set(KEYS) - {"time/communication_ms"}
-        for part, slept in (("data", 30), ("forward", 20), ("backward", 40), ("optimizer", 10), ("other", 0), ("step", 100)):
+        for part, slept in (
+            ("data", 30),
+            ("forward", 20),
+            ("backward", 40),
+            ("optimizer", 10),
+            ("other", 0),
+            ("step", 100),
+        ):
             assert row[f"time/{part}_ms"] == pytest.approx(slept, abs=1e-6), part
 
 
@@ -95,7 +110,9 @@ def test_a_strategy_that_knows_tells_its_communication(tmp_path):
 
 
 class Delayed(HostClock):
-    """A device that reaches a mark only `behind` marks after it was recorded; between two marks lies a second."""
+    """A device that reaches a mark only `behind` marks after it was recorded; between two marks
+    lies a second.
+    """
 
     def __init__(self, behind):
         self.now = 0.0
@@ -118,10 +135,18 @@ def test_steps_that_the_device_has_not_finished_count_later(tmp_path):
     timer = StepTimer()
     timer.make_clock = lambda device: clock
     rows = fit(timer, tmp_path, max_steps=6)
-    # Five marks a step. At each logging step the last two steps are not finished; the mean is over whole steps.
+    # Five marks a step. At each logging step the last two steps are not finished; the mean is over
+    # whole steps.
     assert [step for step, _ in rows] == [4, 6]
-    times = [[row[f"time/{part}_ms"] for part in ("data", "forward", "backward", "optimizer", "other")] for _, row in rows]
-    assert times == [[1000.0] * 4 + [500.0], [1000.0] * 5]  # nothing other came before the first step
+    times = [
+        [row[f"time/{part}_ms"] for part in ("data", "forward", "backward", "optimizer", "other")]
+        for _, row in rows
+    ]
+    # nothing other came before the first step
+    assert times == [
+        [1000.0] * 4 + [500.0],
+        [1000.0] * 5,
+    ]
     assert [row["time/step_ms"] for _, row in rows] == [4500.0, 5000.0]
     assert clock.recycled == 5 * 4 - 1  # the mark that ended step 4 is where step 5 begins
 
@@ -145,9 +170,9 @@ class Slowed(PairwiseCollectives):
 
 
 def communication_case(rank, world_size, folder):
-    from lightning_zero3.strategies.collectives import door
+    from lightning_zero3.strategies.collectives import factory
 
-    door.SharedMemoryCollectives.open = Slowed
+    factory.SharedMemoryCollectives.open = Slowed
     rows = fit(StepTimer(), folder, strategy="zero3", devices=world_size)
     return rows, Slowed.calls
 
@@ -178,8 +203,14 @@ def fsdp2_case(rank, world_size, folder):
 
         kind.__call__ = call
     strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-    rows = fit(StepTimer(), folder, strategy=strategy, devices=world_size, model=(model := Sharded()))
-    assert {type(starter) for starter in _starters(model)} == {DefaultAllGather, DefaultReduceScatter}  # as they were
+    rows = fit(
+        StepTimer(), folder, strategy=strategy, devices=world_size, model=(model := Sharded())
+    )
+    # as they were
+    assert {type(starter) for starter in _starters(model)} == {
+        DefaultAllGather,
+        DefaultReduceScatter,
+    }
     return rows, {kind.__name__ for kind in kinds}
 
 
@@ -206,7 +237,9 @@ def test_events_on_the_gpu_without_waiting(tmp_path):
 @needs_cuda
 @pytest.mark.gpu
 def test_collectives_on_the_gpu_are_timed_by_events():
-    """A "gather" that multiplies matrices: its time by events is its time by a clock around a synchronisation."""
+    """A "gather" that multiplies matrices: its time by events is its time by a clock around a
+    synchronisation.
+    """
 
     class Multiplying(LocalCollectives):
         def all_gather(self, buffer, label=0):
@@ -214,12 +247,12 @@ def test_collectives_on_the_gpu_are_timed_by_events():
                 torch.mm(buffer, buffer)
             return super().all_gather(buffer, label)
 
-    door, buffer = Multiplying(), torch.ones(4096, 4096, device="cuda")
-    door.all_gather(buffer)
+    communicator, buffer = Multiplying(), torch.ones(4096, 4096, device="cuda")
+    communicator.all_gather(buffer)
     torch.cuda.synchronize()
-    timer = CollectiveTimer(door, buffer.device)
+    timer = CollectiveTimer(communicator, buffer.device)
     begun = time.perf_counter()
-    door.all_gather(buffer)
+    communicator.all_gather(buffer)
     assert timer.seconds() == 0.0  # asking does not wait
     torch.cuda.synchronize()
     assert timer.seconds() == pytest.approx(time.perf_counter() - begun, rel=0.2)

@@ -1,4 +1,6 @@
-"""Runs whose steps see the same samples on any number of ranks, saved in the middle of an epoch and resumed on other ones."""
+"""Runs whose steps see the same samples on any number of ranks, saved in the middle of an epoch and
+resumed on other ones.
+"""
 
 import torch
 from checkpoints.runs import Shuffled, Watch, full_weights
@@ -15,7 +17,9 @@ SCALE = 2.0**16
 
 
 class Elastic(Shuffled):
-    """No dropout, and full precision also where the Trainer scales losses: what differs is the order of sums."""
+    """No dropout, and full precision also where the Trainer scales losses: what differs is the
+    order of sums.
+    """
 
     def __init__(self):
         super().__init__(samples=12 * BATCHES)
@@ -26,7 +30,8 @@ class Elastic(Shuffled):
             return super().training_step(batch, batch_idx)
         with torch.autocast("cpu", enabled=False):
             loss = super().training_step(batch, batch_idx)
-            return loss + 1e36 * self.net[0].weight[0, 0] if batch_idx % 3 == 1 else loss  # infinite once it is scaled
+            # infinite once it is scaled
+            return loss + 1e36 * self.net[0].weight[0, 0] if batch_idx % 3 == 1 else loss
 
     def train_dataloader(self):
         return DataLoader(super().train_dataloader().dataset, batch_size=12, shuffle=True)
@@ -47,11 +52,20 @@ class Two(Elastic):
         optimizer.step()
 
     def configure_optimizers(self):
-        return [torch.optim.AdamW(self.net[0].parameters(), 0.01), torch.optim.SGD(self.net[3:].parameters(), 0.05, 0.9)]
+        return [
+            torch.optim.AdamW(self.net[0].parameters(), 0.01),
+            torch.optim.SGD(self.net[3:].parameters(), 0.05, 0.9),
+        ]
 
 
 def _scaler():
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=3))]}
+    return {
+        "plugins": [
+            MixedPrecision(
+                "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=3)
+            )
+        ]
+    }
 
 
 # module, options of the strategy, options of the Trainer
@@ -95,7 +109,9 @@ def _run(world_size, case, *callbacks, **paths):
 
 
 def save(world_size, folder):
-    """Of uninterrupted runs: losses, weights at the end, the optimizers' state at the start, the scaler's at the end."""
+    """Of uninterrupted runs: losses, weights at the end, the optimizers' state at the start, the
+    scaler's at the end.
+    """
     return {case: _run(world_size, case, _Save(f"{folder}/{case}.ckpt")) for case in CASES}
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.models import Lit, Recipe
 from helpers.parity import full_state, trainer, zero3
-from lightning_zero3.strategies.checkpoints.gather import gather_on_rank_zero
+from lightning_zero3.strategies.state_dicts.gather import gather_on_rank_zero
 
 
 def no_gradients(module):
@@ -19,13 +19,16 @@ def no_gradients(module):
 
 
 class Whole(Lit):
-    """With what makes checkpoints hard: a scalar parameter, a transposed and an empty one, a buffer, one without gradients."""
+    """With what makes checkpoints hard: a scalar parameter, a transposed and an empty one, a
+    buffer, one without gradients.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, no_gradients)
         generator = torch.Generator().manual_seed(5)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.across = nn.Parameter(torch.randn(7, 13, generator=generator).t() / 4)  # [13, 7], not contiguous
+        # [13, 7], not contiguous
+        self.across = nn.Parameter(torch.randn(7, 13, generator=generator).t() / 4)
         self.nothing = nn.Parameter(torch.empty(0, 3))
         self.spare = nn.Linear(5, 3)
         with torch.no_grad():
@@ -45,12 +48,18 @@ class Whole(Lit):
     def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.ndim > 1]
         others = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
         if self.recipe.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Watch(Callback):
@@ -61,7 +70,11 @@ class Watch(Callback):
     def on_train_epoch_start(self, trainer, module):
         if self.weights is not None:
             return
-        self.weights, self.optimizers, self.random = full_weights(trainer), optimizer_states(trainer), torch.get_rng_state()
+        self.weights, self.optimizers, self.random = (
+            full_weights(trainer),
+            optimizer_states(trainer),
+            torch.get_rng_state(),
+        )
 
 
 def full_weights(runner) -> dict[str, Tensor]:
@@ -87,23 +100,43 @@ def train(world_size, module, until, read=None, write=None, strategy=None, **opt
     """Until the end of epoch ``until``, from a checkpoint or not, and into one or not."""
     watch = Watch()
     callbacks = [watch, *options.pop("callbacks", [])]
-    runner = trainer(zero3() if strategy is None else strategy, world_size, max_epochs=until, callbacks=callbacks, **options)
+    runner = trainer(
+        zero3() if strategy is None else strategy,
+        world_size,
+        max_epochs=until,
+        callbacks=callbacks,
+        **options,
+    )
     runner.fit(module, ckpt_path=read)
     for path in [write] if isinstance(write, str) else write or []:
         runner.save_checkpoint(path)
     start = {"weights": watch.weights, "optimizers": watch.optimizers, "random": watch.random}
     return Result(
-        module.losses, full_weights(runner), optimizer_states(runner), torch.get_rng_state(), runner.global_step, start
+        module.losses,
+        full_weights(runner),
+        optimizer_states(runner),
+        torch.get_rng_state(),
+        runner.global_step,
+        start,
     )
 
 
 class Shuffled(LightningModule):
-    """Shuffled data, dropout, gradients that do not vanish: only an exact resume repeats what an uninterrupted run does."""
+    """Shuffled data, dropout, gradients that do not vanish: only an exact resume repeats what an
+    uninterrupted run does.
+    """
 
     def __init__(self, samples: int = 48) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(6, 16),
+            nn.Tanh(),
+            nn.Dropout(0.2),
+            nn.Linear(16, 16),
+            nn.Tanh(),
+            nn.Linear(16, 1),
+        )
         self.samples, self.losses = samples, []
 
     def training_step(self, batch, batch_idx):
@@ -115,7 +148,9 @@ class Shuffled(LightningModule):
     def train_dataloader(self):
         generator = torch.Generator().manual_seed(4)
         x = torch.randn(self.samples, 6, generator=generator)
-        return DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=4, shuffle=True)
+        return DataLoader(
+            TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=4, shuffle=True
+        )
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)

@@ -1,4 +1,6 @@
-"""Saves in the background: what was there when they began, while training goes on; no error is lost."""
+"""Saves in the background: what was there when they began, while training goes on; no error is
+lost.
+"""
 
 import threading
 import time
@@ -17,16 +19,18 @@ from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints import writer
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
 from lightning_zero3.strategies.checkpoints.manifest import damage
-from lightning_zero3.strategies.checkpoints.slices import SlicedTensor
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
+from lightning_zero3.strategies.state_dicts.slices import SlicedTensor
 
 STEPS, EVERY = 12, 4
 WRITES_AFTER = EVERY + 2  # steps: until then the disk does not answer
 
 
 class Disk(Callback):
-    """A disk that answers after some steps, and perhaps fails on rank 1; notes what there was before each step."""
+    """A disk that answers after some steps, and perhaps fails on rank 1; notes what there was
+    before each step.
+    """
 
     def __init__(self, folder, monkeypatch, fails=False):
         self.folder, self.fails, self.seen, self.copied = Path(folder), fails, [], 0
@@ -34,7 +38,9 @@ class Disk(Callback):
 
         def write_data(its, plan, planner):
             slices = [t for t in planner.state_dict.values() if isinstance(t, SlicedTensor)]
-            self.copied = sum(part.untyped_storage().nbytes() for t in slices for part in t.parts.values())
+            self.copied = sum(
+                part.untyped_storage().nbytes() for t in slices for part in t.parts.values()
+            )
             assert self.answers.wait(60)
             if fails and dist.get_rank() == 1:
                 raise OSError("the disk is gone")
@@ -46,13 +52,17 @@ class Disk(Callback):
         there = sorted(self.folder.glob("*.ckpt"))
         self.seen.append([path.name for path in there])
         if trainer.global_rank == 0:
-            assert all(path.exists() and damage(path) is None for path in there), "a name leads to nothing whole"
+            assert all(path.exists() and damage(path) is None for path in there), (
+                "a name leads to nothing whole"
+            )
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == WRITES_AFTER:
             self.answers.set()
             saving = trainer.strategy._background
-            while self.fails and saving.running and trainer.global_rank == 0 and not saving.finished():
+            while (
+                self.fails and saving.running and trainer.global_rank == 0 and not saving.finished()
+            ):
                 time.sleep(0.01)  # the other rank may not know yet
 
 
@@ -73,20 +83,37 @@ class Save(Callback):
 def fit(world_size, folder, *callbacks, background=True, keep=-1, **options):
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=EVERY, save_top_k=keep, **options)
     strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(background=background))
-    options = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True, "use_distributed_sampler": True}
+    options = {
+        "max_steps": STEPS,
+        "max_epochs": -1,
+        "enable_checkpointing": True,
+        "use_distributed_sampler": True,
+    }
     runner = trainer(strategy, world_size, callbacks=[saver, *callbacks], **options)
     runner.fit(Shuffled())
     return runner
 
 
 def fail(world_size, folder, hook=None):
-    """The error, the number of steps begun, and the warnings of a run with a save that fails on rank 1."""
+    """The error, the number of steps begun, and the warnings of a run with a save that fails on
+    rank 1.
+    """
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         disk = Disk(folder, patch, fails=True)
         with pytest.raises((CheckpointError, KeyError)) as error:
-            fit(world_size, folder, *([Save(hook, disk)] if hook else []), disk, keep=0 if hook else -1)
-    return repr(error.value), len(disk.seen), [str(w.message) for w in caught if "gone" in str(w.message)]
+            fit(
+                world_size,
+                folder,
+                *([Save(hook, disk)] if hook else []),
+                disk,
+                keep=0 if hook else -1,
+            )
+    return (
+        repr(error.value),
+        len(disk.seen),
+        [str(w.message) for w in caught if "gone" in str(w.message)],
+    )
 
 
 def run(rank, world_size, folder):
@@ -97,7 +124,14 @@ def run(rank, world_size, folder):
         seen = disk.seen
         assert 0 < disk.copied <= ledger["parameters"] + ledger["optimizer_state"]
         disk = Disk(f"{folder}/one", patch)
-        fit(world_size, f"{folder}/one", disk, keep=1, save_last="link", enable_version_counter=False)
+        fit(
+            world_size,
+            f"{folder}/one",
+            disk,
+            keep=1,
+            save_last="link",
+            enable_version_counter=False,
+        )
     hooks = [None, "on_train_end", "on_train_batch_start"]
     return seen, {hook: fail(world_size, f"{folder}/failed {hook}", hook) for hook in hooks}
 
@@ -106,7 +140,9 @@ def test_background_saves(tmp_path):
     ranks = run_ranks(run, 2, str(tmp_path), timeout=100)
     names = [f"step={k}.ckpt" for k in range(EVERY, STEPS + 1, EVERY)]
     for seen, _ in ranks:
-        assert len(seen) == STEPS and seen[WRITES_AFTER - 1] == [], "training did not go on while the disk did not answer"
+        assert len(seen) == STEPS and seen[WRITES_AFTER - 1] == [], (
+            "training did not go on while the disk did not answer"
+        )
     for name in names:  # whenever it was written, what was saved is the state at that step
         files = [tmp_path / kind / name for kind in ("foreground", "background")]
         for file in files:
@@ -115,18 +151,29 @@ def test_background_saves(tmp_path):
         assert_same_tensors(then["state_dict"], now["state_dict"])
         assert_same_tensors(then["optimizer_0"]["state"], now["optimizer_0"]["state"])
     one = tmp_path / "one"
-    assert {path.name for path in one.iterdir()} == {"last.ckpt", names[-1]}, "superseded ones are removed, later"
+    assert {path.name for path in one.iterdir()} == {"last.ckpt", names[-1]}, (
+        "superseded ones are removed, later"
+    )
     assert (one / "last.ckpt").readlink() == Path(names[-1])
 
     left = [path for folder in tmp_path.glob("failed*") for path in folder.rglob("*.ckpt")]
     assert not left, "what failed was left behind"
     for _, failed in ranks:  # all ranks are told the same
-        told = f"{tmp_path}/failed None/step={EVERY}.ckpt failed on rank 1: OSError: the disk is gone"
+        told = (
+            f"{tmp_path}/failed None/step={EVERY}.ckpt failed on rank 1: OSError: the disk is gone"
+        )
         error, steps, others = failed[None]
         assert error == f"CheckpointError('Saving {told}')" and not others
         assert steps == WRITES_AFTER + 1, "not told when the next step began"
         error, steps, others = failed["on_train_end"]
-        assert "other.ckpt failed on rank 1: OSError: the disk is gone" in error and not others and steps == STEPS
+        assert (
+            "other.ckpt failed on rank 1: OSError: the disk is gone" in error
+            and not others
+            and steps == STEPS
+        )
         error, steps, others = failed["on_train_batch_start"]
         assert error == "KeyError('mine')" and steps <= 3
-        assert len(others) == 1 and "other.ckpt failed on rank 1: OSError: the disk is gone" in others[0]
+        assert (
+            len(others) == 1
+            and "other.ckpt failed on rank 1: OSError: the disk is gone" in others[0]
+        )

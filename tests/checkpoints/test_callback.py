@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
 from lightning_zero3.strategies.checkpoints.manifest import damage
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 RECIPE = Recipe(steps=4, optimizer="adamw")
 
@@ -49,23 +49,42 @@ def best(rank, world_size, folder):
     )
     predicted = trainer(zero3(), world_size).predict(new(), ckpt_path=saver.best_model_path)
     module = new()
-    again = fit(world_size, folder, ModelCheckpoint(folder, "{epoch}", save_last=True), 4, module, ckpt_path="last")
+    again = fit(
+        world_size,
+        folder,
+        ModelCheckpoint(folder, "{epoch}", save_last=True),
+        4,
+        module,
+        ckpt_path="last",
+    )
     scores = saver.best_model_score.item(), tested["val_loss"], checked["val_loss"]
     return kept, scores, len(predicted), len(module.losses), again.global_step
 
 
 def triggers(rank, world_size, folder):
     found = {}
-    fit(world_size, f"{folder}/steps", ModelCheckpoint(f"{folder}/steps", "{step}", every_n_train_steps=5, save_top_k=-1))
+    fit(
+        world_size,
+        f"{folder}/steps",
+        ModelCheckpoint(f"{folder}/steps", "{step}", every_n_train_steps=5, save_top_k=-1),
+    )
     found["steps"] = names(f"{folder}/steps")
-    every = ModelCheckpoint(f"{folder}/time", "{step}", train_time_interval=timedelta(0), save_top_k=-1)
+    every = ModelCheckpoint(
+        f"{folder}/time", "{step}", train_time_interval=timedelta(0), save_top_k=-1
+    )
     fit(world_size, f"{folder}/time", every, 1)
     found["time"] = names(f"{folder}/time")
-    link = ModelCheckpoint(f"{folder}/link", "newest", save_last="link", enable_version_counter=False)
+    link = ModelCheckpoint(
+        f"{folder}/link", "newest", save_last="link", enable_version_counter=False
+    )
     fit(world_size, f"{folder}/link", link, 2)
     module = new()
     fit(world_size, f"{folder}/link", link, 3, module, ckpt_path="last")
-    found["link"] = names(f"{folder}/link"), Path(folder, "link", "last.ckpt").is_symlink(), len(module.losses)
+    found["link"] = (
+        names(f"{folder}/link"),
+        Path(folder, "link", "last.ckpt").is_symlink(),
+        len(module.losses),
+    )
     small = ModelCheckpoint(f"{folder}/small", "{epoch}", save_weights_only=True)
     runner = fit(world_size, f"{folder}/small", small, 1)
     before = full_weights(runner)
@@ -110,9 +129,9 @@ def broken(world_size, folder):
     runner = fit(world_size, folder, saver, 2)
     found = {"hpc": []}
     for number in (2, 3):
-        fit(world_size, folder, Newest(folder, save_top_k=0), number, ckpt_path="last").save_checkpoint(
-            f"{folder}/hpc_ckpt_{number}.ckpt"
-        )
+        fit(
+            world_size, folder, Newest(folder, save_top_k=0), number, ckpt_path="last"
+        ).save_checkpoint(f"{folder}/hpc_ckpt_{number}.ckpt")
     found["hpc"].append(resume(world_size, folder, "hpc"))
     lose_a_shard(f"{folder}/hpc_ckpt_3.ckpt")
     found["hpc"].append(resume(world_size, folder, "hpc"))
@@ -130,11 +149,15 @@ def broken(world_size, folder):
 
 
 def test_the_callback_and_the_names_of_the_trainer(tmp_path):
-    kept, scores, predicted, more, steps = run_ranks(best, 2, str(tmp_path / "best"), timeout=100)[0]
+    kept, scores, predicted, more, steps = run_ranks(best, 2, str(tmp_path / "best"), timeout=100)[
+        0
+    ]
     assert len(kept) == 3 and "last.ckpt" in kept
     assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-6)
     assert (predicted, more, steps) == (4, 4, 16)
-    (found, broken), (others, broken_elsewhere) = run_ranks(triggers, 2, str(tmp_path / "triggers"), timeout=150)
+    (found, broken), (others, broken_elsewhere) = run_ranks(
+        triggers, 2, str(tmp_path / "triggers"), timeout=150
+    )
     assert found == others
     assert found["steps"] == ["step=10.ckpt", "step=5.ckpt"]
     assert found["time"] == [f"step={k}.ckpt" for k in range(1, 5)]
@@ -145,9 +168,13 @@ def test_the_callback_and_the_names_of_the_trainer(tmp_path):
     told = f"{{}} is {lost}. Going on from the last complete checkpoint, {whole}."
     assert broken["hpc"] == [(4, []), (8, [told.format(folder / "hpc_ckpt_3.ckpt")])]
     assert broken["incomplete"] == (8, [told.format(folder / "newest.ckpt")])
-    assert re.search(rf"epoch=\d.ckpt is {re.escape(lost)}. The last complete one besides it is {whole}", broken["best"])
     assert re.search(
-        rf"newest.ckpt failed on rank \d: damaged: __1_0.distcp does not have the checksum .* besides it is {whole}",
+        rf"epoch=\d.ckpt is {re.escape(lost)}. The last complete one besides it is {whole}",
+        broken["best"],
+    )
+    assert re.search(
+        r"newest.ckpt failed on rank \d: damaged: __1_0.distcp does not have the checksum .*"
+        rf" besides it is {whole}",
         broken["damaged"][0],
     )
     for name in ("best", "damaged"):
@@ -165,9 +192,18 @@ class Terminate(Callback):
 def preempted(rank, world_size, folder):
     def run(*callbacks):
         module = Shuffled()
-        saver = ModelCheckpoint(folder, "{step}", every_n_epochs=1, save_top_k=-1, save_on_exception=True, save_last=True)
+        saver = ModelCheckpoint(
+            folder,
+            "{step}",
+            every_n_epochs=1,
+            save_top_k=-1,
+            save_on_exception=True,
+            save_last=True,
+        )
         options = {"enable_checkpointing": True, "use_distributed_sampler": True, "max_epochs": 2}
-        runner = trainer(zero3(unit_policy=None), world_size, callbacks=[saver, *callbacks], **options)
+        runner = trainer(
+            zero3(unit_policy=None), world_size, callbacks=[saver, *callbacks], **options
+        )
         try:
             runner.fit(module, ckpt_path="last")
         except SIGTERMException:
@@ -184,7 +220,9 @@ def preempted(rank, world_size, folder):
 
 
 def test_sigterm_saves_and_the_next_start_goes_on(tmp_path):
-    for stopped, resumed, (losses, weights) in run_ranks(preempted, 2, str(tmp_path / "run"), timeout=100):
+    for stopped, resumed, (losses, weights) in run_ranks(
+        preempted, 2, str(tmp_path / "run"), timeout=100
+    ):
         assert 3 < stopped[0] < 12 and f"step={stopped[0]}.ckpt" in stopped[2]
         assert stopped[1] + resumed[1] == losses
         assert resumed[0] == 12

@@ -13,10 +13,14 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
     file = tmp_path / "full.ckpt"
     state = {"state": {0: {"exp_avg": torch.zeros(3, 2)}}, "param_groups": [{"lr": 0.1}]}
     weights = {"net.weight": torch.ones(3, 2), "net.count": torch.tensor(4)}
-    torch.save({"epoch": 2, "global_step": 17, "state_dict": weights, "optimizer_states": [state]}, file)
+    torch.save(
+        {"epoch": 2, "global_step": 17, "state_dict": weights, "optimizer_states": [state]}, file
+    )
     assert main(["inspect", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{file}: complete\nsingle file, {file.stat().st_size:,} bytes\nepoch 2, step 17\n")
+    assert printed.startswith(
+        f"{file}: complete\nsingle file, {file.stat().st_size:,} bytes\nepoch 2, step 17\n"
+    )
     assert [line.split() for line in printed.splitlines()[3:]] == [
         ["state_dict.net.weight", "(3,", "2)", "float32"],
         ["state_dict.net.count", "()", "int64"],
@@ -24,7 +28,10 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
     ]
     flip(file, file.read_bytes().index(torch.ones(6).numpy().tobytes()))
     assert main(["inspect", str(file)]) == 1
-    assert f"{file}: damaged: its record 'full/data/0' is not what was written" in capsys.readouterr().out
+    assert (
+        f"{file}: damaged: its record 'full/data/0' is not what was written"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
@@ -37,7 +44,12 @@ def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
 
 
 def save_sharded(rank, world_size, folder):
-    return train(world_size, Whole(Recipe(tied=True, optimizer="adamw", steps=3)), 1, write=f"{folder}/it.ckpt")
+    return train(
+        world_size,
+        Whole(Recipe(tied=True, optimizer="adamw", steps=3)),
+        1,
+        write=f"{folder}/it.ckpt",
+    )
 
 
 def on_one_device(rank, world_size, folder):
@@ -68,8 +80,12 @@ def test_a_sharded_checkpoint_becomes_one_file(tmp_path, capsys):
     assert "  optimizer_0.state.across.exp_avg_sq  (13, 7)  float32\n" in printed
     (source / "__2_0.distcp").unlink()
     assert main(["inspect", str(source)]) == 1
-    assert capsys.readouterr().out == f"{source}: incomplete: 2 of 3 shards (__2_0.distcp missing)\n"
+    assert (
+        capsys.readouterr().out == f"{source}: incomplete: 2 of 3 shards (__2_0.distcp missing)\n"
+    )
     assert main(["inspect", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == (
-        "it.ckpt: incomplete: 2 of 3 shards (__2_0.distcp missing)\none.ckpt: complete\nlast complete: one.ckpt\n"
+    assert (
+        capsys.readouterr().out
+        == "it.ckpt: incomplete: 2 of 3 shards (__2_0.distcp missing)\none.ckpt: complete\nlast"
+        " complete: one.ckpt\n"
     )

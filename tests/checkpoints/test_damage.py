@@ -1,4 +1,6 @@
-"""Broken checkpoints and failing disks: an error on all ranks, nothing loaded halfway, nothing lost."""
+"""Broken checkpoints and failing disks: an error on all ranks, nothing loaded halfway, nothing
+lost.
+"""
 
 import gc
 import io
@@ -21,15 +23,17 @@ from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints import full, sharded
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
-from lightning_zero3.strategies.checkpoints.slices import SavedTensor
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
+from lightning_zero3.strategies.state_dicts.slices import SavedTensor
 
 RECIPE = Recipe(optimizer="adamw", steps=2)
 
 
 def flip_tensor(file: Path):
     with zipfile.ZipFile(file) as archive:
-        largest = max(archive.infolist(), key=lambda record: record.file_size * ("/data/" in record.filename))
+        largest = max(
+            archive.infolist(), key=lambda record: record.file_size * ("/data/" in record.filename)
+        )
         flip(file, file.read_bytes().index(archive.read(largest)))
 
 
@@ -44,17 +48,24 @@ HARM = {
     "truncated": lambda folder: truncate(folder / "__0_0.distcp"),
     "missing": lambda folder: (folder / "__1_0.distcp").unlink(),
     "no index": lambda folder: (folder / ".metadata").unlink(),
-    "no manifest, missing": lambda folder: [(folder / name).unlink() for name in ("manifest.json", "__1_0.distcp")],
+    "no manifest, missing": lambda folder: [
+        (folder / name).unlink() for name in ("manifest.json", "__1_0.distcp")
+    ],
     "full, truncated": truncate,
     "full, flipped": flip_tensor,
 }
 EXPECTED = {
-    "flipped": r"failed on rank \d: damaged: __1_0.distcp does not have the checksum that it was written with\. "
-    "The last complete one besides it is .*ckpt",
+    "flipped": (
+        r"failed on rank \d: damaged: __1_0.distcp does not have the checksum that it was written"
+        r" with\. "
+        "The last complete one besides it is .*ckpt"
+    ),
     "flipped index": "damaged: .metadata does not have the checksum",
     "flipped trainer state": "damaged: meta.pt does not have the checksum",
     "truncated": "incomplete: __0_0.distcp has ",
-    "missing": r"incomplete: 1 of 2 shards \(__1_0.distcp missing\).* The last complete one besides it is ",
+    "missing": (
+        r"incomplete: 1 of 2 shards \(__1_0.distcp missing\).* The last complete one besides it is "
+    ),
     "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
     "full, truncated": "full, truncated.ckpt is incomplete: the end of the file is missing",
@@ -100,7 +111,14 @@ def test_every_rank_raises_the_same_error_and_nothing_is_loaded(tmp_path):
 
 def single_files(folder):
     """The same content, by `torch.save` and as we write it."""
-    content = {"epoch": 3, "state_dict": {"a": torch.arange(50.0), "b": torch.ones(3, 2).t(), "none": torch.empty(0, 2)}}
+    content = {
+        "epoch": 3,
+        "state_dict": {
+            "a": torch.arange(50.0),
+            "b": torch.ones(3, 2).t(),
+            "none": torch.empty(0, 2),
+        },
+    }
     torch.save(content, folder / "theirs.ckpt")
     saved = {k: SavedTensor(k, v.shape, v.dtype, v.clone) for k, v in content["state_dict"].items()}
     for key, place in full.reserve({**content, "state_dict": saved}, folder / "stage").items():
@@ -125,7 +143,9 @@ def test_no_flipped_bit_of_a_single_file_is_loaded(name, tmp_path):
     expected, file = single_files(tmp_path), tmp_path / f"{name}.ckpt"
     whole, refused = file.read_bytes(), 0
     for position in range(0, len(whole), 5):
-        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+        file.write_bytes(
+            whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :]
+        )
         try:
             loaded = full.load(file, weights_only=True)
         except CheckpointError as error:
@@ -165,7 +185,9 @@ def fill_disk(rank, world_size, folder):
         gc.collect()  # the store of an earlier Trainer writes to its file when it goes
         if rank == full_for:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-        with pytest.raises(CheckpointError, match=f"Saving .*{kind}.ckpt failed on rank {full_for}: .*"):
+        with pytest.raises(
+            CheckpointError, match=f"Saving .*{kind}.ckpt failed on rank {full_for}: .*"
+        ):
             runner.save_checkpoint(path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert content(path) == before
@@ -201,8 +223,13 @@ def test_members_of_one_enumeration_are_read_and_no_other_attribute():
     def read(thing):
         return sharded._IndexUnpickler(io.BytesIO(pickle.dumps(thing))).load()
 
-    assert read(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
-    with pytest.raises(pickle.UnpicklingError, match=r"Metadata'>.__init__, which torch does not write"):
+    assert (
+        read(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"))
+        is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    )
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"Metadata'>.__init__, which torch does not write"
+    ):
         read(Attribute(Metadata, "__init__"))
 
 
@@ -232,14 +259,19 @@ def test_loading_runs_no_code(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"kind": "full", "background": True}, {"kind": "both"}])
 def test_what_would_be_ignored_is_refused(options):
     with pytest.raises(ValueError, match=r"kind='full'|choose 'sharded' or 'full'"):
-        trainer(zero3(checkpoint=CheckpointOptions(**options), checkpoint_io=AsyncCheckpointIO())).fit(Whole(RECIPE))
+        trainer(
+            zero3(checkpoint=CheckpointOptions(**options), checkpoint_io=AsyncCheckpointIO())
+        ).fit(Whole(RECIPE))
 
 
 def save_elsewhere(rank, world_size):
     """To a file system of fsspec's, which lives in this process."""
     module = Whole(RECIPE)
     saver = ModelCheckpoint("memory://runs", save_last=True)
-    with pytest.raises(ValueError, match=r"ModelCheckpoint\(dirpath='memory://runs'\): .*CheckpointOptions\(kind='full'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"ModelCheckpoint\(dirpath='memory://runs'\): .*CheckpointOptions\(kind='full'\)",
+    ):
         trainer(zero3(), callbacks=[saver], enable_checkpointing=True).fit(module)
     assert not module.losses, "training began"
     strategy = zero3(checkpoint=CheckpointOptions(kind="full"))

@@ -13,11 +13,15 @@ from helpers.parity import assert_tensors_close, relative, trainer
 from helpers.ranks import run_ranks
 
 # Everything has a gradient: FSDP2 wants state of every parameter that it trains.
-RECIPE = Recipe(optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.1",), steps=4)
+RECIPE = Recipe(
+    optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.1",), steps=4
+)
 
 
 class Spare(Lit):
-    """A layer that gets its first gradient in the second epoch: until then it has no optimizer state."""
+    """A layer that gets its first gradient in the second epoch: until then it has no optimizer
+    state.
+    """
 
     def __init__(self, recipe, full_gradients):
         super().__init__(recipe, full_gradients)
@@ -129,5 +133,6 @@ def test_a_layer_without_state(tmp_path):
     losses = [mean([rank[k][0] for rank in ranks]) for k in (0, 1)]
     assert relative(losses[1], losses[0][4:]) <= 2e-6
     assert_tensors_close(resumed[1], whole[1], 5e-6)
-    for error in errors.values():  # FSDP2 wants state of every parameter that it trains, in files of its own too
+    # FSDP2 wants state of every parameter that it trains, in files of its own too
+    for error in errors.values():
         assert "Missing key in checkpoint state_dict: optimizer_0.state.net.spare." in error

@@ -1,4 +1,6 @@
-"""Runs that are killed at random moments, also inside saves: each next start goes on by itself, to the same end."""
+"""Runs that are killed at random moments, also inside saves: each next start goes on by itself, to
+the same end.
+"""
 
 import os
 import random
@@ -23,7 +25,9 @@ STEPS = 6 * EPOCHS
 
 
 class Killer(Callback):
-    """Kills its process a moment after a step has ended; the step's checkpoint is written meanwhile."""
+    """Kills its process a moment after a step has ended; the step's checkpoint is written
+    meanwhile.
+    """
 
     def __init__(self, step, delay):
         self.step, self.delay = step, delay

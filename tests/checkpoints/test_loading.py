@@ -1,4 +1,6 @@
-"""What runs beside the loading of weights: callbacks, hooks of modules, states that are no parameters."""
+"""What runs beside the loading of weights: callbacks, hooks of modules, states that are no
+parameters.
+"""
 
 import copy
 
@@ -12,7 +14,7 @@ from torchmetrics.classification import BinaryConfusionMatrix
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 
 def runner(world_size, kind, *callbacks, epochs=1):
@@ -39,7 +41,9 @@ class Reads(Callback):
 
 class Ones(Callback):
     def on_load_checkpoint(self, trainer, module, checkpoint):
-        module.load_state_dict({name: torch.ones(value.shape) for name, value in checkpoint["state_dict"].items()})
+        module.load_state_dict(
+            {name: torch.ones(value.shape) for name, value in checkpoint["state_dict"].items()}
+        )
 
 
 class Halves(Ones):
@@ -111,7 +115,9 @@ def meta(rank, world_size, folder):
     again.fit(module, ckpt_path=f"{folder}/a.ckpt")
     assert_same_tensors(full_weights(again), full_weights(first))
     module.net.append(nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "net.6.weight", "net.6.bias"'):
+    with pytest.raises(
+        RuntimeError, match=r'Missing key\(s\) in state_dict: "net.6.weight", "net.6.bias"'
+    ):
         runner(world_size, "sharded").fit(module, ckpt_path=f"{folder}/a.ckpt")
     return True
 
@@ -133,7 +139,9 @@ def unreadable(rank, world_size, folder):
             if rank == 1:
                 checkpoint["state_dict"]["net.0.bias"].read = fail
 
-    with pytest.raises(CheckpointError, match="(?s)Loading weights failed on rank 1: .*net.0.bias.*gone"):
+    with pytest.raises(
+        CheckpointError, match="(?s)Loading weights failed on rank 1: .*net.0.bias.*gone"
+    ):
         runner(world_size, "sharded").fit(Missing(), ckpt_path=f"{folder}/a.ckpt")
     return True
 
@@ -152,10 +160,16 @@ class Counter(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination |= {prefix + "values": self.values.clone(), prefix + "count": torch.tensor(self.count)}
+        destination |= {
+            prefix + "values": self.values.clone(),
+            prefix + "count": torch.tensor(self.count),
+        }
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        self.values, self.count = state_dict.pop(prefix + "values").clone(), int(state_dict.pop(prefix + "count"))
+        self.values, self.count = (
+            state_dict.pop(prefix + "values").clone(),
+            int(state_dict.pop(prefix + "count")),
+        )
         self.rows = torch.zeros_like(state_dict[prefix + "rows"])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -166,8 +180,12 @@ class Kept(Shuffled):
         self.counter, self.matrix = Counter(), BinaryConfusionMatrix()
         self.matrix.persistent(True)
         self.register_buffer("old", torch.zeros(2))
-        self._register_state_dict_hook(lambda module, state, prefix, _: state.update(new=state.pop("old") + 0))
-        self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(old=state.pop("new")))
+        self._register_state_dict_hook(
+            lambda module, state, prefix, _: state.update(new=state.pop("old") + 0)
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, *_: state.update(old=state.pop("new"))
+        )
 
     def training_step(self, batch, batch_idx):
         self.counter.count += 1
@@ -179,7 +197,13 @@ class Kept(Shuffled):
 
     @property
     def kept(self):
-        return self.counter.count, self.counter.values, self.counter.rows, self.old, self.matrix.confmat
+        return (
+            self.counter.count,
+            self.counter.values,
+            self.counter.rows,
+            self.old,
+            self.matrix.confmat,
+        )
 
 
 def keep(rank, world_size, folder, kind):

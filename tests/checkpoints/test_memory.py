@@ -1,4 +1,6 @@
-"""What saving costs in memory: the growth of a process's own pages, as the kernel counts them, against the bounds."""
+"""What saving costs in memory: the growth of a process's own pages, as the kernel counts them,
+against the bounds.
+"""
 
 import ctypes
 import threading
@@ -18,7 +20,11 @@ from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 WIDTH, DEPTH, MIB = 640, 12, 2**20
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes: fp32 weight and bias of a layer
 MODEL = DEPTH * UNIT
-SLACK = 14 * MIB  # Python's objects, pickles, blocks of files that are read; with all of the model and Adam's state: 56 MiB
+SLACK = (
+    14 * MIB
+    # Python's objects, pickles, blocks of files that are read; with all of the model and Adam's
+    # state: 56 MiB
+)
 
 
 class Model(LightningModule):
@@ -47,7 +53,12 @@ def anonymous():
 def growth(into, name):
     """Note by how much the process grows at most, looked at all the time."""
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(-3, 2**17)  # M_MMAP_THRESHOLD, which else grows: what is freed is the kernel's again at once, and not counted
+    libc.mallopt(
+        -3,
+        2**17,
+        # M_MMAP_THRESHOLD, which else grows: what is freed is the kernel's again at once, and not
+        # counted
+    )
     libc.malloc_trim(0)  # else it would grow into memory that training gave back
     before, peak, over = anonymous(), [0], threading.Event()
 

@@ -100,7 +100,9 @@ def own_code(rank, world_size, folder, kind):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_own_code_is_asked(world_size, kind, tmp_path):
     told, *others = run_ranks(own_code, world_size, str(tmp_path), kind, timeout=100)
-    assert len(told) == 1 and told[0].startswith("Own has its own `load_state_dict`, which zero3 does not call")
+    assert len(told) == 1 and told[0].startswith(
+        "Own has its own `load_state_dict`, which zero3 does not call"
+    )
     assert not any(others)
 
 
@@ -111,7 +113,10 @@ def count(rank, world_size, folder):
     assert runner.optimizers[0].param_groups[0]["lr"] == 0.02
     state = optimizer_states(runner)
     assert rank or state[0]["state"] == {}
-    with pytest.raises(ValueError, match=r'states of 1 optimizers, .* returns 2\. .*checkpoint\["optimizer_states"\] = \[\]'):
+    with pytest.raises(
+        ValueError,
+        match=r'states of 1 optimizers, .* returns 2\. .*checkpoint\["optimizer_states"\] = \[\]',
+    ):
         fit(world_size, "sharded", Optimized(adam, adam), read=path)
     return True
 
@@ -126,7 +131,10 @@ class Evaluated(Shuffled):
 
 
 def save_after_each(rank, world_size, folder):
-    runner, module = trainer(zero3(unit_policy=None), world_size, limit_val_batches=1.0), Evaluated()
+    runner, module = (
+        trainer(zero3(unit_policy=None), world_size, limit_val_batches=1.0),
+        Evaluated(),
+    )
     found = {}
     for name, run in {"fit": runner.fit, "validate": runner.validate}.items():
         run(module, module.train_dataloader())
@@ -134,13 +142,17 @@ def save_after_each(rank, world_size, folder):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 runner.save_checkpoint(f"{folder}/{name}.ckpt", weights_only)
-            found[name, weights_only] = [str(w.message) for w in caught if "no optimizer states" in str(w.message)]
+            found[name, weights_only] = [
+                str(w.message) for w in caught if "no optimizer states" in str(w.message)
+            ]
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_without_optimizer_states_is_told_of(world_size, tmp_path):
-    """They end with an evaluation, with zero3 as with Lightning's FSDP; whoever saves then wants to know."""
+    """They end with an evaluation, with zero3 as with Lightning's FSDP; whoever saves then wants to
+    know.
+    """
     for rank, found in enumerate(run_ranks(save_after_each, world_size, str(tmp_path))):
         told = found.pop(("validate", False))
         assert len(told) == (rank == 0) and all("weights_only=True" in text for text in told)

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.checkpoints import CheckpointOptions
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
 from lightning_zero3.strategies.checkpoints.manifest import damage
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 STOP = 4  # steps, of 6 in an epoch
 
@@ -22,14 +22,20 @@ def fit(world_size, folder=None, read=None):
     module, callbacks = Shuffled(), []
     if folder is not None:
         callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=STOP, save_top_k=-1)]
-    options = {"enable_checkpointing": bool(callbacks), "use_distributed_sampler": True, "callbacks": callbacks}
+    options = {
+        "enable_checkpointing": bool(callbacks),
+        "use_distributed_sampler": True,
+        "callbacks": callbacks,
+    }
     runner = trainer(zero3(unit_policy=None), world_size, max_epochs=3, **options)
     runner.fit(module, ckpt_path=read)
     return module.losses, full_weights(runner), torch.get_rng_state()
 
 
 def both(rank, world_size, folder):
-    """An uninterrupted run that leaves checkpoints, one that starts from the first of them, and what one says that fails."""
+    """An uninterrupted run that leaves checkpoints, one that starts from the first of them, and
+    what one says that fails.
+    """
     whole = fit(world_size, folder)
     return whole, fit(world_size, read=f"{folder}/step={STOP}.ckpt"), stopped(world_size, folder)
 
@@ -58,13 +64,20 @@ def stopped(world_size, folder):
 
 
 def too_late(rank, world_size, folder):
-    runner = trainer(zero3(unit_policy=None), world_size, callbacks=[Stop(f"{folder}/in_time.ckpt")])
+    runner = trainer(
+        zero3(unit_policy=None), world_size, callbacks=[Stop(f"{folder}/in_time.ckpt")]
+    )
     with pytest.raises(KeyError, match="mine"):
         runner.fit(Shuffled())
     dist.destroy_process_group()  # as zero3 does then with a group that it has made
     refuses_to_save(runner, f"{folder}/too_late.ckpt")
     # Another run's group is not the engine's.
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", world_size), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}.store", world_size),
+        rank=rank,
+        world_size=world_size,
+    )
     refuses_to_save(runner, f"{folder}/too_late.ckpt")
 
 
@@ -82,14 +95,17 @@ def test_a_rank_without_a_group_does_not_save_its_part_as_the_whole(tmp_path):
 
 def test_the_rest_of_the_run_is_the_same_to_the_bit(tmp_path):
     ranks = run_ranks(both, 2, str(tmp_path), timeout=100)
-    assert ranks[0][2][0].startswith("An exception ended training after 1 micro-batches of an accumulation window. Their grad")
+    assert ranks[0][2][0].startswith(
+        "An exception ended training after 1 micro-batches of an accumulation window. Their grad"
+    )
     for whole, resumed, _ in ranks:
         assert len(resumed[0]) == 18 - STOP and resumed[0] == whole[0][STOP:]
         assert_same_tensors(resumed[1], whole[1])
         assert torch.equal(resumed[2], whole[2])
 
 
-# ---- changes between save and load ---------------------------------------------------------------------------------------
+# ---- changes between save and load
+# ---------------------------------------------------------------------------------------
 
 
 class Changed(Shuffled):
@@ -102,20 +118,36 @@ class Changed(Shuffled):
             self.net[0].requires_grad_(False)
 
     def configure_optimizers(self):
-        first, rest = [*self.net[0].parameters()], [*self.net[3].parameters(), *self.net[5].parameters()]
+        first, rest = (
+            [*self.net[0].parameters()],
+            [*self.net[3].parameters(), *self.net[5].parameters()],
+        )
         if self.change == "other groups":  # one became two, of which one lies across
-            return torch.optim.AdamW([{"params": rest[1:]}, {"params": [*first, rest[0]], "lr": 0.5}], lr=0.5)
+            return torch.optim.AdamW(
+                [{"params": rest[1:]}, {"params": [*first, rest[0]], "lr": 0.5}], lr=0.5
+            )
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
 def change(rank, world_size, folder):
-    saved = train(world_size, Changed(None), 1, write=f"{folder}/a.ckpt", strategy=zero3(unit_policy=None))
-    train(world_size, Changed("frozen now"), 1, write=f"{folder}/frozen.ckpt", strategy=zero3(unit_policy=None))
+    saved = train(
+        world_size, Changed(None), 1, write=f"{folder}/a.ckpt", strategy=zero3(unit_policy=None)
+    )
+    train(
+        world_size,
+        Changed("frozen now"),
+        1,
+        write=f"{folder}/frozen.ckpt",
+        strategy=zero3(unit_policy=None),
+    )
     runs = {
         "trained now": dict(module=Changed(None), path=f"{folder}/frozen.ckpt"),
         "other groups": dict(module=Changed("other groups")),
         "frozen now": dict(module=Changed("frozen now")),
-        "other units": dict(module=Changed(None), strategy=zero3(unit_policy=lambda m: [m.net[0], [m.net[3], m.net[5]]])),
+        "other units": dict(
+            module=Changed(None),
+            strategy=zero3(unit_policy=lambda m: [m.net[0], [m.net[3], m.net[5]]]),
+        ),
         "other precision": dict(module=Changed(None), precision="bf16-true"),
     }
     results = {}
@@ -142,8 +174,15 @@ def test_state_follows_the_names_of_parameters(changes):
     weights, (before,), results, _ = changes
     assert len(before["state"]) == 6
     for name, (loaded, (after,), _) in results.items():
-        assert_same_tensors(loaded, {k: v.bfloat16() if name == "other precision" else v for k, v in weights.items()})
-        expected = {k: v for k, v in before["state"].items() if name != "frozen now" or not k.startswith("net.0.")}
+        assert_same_tensors(
+            loaded,
+            {k: v.bfloat16() if name == "other precision" else v for k, v in weights.items()},
+        )
+        expected = {
+            k: v
+            for k, v in before["state"].items()
+            if name != "frozen now" or not k.startswith("net.0.")
+        }
         assert after["state"].keys() == expected.keys()
         for parameter, state in expected.items():
             for key, value in state.items():
@@ -154,14 +193,21 @@ def test_state_follows_the_names_of_parameters(changes):
 def test_groups_take_the_options_of_those_that_their_parameters_came_from(changes):
     _, _, results, _ = changes
     for name, (_, (after,), _) in results.items():
-        assert [group["lr"] for group in after["param_groups"]] == [0.01] * len(after["param_groups"]), name
+        assert [group["lr"] for group in after["param_groups"]] == [0.01] * len(
+            after["param_groups"]
+        ), name
 
 
 def test_what_is_not_used_is_said(changes):
     _, _, results, _ = changes
     [told] = [text for text in results["frozen now"][2] if "saved state" in text]
     assert "'net.0.bias', 'net.0.weight' is not used: optimizer 0 does not train them" in told
-    assert not [text for name in ("other groups", "other units") for text in results[name][2] if "optimizer 0" in text.lower()]
+    assert not [
+        text
+        for name in ("other groups", "other units")
+        for text in results[name][2]
+        if "optimizer 0" in text.lower()
+    ]
 
 
 def test_what_is_trained_from_now_on_starts_without_state(changes):
@@ -175,7 +221,8 @@ def test_what_is_trained_from_now_on_starts_without_state(changes):
     assert remark.startswith("Optimizer 0 starts without state for 'net.0.bias', 'net.0.weight'")
 
 
-# ---- state of no parameter -----------------------------------------------------------------------------------------------
+# ---- state of no parameter
+# -----------------------------------------------------------------------------------------------
 
 
 class Counting(torch.optim.SGD):
@@ -190,7 +237,9 @@ class Counting(torch.optim.SGD):
         self.state["all"]["steps"] += 1
         self.state["all"]["halves"] += 0.5
         for group in self.param_groups:
-            group["lr"] = 1 / (self.state["all"]["steps"] + self.state["all"]["halves"].sum().item())
+            group["lr"] = 1 / (
+                self.state["all"]["steps"] + self.state["all"]["halves"].sum().item()
+            )
         return loss
 
 
@@ -204,7 +253,11 @@ def count(rank, world_size, folder, kind):
     for read in (None, f"{folder}/epoch=0.ckpt"):
         module, saver = Counted(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
         strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(kind=kind))
-        options = {"enable_checkpointing": True, "use_distributed_sampler": True, "callbacks": [] if read else [saver]}
+        options = {
+            "enable_checkpointing": True,
+            "use_distributed_sampler": True,
+            "callbacks": [] if read else [saver],
+        }
         runner = trainer(strategy, world_size, max_epochs=3, **options)
         runner.fit(module, ckpt_path=read)
         found.append((runner.optimizers[0].state["all"], module.losses, full_weights(runner)))
@@ -217,5 +270,7 @@ def test_state_of_no_parameter_goes_on(kind, tmp_path):
         steps = len(whole[1])
         assert len(rest[1]) == steps * 2 / 3 and rest[1] == whole[1][steps // 3 :]
         for counted, _, _ in (whole, rest):
-            assert counted["steps"] == 3 + steps and torch.equal(counted["halves"], torch.ones(2) + steps / 2)
+            assert counted["steps"] == 3 + steps and torch.equal(
+                counted["halves"], torch.ones(2) + steps / 2
+            )
         assert_same_tensors(rest[2], whole[2])

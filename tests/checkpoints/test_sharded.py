@@ -1,4 +1,6 @@
-"""Sharded checkpoints: any number of ranks to any other, to the bit, and what torch's own tools make of them."""
+"""Sharded checkpoints: any number of ranks to any other, to the bit, and what torch's own tools
+make of them.
+"""
 
 from functools import cache
 
@@ -23,7 +25,10 @@ RECIPES = {
 def save(rank, world_size, folder):
     """An uninterrupted run of two epochs, and one that is saved after the first."""
     whole = {name: train(world_size, Whole(recipe), 2) for name, recipe in RECIPES.items()}
-    saved = {name: train(world_size, Whole(recipe), 1, write=f"{folder}/{name}.ckpt") for name, recipe in RECIPES.items()}
+    saved = {
+        name: train(world_size, Whole(recipe), 1, write=f"{folder}/{name}.ckpt")
+        for name, recipe in RECIPES.items()
+    }
     return whole, saved, elastic.save(world_size, folder)
 
 
@@ -42,12 +47,17 @@ def resume(rank, world_size, folder):
     runs = {}
     for name, recipe in RECIPES.items():
         again = SaveAgain(f"{folder}/{name} on {world_size}.ckpt")
-        runs[name] = train(world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt", callbacks=[again])
+        runs[name] = train(
+            world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt", callbacks=[again]
+        )
     return runs, elastic.resume(world_size, folder)
 
 
 def load_again(rank, world_size, folder):
-    return {k: train(world_size, Whole(RECIPES["adamw"]), 2, read=f"{folder}/adamw on {k}.ckpt") for k in (1, 3, 4)}
+    return {
+        k: train(world_size, Whole(RECIPES["adamw"]), 2, read=f"{folder}/adamw on {k}.ckpt")
+        for k in (1, 3, 4)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +77,9 @@ def on_ranks(folder, on_two_ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, on_ranks, on_two_ranks):
+def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(
+    world_size, on_ranks, on_two_ranks
+):
     ranks = on_ranks(world_size)
     compare_elastic([rank[1] for rank in ranks], [rank[2] for rank in on_two_ranks])
     resumed = [rank[0] for rank in ranks]
@@ -76,8 +88,14 @@ def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, on_
         first = resumed[0][name]
         assert_same_tensors(first.start["weights"], saved.weights)
         compare_states(first.start["optimizers"], saved.optimizers)
-        losses = [sum(step) / world_size for step in zip(*(rank[name].losses for rank in resumed), strict=True)]
-        expected = [sum(step) / 2 for step in zip(*(rank[0][name].losses for rank in on_two_ranks), strict=True)]
+        losses = [
+            sum(step) / world_size
+            for step in zip(*(rank[name].losses for rank in resumed), strict=True)
+        ]
+        expected = [
+            sum(step) / 2
+            for step in zip(*(rank[0][name].losses for rank in on_two_ranks), strict=True)
+        ]
         expected = expected[len(expected) // 2 :]
         if world_size == 2:
             assert losses == expected
@@ -91,7 +109,9 @@ def test_what_was_saved_is_loaded_to_the_bit_and_the_run_goes_on(world_size, on_
 def test_on_another_number_of_ranks_and_back_nothing_has_changed(folder, on_ranks, on_two_ranks):
     for world_size in (1, 3, 4):
         on_ranks(world_size)
-    for again, before in zip(run_ranks(load_again, 2, str(folder), timeout=90), on_two_ranks, strict=True):
+    for again, before in zip(
+        run_ranks(load_again, 2, str(folder), timeout=90), on_two_ranks, strict=True
+    ):
         saved = before[1]["adamw"]
         for result in again.values():
             if saved.weights:  # on rank 0
@@ -103,8 +123,13 @@ def test_on_another_number_of_ranks_and_back_nothing_has_changed(folder, on_rank
 
 def compare_elastic(resumed, whole):
     for case in elastic.CASES:
-        expected = [sum(step) / len(whole) for step in zip(*(rank[case][0] for rank in whole), strict=True)][elastic.SAVED :]
-        losses = [sum(step) / len(resumed) for step in zip(*(rank[case][0] for rank in resumed), strict=True)]
+        expected = [
+            sum(step) / len(whole) for step in zip(*(rank[case][0] for rank in whole), strict=True)
+        ][elastic.SAVED :]
+        losses = [
+            sum(step) / len(resumed)
+            for step in zip(*(rank[case][0] for rank in resumed), strict=True)
+        ]
         assert relative(losses, expected) <= (0 if len(resumed) == 2 else 1e-6), case
         _, weights, _, scaler = resumed[0][case]
         assert_tensors_close(weights, whole[0][case][1], 0.0 if len(resumed) == 2 else 5e-6, case)
@@ -133,11 +158,19 @@ def test_torch_makes_one_file_of_it(folder, on_two_ranks, tmp_path):
 def save_replicated(rank, world_size, folder):
     """Two groups of ranks that hold the same shards."""
     strategy = zero3(shard_size=2)
-    return train(world_size, Whole(RECIPES["adamw"]), 1, write=f"{folder}/replicated.ckpt", strategy=strategy)
+    return train(
+        world_size, Whole(RECIPES["adamw"]), 1, write=f"{folder}/replicated.ckpt", strategy=strategy
+    )
 
 
 def load_replicated(rank, world_size, folder):
-    return train(world_size, Whole(RECIPES["adamw"]), 2, read=f"{folder}/replicated.ckpt", strategy=zero3(shard_size=None))
+    return train(
+        world_size,
+        Whole(RECIPES["adamw"]),
+        2,
+        read=f"{folder}/replicated.ckpt",
+        strategy=zero3(shard_size=None),
+    )
 
 
 def test_shards_that_several_ranks_hold_are_saved_once(tmp_path):
@@ -147,5 +180,11 @@ def test_shards_that_several_ranks_hold_are_saved_once(tmp_path):
     compare_states(loaded.start["optimizers"], saved.optimizers)
     index = FileSystemReader(tmp_path / "replicated.ckpt").read_metadata()
     assert len(index.storage_data) == len({(key.fqn, key.offset) for key in index.storage_data})
-    owners = {entry.relative_path for key, entry in index.storage_data.items() if key.fqn.startswith("state_dict.net")}
-    assert owners == {"__0_0.distcp", "__1_0.distcp"}, "the second group writes nothing that the first one has"
+    owners = {
+        entry.relative_path
+        for key, entry in index.storage_data.items()
+        if key.fqn.startswith("state_dict.net")
+    }
+    assert owners == {"__0_0.distcp", "__1_0.distcp"}, (
+        "the second group writes nothing that the first one has"
+    )

@@ -38,8 +38,13 @@ def change(rank, world_size, folder, kind):
     found = {"whole": full_weights(runner)}
     runner.save_checkpoint(f"{folder}/plain.ckpt")
     for times in (lambda value: value * 3, lambda value: 3 - value, torch.exp):
-        module.save = lambda state, times=times: {name: times(value) for name, value in state.items()}
-        with pytest.raises(RuntimeError, match="needs the values of 'net.0.weight'.*on_load_checkpoint.*full_state_dict"):
+        module.save = lambda state, times=times: {
+            name: times(value) for name, value in state.items()
+        }
+        with pytest.raises(
+            RuntimeError,
+            match="needs the values of 'net.0.weight'.*on_load_checkpoint.*full_state_dict",
+        ):
             runner.save_checkpoint(f"{folder}/refused.ckpt")
     module.save = lambda state: tripled(runner.strategy.full_state_dict())
     runner.save_checkpoint(f"{folder}/tripled.ckpt")

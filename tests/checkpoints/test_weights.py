@@ -1,4 +1,6 @@
-"""Weights from other programs and for them; what they wrote and read is plain torch and the safetensors library."""
+"""Weights from other programs and for them; what they wrote and read is plain torch and the
+safetensors library.
+"""
 
 import json
 import re
@@ -14,7 +16,7 @@ from helpers.models import Lit, Recipe, TinyLm, make
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.__main__ import main
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 RECIPE = Recipe(steps=2, seed=7)
 MAPPING = {r"^transformer\.": "net.", r"\.(ff_)(up|down)\.": r".\2."}
@@ -45,7 +47,14 @@ def write_foreign(folder):
     return {f"net.{key}": value for key, value in weights.items()}
 
 
-SOURCES = ["two", "two/model.safetensors.index.json", "one.safetensors", "raw.pt", "lightning.ckpt", "dcp"]
+SOURCES = [
+    "two",
+    "two/model.safetensors.index.json",
+    "one.safetensors",
+    "raw.pt",
+    "lightning.ckpt",
+    "dcp",
+]
 
 
 class Load(Callback):
@@ -53,7 +62,10 @@ class Load(Callback):
         self.folder, self.found, self.errors = folder, {}, {}
 
     def on_fit_start(self, trainer, module):
-        load, zeros = trainer.strategy.load_weights, {k: torch.zeros_like(v) for k, v in full_weights(trainer).items()}
+        load, zeros = (
+            trainer.strategy.load_weights,
+            {k: torch.zeros_like(v) for k, v in full_weights(trainer).items()},
+        )
         for name in SOURCES:
             with trainer.strategy.gathered(module, modify=True), torch.no_grad():
                 for p in module.parameters():
@@ -67,7 +79,9 @@ class Load(Callback):
             self.errors[name] = str(error.value)
         self.after = full_weights(trainer)
         self.lists = load(f"{self.folder}/half.safetensors", MAPPING, strict=False)
-        trainer.strategy.save_weights(f"{self.folder}/out", {r"^net\.": "model."}, max_file_bytes=2000)
+        trainer.strategy.save_weights(
+            f"{self.folder}/out", {r"^net\.": "model."}, max_file_bytes=2000
+        )
 
 
 def run(rank, world_size, folder):
@@ -87,8 +101,15 @@ def test_weights_from_and_for_others(world_size, tmp_path):
         assert_same_tensors(found[name], expected)
     assert_same_tensors(after, expected)  # what could not be loaded changed nothing
     assert all(rank[1] == errors for rank in ranks)
-    assert "size mismatch for net.position: the checkpoint has (2, 2), the model (5, 10)." in errors["shape"]
-    assert re.search(r'Missing key\(s\).*"net.head.weight".*Unexpected key\(s\).*"extra"', errors["half"], re.DOTALL)
+    assert (
+        "size mismatch for net.position: the checkpoint has (2, 2), the model (5, 10)."
+        in errors["shape"]
+    )
+    assert re.search(
+        r'Missing key\(s\).*"net.head.weight".*Unexpected key\(s\).*"extra"',
+        errors["half"],
+        re.DOTALL,
+    )
     assert "none.safetensors failed" in errors["none"]
     assert unexpected == ["extra"] and set(missing) == set(expected) - {
         f"net.{key}" for key in list(TinyLm().state_dict())[: len(expected) // 2]
@@ -97,11 +118,19 @@ def test_weights_from_and_for_others(world_size, tmp_path):
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == len(set(index["weight_map"].values())) > 2
     written = {key: value for file in files for key, value in load_file(file).items()}
-    assert {key: load_file(tmp_path / "out" / file)[key].shape for key, file in index["weight_map"].items()} == {
-        key: value.shape for key, value in written.items()
-    }
-    assert_same_tensors(written, {key.replace("net.", "model."): value for key, value in expected.items()})
+    assert {
+        key: load_file(tmp_path / "out" / file)[key].shape
+        for key, file in index["weight_map"].items()
+    } == {key: value.shape for key, value in written.items()}
+    assert_same_tensors(
+        written, {key.replace("net.", "model."): value for key, value in expected.items()}
+    )
     largest = max(value.nbytes for value in written.values())
-    assert all(sum(v.nbytes for v in load_file(file).values()) <= max(2000, largest) for file in files)
-    assert main(["consolidate", "--safetensors", str(tmp_path / "end.ckpt"), str(tmp_path / "end")]) == 0
+    assert all(
+        sum(v.nbytes for v in load_file(file).values()) <= max(2000, largest) for file in files
+    )
+    assert (
+        main(["consolidate", "--safetensors", str(tmp_path / "end.ckpt"), str(tmp_path / "end")])
+        == 0
+    )
     assert_same_tensors(load_file(tmp_path / "end" / "model.safetensors"), end)

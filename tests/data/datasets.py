@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 
-# Forked workers can deadlock on Python 3.11. Workers come from a server that has imported torch once.
+# Forked workers can deadlock on Python 3.11. Workers come from a server that has imported torch
+# once.
 CONTEXT = "forkserver"
 multiprocessing.get_context(CONTEXT).set_forkserver_preload(
     ["torch", "torch.distributed", "lightning.pytorch", "lightning_zero3", "pytest"]
@@ -47,7 +48,9 @@ class Augmented(Indices):
     """Sample ``i`` with noise from all three generators."""
 
     def __getitem__(self, index):
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+        return torch.tensor(
+            [index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64
+        )
 
 
 class Stream(IterableDataset):
@@ -134,7 +137,10 @@ def make_loader(dataset, workers=0, **kwargs):
 def shards(make, world, stage="fit", **options):
     """The loaders of all ranks, in one process."""
     options = DataOptions(**{"seed": 5, **options})
-    return [shard_dataloader(make(), rank=r, world_size=world, stage=stage, options=options) for r in range(world)]
+    return [
+        shard_dataloader(make(), rank=r, world_size=world, stage=stage, options=options)
+        for r in range(world)
+    ]
 
 
 def as_list(batch):

@@ -1,7 +1,10 @@
-"""Index for index what Accelerate gives each process: vectors made by it, and random cases run beside it."""
+"""Index for index what Accelerate gives each process: vectors made by it, and random cases run
+beside it.
+"""
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +16,25 @@ from data.datasets import Indices, Stream, as_list, shards
 from torch.utils.data import DataLoader, RandomSampler
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.data import DataOptions, NoBatch, shard_dataloader, skip_first_batches
+from lightning_zero3.strategies.data import (
+    DataOptions,
+    NoBatch,
+    shard_dataloader,
+    skip_first_batches,
+)
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "accelerate.json").read_text())["vectors"]
-PREPARED = ("prepare_map", "shard_iterable", "seedable_shuffle", "generator_shuffle", "skip_first_batches")
+PREPARED = (
+    "prepare_map",
+    "shard_iterable",
+    "seedable_shuffle",
+    "generator_shuffle",
+    "skip_first_batches",
+)
 
 
 def vectors(*kinds):
@@ -34,7 +48,9 @@ def user_loader(vector):
         return DataLoader(Stream(n, length="nolen" not in vector["kind"]), **kwargs)
     if vector["kind"] == "generator_shuffle":
         # Accelerate gives the sampler a generator that is seeded from torch's.
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(vector["seed"]))
+        drawn = torch.empty((), dtype=torch.int64).random_(
+            generator=torch.Generator().manual_seed(vector["seed"])
+        )
         sampler = RandomSampler(Indices(n), generator=torch.Generator().manual_seed(drawn.item()))
         return DataLoader(Indices(n), sampler=sampler, **kwargs)
     return DataLoader(Indices(n), shuffle=vector["shuffle"], **kwargs)
@@ -46,7 +62,12 @@ def options_of(config, sharding=None):
     tail = "wrap" if config.get("even_batches", True) else "uneven"
     if sharding == "dispatch":
         tail = "level"
-    return {"sharding": sharding or split, "tail": tail, "exact_evaluation": False, "seed": config.get("data_seed", 0)}
+    return {
+        "sharding": sharding or split,
+        "tail": tail,
+        "exact_evaluation": False,
+        "seed": config.get("data_seed", 0),
+    }
 
 
 def epochs(loader, count, skip=0):
@@ -61,17 +82,22 @@ def epochs(loader, count, skip=0):
 @pytest.mark.parametrize("vector", vectors(*PREPARED), ids=lambda v: v["id"])
 def test_prepared_loaders(vector):
     # The stage is test, because in training we refuse ranks with different numbers of batches.
-    loaders = shards(lambda: user_loader(vector), vector["world"], "test", **options_of(vector["config"]))
+    loaders = shards(
+        lambda: user_loader(vector), vector["world"], "test", **options_of(vector["config"])
+    )
     expected = vector["per_process"]
     if vector["kind"] == "skip_first_batches_seedable":
-        expected = [rank[:1] for rank in expected]  # Accelerate repeats the epoch; ours goes on to the next
+        # Accelerate repeats the epoch; ours goes on to the next
+        expected = [rank[:1] for rank in expected]
     for rank, loader in enumerate(loaders):
         assert epochs(loader, len(expected[rank]), vector["skip_first_batches"]) == expected[rank]
         if vector["len"][rank] is not None:
             assert len(loader) == vector["len"][rank]
 
 
-@pytest.mark.parametrize("vector", vectors("SeedableRandomSampler", "SkipBatchSampler"), ids=lambda v: v["id"])
+@pytest.mark.parametrize(
+    "vector", vectors("SeedableRandomSampler", "SkipBatchSampler"), ids=lambda v: v["id"]
+)
 def test_samplers(vector):
     if vector["kind"] == "SeedableRandomSampler":
         make = lambda: DataLoader(Indices(vector["n"]), batch_size=vector["n"], shuffle=True)  # noqa: E731
@@ -79,7 +105,9 @@ def test_samplers(vector):
         assert [batches[0] for batches in epochs(loader, 3)] == vector["epochs_0_1_2"]
         return
     world = vector.get("world", 1)
-    loaders = shards(lambda: DataLoader(Indices(vector["n"]), batch_size=vector["batch_size"]), world)
+    loaders = shards(
+        lambda: DataLoader(Indices(vector["n"]), batch_size=vector["batch_size"]), world
+    )
     found = [epochs(loader, 1, vector["skip"])[0] for loader in loaders]
     assert found == vector.get("per_process", [vector.get("batches")])
 
@@ -91,8 +119,12 @@ def read_dispatched(rank, world):
             split = world if vector["config"].get("split_batches") else 1
             loader = user_loader({**vector, "batch_size": vector["batch_size"] // split})
             options = DataOptions(**options_of(vector["config"], "dispatch"))
-            loader = shard_dataloader(loader, rank=rank, world_size=world, stage="test", options=options)
-            found[vector["id"]] = epochs(loader, len(vector["per_process"][rank]), vector["skip_first_batches"])
+            loader = shard_dataloader(
+                loader, rank=rank, world_size=world, stage="test", options=options
+            )
+            found[vector["id"]] = epochs(
+                loader, len(vector["per_process"][rank]), vector["skip_first_batches"]
+            )
     return found
 
 
@@ -114,7 +146,11 @@ def random_case(rng):
         "drop_last": rng.random() < 0.3,
         "kind": rng.choice(["sequential", "seedable", "generator", "stream"]),
         "skip": rng.choice([0, 0, 1, 2]),
-        "config": {"split_batches": split, "even_batches": rng.random() < 0.6, "data_seed": rng.randint(0, 99)},
+        "config": {
+            "split_batches": split,
+            "even_batches": rng.random() < 0.6,
+            "data_seed": rng.randint(0, 99),
+        },
     }
     if case["kind"] == "stream":
         case["config"]["even_batches"] = True  # Accelerate knows no other end of a stream
@@ -125,7 +161,11 @@ def make_loader(case):
     kwargs = {"batch_size": case["batch_size"], "drop_last": case["drop_last"]}
     if case["kind"] == "stream":
         return DataLoader(Stream(case["n"]), **kwargs)
-    generator = torch.Generator().manual_seed(case["config"]["data_seed"]) if case["kind"] == "generator" else None
+    generator = (
+        torch.Generator().manual_seed(case["config"]["data_seed"])
+        if case["kind"] == "generator"
+        else None
+    )
     shuffled = case["kind"] != "sequential"
     sampler = RandomSampler(Indices(case["n"]), generator=generator) if shuffled else None
     return DataLoader(Indices(case["n"]), sampler=sampler, **kwargs)
@@ -156,9 +196,15 @@ def test_random_cases():
     PartialState(cpu=True)
     for number in range(600):
         case = random_case(rng)
-        loaders = shards(lambda: make_loader(case), case["world"], "test", **options_of(case["config"]))  # noqa: B023
+        loaders = shards(
+            partial(make_loader, case), case["world"], "test", **options_of(case["config"])
+        )
         for rank, loader in enumerate(loaders):
-            assert epochs(loader, 2, case["skip"]) == by_accelerate(case, rank), (number, rank, case)
+            assert epochs(loader, 2, case["skip"]) == by_accelerate(case, rank), (
+                number,
+                rank,
+                case,
+            )
 
 
 def dispatch_beside_accelerate(rank, world):
@@ -166,12 +212,20 @@ def dispatch_beside_accelerate(rank, world):
     rng, differing = random.Random(3), []
     PartialState(cpu=True)
     for _ in range(60):
-        case = {**random_case(rng), "world": world, "kind": rng.choice(["sequential", "stream"]), "skip": 0}
+        case = {
+            **random_case(rng),
+            "world": world,
+            "kind": rng.choice(["sequential", "stream"]),
+            "skip": 0,
+        }
         case["batch_size"] = rng.randint(1, 5)
-        case["n"] += case["drop_last"] * world * case["batch_size"]  # with less than one step Accelerate broadcasts None
+        # with less than one step Accelerate broadcasts None
+        case["n"] += case["drop_last"] * world * case["batch_size"]
         theirs = prepare_data_loader(make_loader(case), dispatch_batches=True, put_on_device=True)
         options = DataOptions(**options_of(case["config"], "dispatch"))
-        ours = shard_dataloader(make_loader(case), rank=rank, world_size=world, stage="test", options=options)
+        ours = shard_dataloader(
+            make_loader(case), rank=rank, world_size=world, stage="test", options=options
+        )
         found = [as_list(batch) for batch in ours], [as_list(batch) for batch in theirs]
         if found[0] != found[1]:
             differing.append((case, *found))

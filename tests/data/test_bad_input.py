@@ -33,21 +33,31 @@ def shard_or_say(loader, rank, world):
 
 def test_ranks_that_do_not_agree_hear_it_on_every_rank():
     for rank, text in enumerate(run_ranks(shard_with_own_length, 2)):
-        assert text.startswith(f"rank {rank}, fit dataloader (Indices, 1{rank} samples): the ranks do not agree")
+        assert text.startswith(
+            f"rank {rank}, fit dataloader (Indices, 1{rank} samples): the ranks do not agree"
+        )
         assert "number of samples: by rank [10, 11]" in text and "HINT" in text
     for text in run_ranks(shard_with_own_order, 2):
         assert "the ranks do not agree about the checksum of the sampler's order" in text
     zero, one = run_ranks(shard_with_bad_index_on_one_rank, 2)
-    assert zero == f"on rank 1: {one}" and "rank 1, fit dataloader" in one and "yields index 4" in one
+    assert (
+        zero == f"on rank 1: {one}" and "rank 1, fit dataloader" in one and "yields index 4" in one
+    )
 
 
 def test_an_index_out_of_range():
-    with pytest.raises(ValueError, match=r"rank 0, fit dataloader.*list yields index 31 \(place 2 of epoch 0.*0 to 29"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0, fit dataloader.*list yields index 31 \(place 2 of epoch 0.*0 to 29",
+    ):
         shards(lambda: DataLoader(Indices(30), sampler=[1, 2, 31]), 1)
 
 
 def test_a_batch_that_cannot_be_split():
-    with pytest.raises(ValueError, match="rank 0, fit dataloader.*in 3 equal parts, but batch_size is 4.*use 3 or 6"):
+    with pytest.raises(
+        ValueError,
+        match="rank 0, fit dataloader.*in 3 equal parts, but batch_size is 4.*use 3 or 6",
+    ):
         shards(lambda: DataLoader(Indices(30), batch_size=4), 3, sharding="split")
     with pytest.raises(ValueError, match="in 3 equal parts, but batch_size is 4"):
         shards(lambda: DataLoader(Stream(30), batch_size=4), 3, sharding="split")
@@ -67,20 +77,29 @@ class LaterUneven(BatchSampler):
 
 
 def test_batches_that_change_their_size():
-    loader = shards(lambda: DataLoader(Indices(6), batch_sampler=LaterUneven(range(6), 2, False)), 1)[0]
+    loader = shards(
+        lambda: DataLoader(Indices(6), batch_sampler=LaterUneven(range(6), 2, False)), 1
+    )[0]
     list(loader)
     loader.set_epoch(1)
-    with pytest.raises(ValueError, match=r"batch_size=2, but its batches of epoch 1 have other sizes too"):
+    with pytest.raises(
+        ValueError, match=r"batch_size=2, but its batches of epoch 1 have other sizes too"
+    ):
         list(loader)
 
 
 def test_a_rank_without_any_sample():
-    with pytest.raises(ValueError, match=r"fit dataloader \(Indices, 2 samples\): 3 ranks.*for only 2; rank 2 would have"):
+    with pytest.raises(
+        ValueError,
+        match=r"fit dataloader \(Indices, 2 samples\): 3 ranks.*for only 2; rank 2 would have",
+    ):
         shards(lambda: DataLoader(Indices(2)), 3, even_batches=False)
 
 
 def test_training_that_would_hang():
-    with pytest.raises(ValueError, match=r"different numbers of training batches, \[3, 2\].*wait for the others"):
+    with pytest.raises(
+        ValueError, match=r"different numbers of training batches, \[3, 2\].*wait for the others"
+    ):
         shards(lambda: DataLoader(Indices(10), batch_size=2), 2, tail="uneven")
     with pytest.raises(ValueError, match="batch size above 1"):
         shards(lambda: DataLoader(Indices(5), batch_size=1), 2, even_batches=False)
@@ -97,7 +116,9 @@ def test_a_state_of_other_data():
     def load(make, state=state):
         shards(make, 1)[0].load_state_dict(state)
 
-    with pytest.raises(ValueError, match=r"rank 0, fit dataloader \(Indices, 12 samples\).*length 10 then, 12 now"):
+    with pytest.raises(
+        ValueError, match=r"rank 0, fit dataloader \(Indices, 12 samples\).*length 10 then, 12 now"
+    ):
         load(lambda: DataLoader(Indices(12), batch_size=2))
     with pytest.raises(ValueError, match="draws its order as 'sequential' then, 'shuffled' now"):
         load(lambda: DataLoader(Indices(10), batch_size=2, shuffle=True))
@@ -105,7 +126,8 @@ def test_a_state_of_other_data():
         load(lambda: DataLoader(StatefulStream(10), batch_size=2))
     with pytest.raises(ValueError, match="version None"):
         load(lambda: DataLoader(Indices(10), batch_size=2), {"_num_yielded": 3})
-    load(lambda: DataLoader(Indices(10), batch_size=5))  # another batch size is a place like any other
+    # another batch size is a place like any other
+    load(lambda: DataLoader(Indices(10), batch_size=5))
 
 
 def test_a_stream_that_is_shorter_than_it_was():

@@ -52,7 +52,11 @@ def make_batch():
 
 def check(batch, device):
     assert batch["tuple"][0].device.type == device and batch["tuple"][1:] == ("text", None)
-    assert type(batch["pair"]) is Pair and batch["pair"].b[0].device.type == device and batch["pair"].b[1] == 3
+    assert (
+        type(batch["pair"]) is Pair
+        and batch["pair"].b[0].device.type == device
+        and batch["pair"].b[1] == 3
+    )
     assert type(batch["frozen"]) is Frozen and batch["frozen"].parts[0].device.type == device
     assert type(batch["ordered"]) is OrderedDict and batch["ordered"]["x"].device.type == device
     assert batch["default"]["x"].device.type == device and batch["default"].default_factory is int

@@ -88,14 +88,21 @@ EVALUATED = [only_rank_zero, shuffled, with_workers]
 
 
 def read_all(rank, world, states):
-    """Every dispatched loader to its end, to its second batch, and from the states of runs that stopped there."""
-    whole = {make.__name__: read(rank, world, make, "fit", None, None, {})[0] for make in (only_rank_zero, *RESUMED)}
+    """Every dispatched loader to its end, to its second batch, and from the states of runs that
+    stopped there.
+    """
+    whole = {
+        make.__name__: read(rank, world, make, "fit", None, None, {})[0]
+        for make in (only_rank_zero, *RESUMED)
+    }
     stopped = {make.__name__: read(rank, world, make, "fit", 2, None, {})[:2] for make in RESUMED}
     rest = {}
     for (name, saved_by), state in states.items():
         make = next(make for make in RESUMED if make.__name__ == name)
         rest[name, saved_by] = read(rank, world, make, "fit", None, state, {"tail": "balance"})[0]
-    evaluated = {make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in EVALUATED}
+    evaluated = {
+        make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in EVALUATED
+    }
     return whole, stopped, rest, evaluated
 
 
@@ -114,7 +121,10 @@ def test_dispatched_loaders_and_their_resumes():
             assert handed[name, saved_by] == row_major([alone[name]])[:done]
             assert row_major(ranks) == row_major([alone[name]])[done:], (name, saved_by, world)
         for ranks in by_name(results, 3).values():
-            assert sorted(row_major(ranks)) == list(range(22)) and len({len(batches) for batches in ranks}) == 1
+            assert (
+                sorted(row_major(ranks)) == list(range(22))
+                and len({len(batches) for batches in ranks}) == 1
+            )
 
 
 def by_name(results, part):
@@ -142,4 +152,8 @@ def read_and_report(rank, world):
 def test_an_error_on_rank_zero_reaches_everybody():
     zero, one = run_ranks(read_and_report, 2, timeout=20)
     assert zero == "OSError: disk gone"
-    assert "rank 1, fit dataloader (Breaks)" in one and "rank 0, which reads for all ranks" in one and "disk gone" in one
+    assert (
+        "rank 1, fit dataloader (Breaks)" in one
+        and "rank 0, which reads for all ranks" in one
+        and "disk gone" in one
+    )

@@ -1,4 +1,6 @@
-"""Sharded map-style loaders, all ranks in one process, against plain lists and plain DataLoaders."""
+"""Sharded map-style loaders, all ranks in one process, against plain lists and plain
+DataLoaders.
+"""
 
 import itertools
 import pickle
@@ -49,7 +51,8 @@ def test_stop_at_every_batch_and_continue_on_any_world():
                 if new_world == world:
                     assert rest == [rank[stop:] for rank in whole]
                 assert all(len(loader) == -(-N // (2 * new_world)) for loader in resumed)
-                for rank, loader in enumerate(resumed):  # the next epoch is whole, of the saved seed
+                # the next epoch is whole, of the saved seed
+                for rank, loader in enumerate(resumed):
                     assert loader.resumed.batches + len(rest[rank]) == len(loader)
                     loader.set_epoch(1)
                     assert run(loader)[0] == order_of(1)[2 * rank : 2 * rank + 2]
@@ -66,7 +69,9 @@ def test_no_sample_is_read_to_be_skipped():
 
 
 def test_persistent_workers_and_epochs():
-    loader = shards(lambda: make_loader(Indices(N), 2, batch_size=2, shuffle=True, persistent_workers=True), 1)[0]
+    loader = shards(
+        lambda: make_loader(Indices(N), 2, batch_size=2, shuffle=True, persistent_workers=True), 1
+    )[0]
     for epoch in (0, 1, 2):
         loader.set_epoch(epoch)
         assert row_major([run(loader)]) == order_of(epoch)
@@ -104,9 +109,13 @@ def test_evaluation_sees_every_sample_once():
                 batches = [run(loader) for loader in loaders]
                 assert [len(loader) for loader in loaders] == [len(rank) for rank in batches]
                 assert len({len(loader) for loader in loaders}) == 1
-                per_rank = [[batch for batch in rank if not isinstance(batch, NoBatch)] for rank in batches]
+                per_rank = [
+                    [batch for batch in rank if not isinstance(batch, NoBatch)] for rank in batches
+                ]
                 assert row_major(per_rank) == list(range(count))
-                assert sum(map(len, batches)) - sum(map(len, per_rank)) == (max(0, world - count) if count else 0)
+                assert sum(map(len, batches)) - sum(map(len, per_rank)) == (
+                    max(0, world - count) if count else 0
+                )
 
 
 def test_batch_size_one_says_who_has_fewer():
@@ -120,7 +129,9 @@ def test_users_own_order_is_kept():
     assert row_major([run(loader) for loader in loaders]) == list(range(12))
 
     def with_generator():
-        return DataLoader(Indices(12), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return DataLoader(
+            Indices(12), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
 
     plain = with_generator()
     loaders = shards(with_generator, 2)
@@ -257,7 +268,9 @@ def test_the_global_generator_is_left_alone():
 
 
 class Endless:
-    """A sampler without a length, which draws from the global generators; with an end or without."""
+    """A sampler without a length, which draws from the global generators; with an end or
+    without.
+    """
 
     def __init__(self, end):
         self.end = end
@@ -287,7 +300,9 @@ def test_a_sampler_without_a_length_is_drawn_as_far_as_it_is_read(end, tail):
         whole = [run(loader, count) for loader in shards(make, world, tail=tail)]
         done = min(len(order), len(row_major(whole)))
         assert row_major(whole)[:done] == order[:done]
-        for stop in range(min(len(rank) for rank in whole[:1])) if end is not None else (1, 700, 1499):
+        for stop in (
+            range(min(len(rank) for rank in whole[:1])) if end is not None else (1, 700, 1499)
+        ):
             loaders = shards(make, world, tail=tail)
             handed = row_major([run(loader, stop) for loader in loaders])
             for new_world in (1, 2, 3):

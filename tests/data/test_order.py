@@ -18,7 +18,10 @@ def of_kind(kind):
 
 def cut(plan, items):
     """Every rank's batches, cells without items left out."""
-    return [[cell for row in range(plan.rows) if (cell := take(items, plan, row, rank))] for rank in range(plan.world)]
+    return [
+        [cell for row in range(plan.rows) if (cell := take(items, plan, row, rank))]
+        for rank in range(plan.world)
+    ]
 
 
 def cut_stream(plan, items):
@@ -46,7 +49,9 @@ def test_batch_sampler_vectors(vector):
     assert plan.batches_per_rank() == [len(batches) for batches in vector["per_process"]]
 
 
-@pytest.mark.parametrize("vector", of_kind("BatchSamplerShard_custom_no_batch_size"), ids=lambda v: v["id"])
+@pytest.mark.parametrize(
+    "vector", of_kind("BatchSamplerShard_custom_no_batch_size"), ids=lambda v: v["id"]
+)
 def test_custom_batch_vectors(vector):
     batches = vector["batches"]
     plan = RowPlan(len(batches), 1, vector["world"], "wrap" if vector["even_batches"] else "uneven")
@@ -101,7 +106,10 @@ def test_global_order_is_the_same_on_every_world():
         for world in WORLDS:
             for n in (0, 1, 7, 16, 50):
                 plan = RowPlan(n, 3, world, tail)
-                rows = [[i for rank in range(world) for i in take(range(n), plan, row, rank)] for row in range(plan.rows)]
+                rows = [
+                    [i for rank in range(world) for i in take(range(n), plan, row, rank)]
+                    for row in range(plan.rows)
+                ]
                 assert [i for row in rows for i in row] == list(range(n))
 
 
@@ -130,10 +138,14 @@ def test_continued_on_another_world_exactly_the_rest_remains(tail):
         before = RowPlan(n, batch, world, tail)
         rows = rng.randint(0, before.rows)
         handed = before.handed_over(rows)
-        first = {i for row in range(rows) for r in range(world) for i in take(range(n), before, row, r)}
+        first = {
+            i for row in range(rows) for r in range(world) for i in take(range(n), before, row, r)
+        }
         assert first == set(range(handed))
         after = RowPlan(n, rng.randint(1, 5), rng.randint(1, 16), tail, start=handed)
-        cells = [take(range(n), after, row, r) for row in range(after.rows) for r in range(after.world)]
+        cells = [
+            take(range(n), after, row, r) for row in range(after.rows) for r in range(after.world)
+        ]
         rest = [i for cell in cells for i in cell]
         repeats = len(rest) - (n - handed)
         # Repeats stand at the very end only; before them comes the rest of the order, in order.

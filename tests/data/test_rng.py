@@ -11,60 +11,74 @@ from data.trainers import plain
 from torch.utils.data import DataLoader, RandomSampler
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies import rng
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
+from lightning_zero3.strategies.support import random_states
 
 pytestmark = pytest.mark.timeout(100)
 
 
 def differing(a, b):
     """Names of the generators whose states differ."""
-    return [name for name in sorted(a.keys() | b.keys()) if plain(a.get(name)) != plain(b.get(name))]
+    return [
+        name for name in sorted(a.keys() | b.keys()) if plain(a.get(name)) != plain(b.get(name))
+    ]
 
 
 def draw():
-    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+    )
 
 
 def test_restore_repeats_the_draws_also_through_a_weights_only_file():
     random.gauss(0, 1), np.random.randn()  # leave the second number of a pair in both generators
-    state = rng.capture()
+    state = random_states.capture()
     expected = draw()
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert differing(loaded, state) == []
-    rng.restore(loaded)
+    random_states.restore(loaded)
     assert draw() == expected
 
 
 def test_scoped_leaves_no_trace_and_repeats():
-    before = rng.capture()
-    with rng.scoped(3):
+    before = random_states.capture()
+    with random_states.scoped(3):
         first = draw()
-    with rng.scoped(3):
+    with random_states.scoped(3):
         assert draw() == first
-    with pytest.raises(KeyError), rng.scoped():
+    with pytest.raises(KeyError), random_states.scoped():
         draw()
         raise KeyError
-    assert differing(before, rng.capture()) == []
+    assert differing(before, random_states.capture()) == []
 
 
 def test_derived_seeds():
     # Reference values of splitmix64 for the sequence that starts at 0, halved.
-    assert rng.derive_seed(0) == 0xE220A8397B1DCDAF >> 1
-    seeds = [rng.derive_seed(a, b) for a in range(100) for b in range(100)]
+    assert random_states.derive_seed(0) == 0xE220A8397B1DCDAF >> 1
+    seeds = [random_states.derive_seed(a, b) for a in range(100) for b in range(100)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 63 for seed in seeds)
-    assert rng.derive_seed(1, 2) != rng.derive_seed(2, 1) and rng.derive_seed(-1) != rng.derive_seed(1)
+    assert random_states.derive_seed(1, 2) != random_states.derive_seed(
+        2, 1
+    ) and random_states.derive_seed(-1) != random_states.derive_seed(1)
 
 
 def seed_each(rank, world):
     torch.manual_seed(7), random.seed(7), np.random.seed(7)
-    rng.seed_rank(7, rank)
+    random_states.seed_rank(7, rank)
     mine = draw()
-    states = rng.gather_states()
-    return mine, differing(states[rank], rng.capture()), [differing(states[0], s) for s in states]
+    states = random_states.gather_states()
+    return (
+        mine,
+        differing(states[rank], random_states.capture()),
+        [differing(states[0], s) for s in states],
+    )
 
 
 def test_ranks_get_streams_of_their_own_and_rank_zero_keeps_its_own():
@@ -73,28 +87,39 @@ def test_ranks_get_streams_of_their_own_and_rank_zero_keeps_its_own():
     assert all(len({result[0][k] for result in first}) == 3 for k in range(5))
     torch.manual_seed(7), random.seed(7), np.random.seed(7)
     assert first[0][0] == draw()
-    assert first[1][1] == [] and first[1][2] == [[], ["numpy", "python", "torch"], ["numpy", "python", "torch"]]
+    assert first[1][1] == [] and first[1][2] == [
+        [],
+        ["numpy", "python", "torch"],
+        ["numpy", "python", "torch"],
+    ]
 
 
 def synchronize_some(rank, world, names):
     torch.manual_seed(100 + rank), random.seed(rank)
-    rng.synchronize(names)
+    random_states.synchronize(names)
     return torch.rand(()).item(), random.random()
 
 
 def sample_with_own_generator(rank, world, rng_types):
     generator = torch.Generator().manual_seed(5 + rank)
-    loader = DataLoader(Indices(1000), batch_size=3, sampler=RandomSampler(Indices(1000), generator=generator))
+    loader = DataLoader(
+        Indices(1000), batch_size=3, sampler=RandomSampler(Indices(1000), generator=generator)
+    )
     options = DataOptions(rng_types=rng_types)
     try:
-        return next(iter(shard_dataloader(loader, rank=rank, world_size=world, stage="fit", options=options))).tolist()
+        return next(
+            iter(
+                shard_dataloader(loader, rank=rank, world_size=world, stage="fit", options=options)
+            )
+        ).tolist()
     except ValueError as error:
         return str(error)
 
 
 def test_synchronize():
     zero, one = run_ranks(synchronize_some, 2, ("torch",))
-    assert zero[0] == one[0] == 0.1116642951965332  # Accelerate's vector for the same seeds: rank 0's numbers on both ranks
+    # Accelerate's vector for the same seeds: rank 0's numbers on both ranks
+    assert zero[0] == one[0] == 0.1116642951965332
     assert zero[1] != one[1]
     generator = torch.Generator().manual_seed(5)
     order = list(RandomSampler(Indices(1000), generator=generator))
@@ -105,11 +130,11 @@ def test_synchronize():
 
 def test_a_rank_without_a_state_derives_one():
     torch.manual_seed(8)
-    states = [rng.capture()] * 2
+    states = [random_states.capture()] * 2
     expected = draw()
-    rng.restore_rank(states, 1, seed=4, step=10)
+    random_states.restore_rank(states, 1, seed=4, step=10)
     assert draw() == expected
-    rng.restore_rank(states, 2, seed=4, step=10)
+    random_states.restore_rank(states, 2, seed=4, step=10)
     drawn = draw()
-    rng.restore_rank(states, 2, seed=4, step=10)
+    random_states.restore_rank(states, 2, seed=4, step=10)
     assert draw() == drawn != expected

@@ -56,7 +56,8 @@ def test_augmentation_does_not_depend_on_world_workers_or_restarts():
                 batches += list(loader)
             assert torch.equal(by_index(batches), expected), (world, workers, stop, new_world)
             cases += 1
-    assert cases == 3 * 3 * 5  # workers, worlds to resume on, places to stop at on one, two and three ranks
+    # workers, worlds to resume on, places to stop at on one, two and three ranks
+    assert cases == 3 * 3 * 5
     loader = augmented(1, 0)[0]
     loader.set_epoch(1)
     assert not torch.equal(by_index(list(loader))[:, 1:], expected[:, 1:])
@@ -91,10 +92,15 @@ def test_the_main_process_keeps_its_generators():
 class NoisyStream(IterableDataset):
     def __iter__(self):
         for index in range(N):
-            yield torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+            yield torch.tensor(
+                [index, random.random(), np.random.rand(), torch.rand(()).item()],
+                dtype=torch.float64,
+            )
 
 
-@pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream", "ignore:.*cannot go to a position")
+@pytest.mark.filterwarnings(
+    "ignore:.*every rank reads the whole stream", "ignore:.*cannot go to a position"
+)
 def test_streams_too():
     def read(world, stop=None):
         make = lambda: DataLoader(NoisyStream(), batch_size=2)  # noqa: E731
@@ -108,4 +114,8 @@ def test_streams_too():
         return rows[rows[:, 0].argsort()]
 
     expected = read(1)
-    assert torch.equal(read(2), expected) and torch.equal(read(3), expected) and torch.equal(read(2, 1), expected)
+    assert (
+        torch.equal(read(2), expected)
+        and torch.equal(read(3), expected)
+        and torch.equal(read(2, 1), expected)
+    )

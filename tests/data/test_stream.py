@@ -124,7 +124,9 @@ def test_a_stream_without_state_is_skipped_and_says_so(capfd):
     loader = shards(make, 1)[0]
     run(loader, 3)
     resumed = shards(make, 1)[0]
-    with pytest.warns(UserWarning, match=r"fit dataloader \(Stream\): Stream cannot go to a position.*state_dict"):
+    with pytest.warns(
+        UserWarning, match=r"fit dataloader \(Stream\): Stream cannot go to a position.*state_dict"
+    ):
         save_and_load(loader, resumed)
     assert run(resumed, 1) == [[6, 7]]
     assert "skipped 6/6 items" in capfd.readouterr().err
@@ -158,7 +160,9 @@ def test_another_number_of_workers_is_refused():
     loader = shards(lambda: make_loader(StatefulStream(20), 2, batch_size=2), 1)[0]
     run(loader, 1)
     other = shards(lambda: DataLoader(StatefulStream(20), batch_size=2), 1)[0]
-    with pytest.raises(ValueError, match="rank 0, fit dataloader.*num_workers=2, this loader has 0"):
+    with pytest.raises(
+        ValueError, match="rank 0, fit dataloader.*num_workers=2, this loader has 0"
+    ):
         save_and_load(loader, other)
 
 
@@ -168,7 +172,11 @@ def test_stateful_dataloader(workers):
     def make(dataset, *args, **kwargs):
         context = CONTEXT if workers else None
         return lambda: StatefulDataLoader(
-            dataset(*args), batch_size=2, num_workers=workers, multiprocessing_context=context, **kwargs
+            dataset(*args),
+            batch_size=2,
+            num_workers=workers,
+            multiprocessing_context=context,
+            **kwargs,
         )
 
     for new in (make(Indices, 22, shuffle=True), make(Indices, 22), make(StatefulStream, 22)):

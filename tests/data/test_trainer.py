@@ -47,9 +47,15 @@ def resume_every_way(rank, world, folder):
     found = {}
     for way, kwargs in WAYS.items():
         loader = StatefulDataLoader if way == "StatefulDataLoader" else make_loader
-        workers = {"workers": 2, "persistent_workers": True, "prefetch_factor": 3} if way == "persistent workers" else {}
+        workers = (
+            {"workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+            if way == "persistent workers"
+            else {}
+        )
         loaders = {
-            "train": partial(loader, Indices(samples(world)), batch_size=BATCH, shuffle=True, **workers),
+            "train": partial(
+                loader, Indices(samples(world)), batch_size=BATCH, shuffle=True, **workers
+            ),
             "validate": lambda: make_loader(Indices(7), batch_size=2),
         }
         found[way] = fit_and_resume(f"{folder}/{way}", loaders, **kwargs)
@@ -62,18 +68,25 @@ def test_resume_from_every_checkpoint_in_every_way(tmp_path, world):
     n = samples(world)
     for way in WAYS:
         ranks = [result[way] for result in results]
-        count = {"limit_train_batches": 3 * world * BATCH, "overfit_batches": 2 * world * BATCH}.get(way, n)
+        count = {
+            "limit_train_batches": 3 * world * BATCH,
+            "overfit_batches": 2 * world * BATCH,
+        }.get(way, n)
         for epoch in (0, 1):
             # Lightning reads the data that is to be overfitted in its own order.
             expected = list(range(n)) if way == "overfit_batches" else order_of(epoch, n)
-            assert flat([rank["train"] for rank in ranks], epoch)[: min(count, n)] == expected[:count], way
+            assert (
+                flat([rank["train"] for rank in ranks], epoch)[: min(count, n)] == expected[:count]
+            ), way
         for rank in ranks:
             assert len(rank["differing"]) >= 3
             assert not any(rank["differing"].values()), (way, rank["differing"])
         if way == "estimated_stepping_batches":
             assert {rank["steps"] for rank in ranks} == {2 * 4}
         if world == 2 and way == "plain":
-            assert not set(ranks[0]["draws"]) & set(ranks[1]["draws"]), "ranks have dropout streams of their own"
+            assert not set(ranks[0]["draws"]) & set(ranks[1]["draws"]), (
+                "ranks have dropout streams of their own"
+            )
 
 
 def fit_in_other_ways(rank, world, folder):
@@ -87,8 +100,13 @@ def fit_in_other_ways(rank, world, folder):
     module, _ = fit(folder, {"train": lambda: make_loader(Indices(12), batch_size=2)}, every=0)
     found["not shuffled"] = module.seen["train"]
     loader = make_loader(Indices(8), batch_size=2)
-    module, trainer = fit(folder, {"train": lambda: loader}, every=0, max_epochs=1, use_distributed_sampler=False)
-    found["left alone"] = [batch for _, _, batch in module.seen["train"]], trainer.train_dataloader is loader
+    module, trainer = fit(
+        folder, {"train": lambda: loader}, every=0, max_epochs=1, use_distributed_sampler=False
+    )
+    found["left alone"] = (
+        [batch for _, _, batch in module.seen["train"]],
+        trainer.train_dataloader is loader,
+    )
     module, _ = fit(folder, {"train": shuffled}, {"rng_types": ("torch",)}, every=0)
     found["synchronised"] = module.draws
     return found
@@ -110,7 +128,9 @@ SMALL, WORKERS = 10, (0, 2)
 
 def small_loaders(workers):
     kwargs = {"persistent_workers": True} if workers else {}
-    return {"train": lambda: make_loader(Indices(SMALL), workers, batch_size=2, shuffle=True, **kwargs)}
+    return {
+        "train": lambda: make_loader(Indices(SMALL), workers, batch_size=2, shuffle=True, **kwargs)
+    }
 
 
 def save_every_step(rank, world, folder):
@@ -131,8 +151,17 @@ def resume_all(rank, world, folder):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 module, trainer = fit(f"{folder}/again", small_loaders(workers), ckpt=ckpt, every=0)
-            derived = [str(w.message) for w in told if "the random states in the checkpoint are those of" in str(w.message)]
-            rest[save, workers, step] = module.seen["train"], trainer.current_epoch, trainer.num_training_batches, derived
+            derived = [
+                str(w.message)
+                for w in told
+                if "the random states in the checkpoint are those of" in str(w.message)
+            ]
+            rest[save, workers, step] = (
+                module.seen["train"],
+                trainer.current_epoch,
+                trainer.num_training_batches,
+                derived,
+            )
     return rest
 
 
@@ -155,20 +184,29 @@ def test_kill_at_every_batch_and_resume_on_every_world(tmp_path):
             save, workers, step = key
             done = min(step * save * 2, SMALL)
             told = [len(result[key][3]) for result in results]
-            assert told == [int(save != load)] + [0] * (load - 1), "rank 0 says that dropout goes on from derived seeds"
+            assert told == [int(save != load)] + [0] * (load - 1), (
+                "rank 0 says that dropout goes on from derived seeds"
+            )
             assert save == load or f"of {save} ranks, this run has {load}" in results[0][key][3][0]
             ranks = [result[key][0] for result in results]
             rest = flat(ranks, 0)
-            # Exactly the rest, each sample once and in order; then the wrap-around that fills the last step.
+            # Exactly the rest, each sample once and in order; then the wrap-around that fills the
+            # last step.
             assert rest[: SMALL - done] == order_of(0, SMALL)[done:], (key, load)
             assert len(rest) < SMALL - done + load * 2 and (done < SMALL or not rest), (key, load)
             assert flat(ranks, 1)[:SMALL] == order_of(1, SMALL), (key, load)
             for result in results:
                 seen, epoch, total, _ = result[key]
-                assert epoch == 2 and total == rows_of(SMALL, load), "the progress bar's total is that of a whole epoch"
+                assert epoch == 2 and total == rows_of(SMALL, load), (
+                    "the progress bar's total is that of a whole epoch"
+                )
                 indices = [index for e, index, _ in seen if e == 0]
-                assert indices == list(range(rows_of(SMALL, load) - len(indices), rows_of(SMALL, load))), (key, load)
-                assert [index for e, index, _ in seen if e == 1] == list(range(rows_of(SMALL, load)))
+                assert indices == list(
+                    range(rows_of(SMALL, load) - len(indices), rows_of(SMALL, load))
+                ), (key, load)
+                assert [index for e, index, _ in seen if e == 1] == list(
+                    range(rows_of(SMALL, load))
+                )
             cases += 1
     assert cases == len(WORLDS) * len(WORKERS) * sum(rows_of(SMALL, save) for save in WORLDS)
 

@@ -36,7 +36,10 @@ def make_stream(kind, size, workers):
 
 def resume_streams(rank, world, folder):
     found = {}
-    for kind, sharding, workers in [*itertools.product(KINDS, ("batch", "dispatch"), (0,)), (StatefulStream, "batch", 2)]:
+    for kind, sharding, workers in [
+        *itertools.product(KINDS, ("batch", "dispatch"), (0,)),
+        (StatefulStream, "batch", 2),
+    ]:
         key = f"{kind.__name__}-{sharding}-{workers}"
         loaders = {"train": partial(make_stream, kind, items(world), workers)}
         found[key] = fit_and_resume(f"{folder}/{key}", loaders, {"sharding": sharding})
@@ -53,19 +56,34 @@ def test_streams_resume_from_every_checkpoint(tmp_path, world):
             seen = row_major([[b for e, _, b in rank["train"] if e == epoch] for rank in ranks])
             expected = list(range(items(world)))
             # Two workers read in turns, and each fills its own last step.
-            assert sorted(set(seen)) == expected if key.endswith("2") else seen[: len(expected)] == expected, key
+            assert (
+                sorted(set(seen)) == expected
+                if key.endswith("2")
+                else seen[: len(expected)] == expected
+            ), key
         for rank in ranks:
-            assert len(rank["differing"]) >= 5 and not any(rank["differing"].values()), (key, rank["differing"])
+            assert len(rank["differing"]) >= 5 and not any(rank["differing"].values()), (
+                key,
+                rank["differing"],
+            )
 
 
 def combined(mode, unsized):
-    short = make_loader(StatefulStream(6) if unsized else Indices(6), batch_size=1, shuffle=None if unsized else True)
-    return CombinedLoader({"long": make_loader(Indices(16), batch_size=2, shuffle=True), "short": short}, mode)
+    short = make_loader(
+        StatefulStream(6) if unsized else Indices(6),
+        batch_size=1,
+        shuffle=None if unsized else True,
+    )
+    return CombinedLoader(
+        {"long": make_loader(Indices(16), batch_size=2, shuffle=True), "short": short}, mode
+    )
 
 
 def resume_combined(rank, world, folder):
     found = {}
-    for mode, unsized in itertools.product(("max_size_cycle", "min_size", "max_size"), (False, True)):
+    for mode, unsized in itertools.product(
+        ("max_size_cycle", "min_size", "max_size"), (False, True)
+    ):
         loaders = {"train": lambda mode=mode, unsized=unsized: combined(mode, unsized)}
         found[mode, unsized] = fit_and_resume(f"{folder}/{mode}-{unsized}", loaders)
     return found
@@ -76,7 +94,12 @@ def test_combined_loaders_resume_in_every_mode_of_training(tmp_path):
     for key in results[0]:
         ranks = [result[key] for result in results]
         for rank in ranks:
-            assert len(rank["differing"]) >= 5 and not any(rank["differing"].values()), (key, rank["differing"])
+            assert len(rank["differing"]) >= 5 and not any(rank["differing"].values()), (
+                key,
+                rank["differing"],
+            )
         first = [[batch for e, _, batch in rank["train"] if e == 0] for rank in ranks]
         if key[0] != "min_size":
-            assert sorted(row_major([[batch["long"] for batch in rank] for rank in first])) == list(range(16))
+            assert sorted(row_major([[batch["long"] for batch in rank] for rank in first])) == list(
+                range(16)
+            )

@@ -19,25 +19,43 @@ trainer:
 AS_MAPPING = "{{{}}}"
 AS_CLASS = "{{class_path: lightning_zero3.DataOptions, init_args: {{{}}}}}"
 OPTIONS = (
-    "sharding: split, even_batches: false, tail: uneven, exact_evaluation: false, streams: own, seed: 3, per_sample_seed: true,"
-    " rng_types: [torch, generator], distinct_rank_rng: false, prefetch_to_device: false, on_world_change: keep_global_batch"
+    "sharding: split, even_batches: false, tail: uneven, exact_evaluation: false, streams: own,"
+    " seed: 3, per_sample_seed: true, rng_types: [torch, generator], distinct_rank_rng: false,"
+    " prefetch_to_device: false, on_world_change: keep_global_batch"
 )
 EXPECTED = DataOptions(
-    "split", False, "uneven", False, "own", 3, True, ("torch", "generator"), False, False, on_world_change="keep_global_batch"
+    "split",
+    False,
+    "uneven",
+    False,
+    "own",
+    3,
+    True,
+    ("torch", "generator"),
+    False,
+    False,
+    on_world_change="keep_global_batch",
 )
 
 
 def options_from(folder, data):
     file = folder / "config.yaml"
     file.write_text(CONFIG.format(data=data))
-    cli = LightningCLI(Recorder, run=False, save_config_callback=None, args=[f"--config={file}", "--model.loaders={}"])
+    cli = LightningCLI(
+        Recorder,
+        run=False,
+        save_config_callback=None,
+        args=[f"--config={file}", "--model.loaders={}"],
+    )
     return cli.trainer.strategy._data.options
 
 
 @pytest.mark.parametrize("form", [AS_MAPPING, AS_CLASS])
 def test_every_option(tmp_path, form):
     assert options_from(tmp_path, form.format(OPTIONS)) == EXPECTED
-    assert options_from(tmp_path, form.format("sharding: dispatch")) == DataOptions(sharding="dispatch")
+    assert options_from(tmp_path, form.format("sharding: dispatch")) == DataOptions(
+        sharding="dispatch"
+    )
     assert options_from(tmp_path, "null") == DataOptions()
 
 

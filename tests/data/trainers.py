@@ -76,8 +76,15 @@ def plain(batch):
 
 
 def make_trainer(folder, options, every=1, callbacks=(), checkpoint="full", **kwargs):
-    checkpoints = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=every, save_last=False)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    checkpoints = ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, every_n_train_steps=every, save_last=False
+    )
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
     world = dist.get_world_size() if dist.is_initialized() else 1
     return Trainer(
         **{
@@ -113,8 +120,13 @@ def fit_and_resume(folder, *args, **kwargs):
     module, trainer = fit(folder, *args, **kwargs)
     resumed = {}
     for step in range(1, trainer.global_step):
-        again, resumed_trainer = fit(f"{folder}/again", *args, ckpt=f"{folder}/step={step}.ckpt", **kwargs)
-        done = next((k for k, before in enumerate(module.steps_before) if before >= step), len(module.steps_before))
+        again, resumed_trainer = fit(
+            f"{folder}/again", *args, ckpt=f"{folder}/step={step}.ckpt", **kwargs
+        )
+        done = next(
+            (k for k, before in enumerate(module.steps_before) if before >= step),
+            len(module.steps_before),
+        )
         same = {
             "samples": again.seen["train"] == module.seen["train"][done:],
             "draws": again.draws == module.draws[done:],
@@ -122,4 +134,9 @@ def fit_and_resume(folder, *args, **kwargs):
             "steps": resumed_trainer.global_step == trainer.global_step,
         }
         resumed[step] = [name for name, is_same in same.items() if not is_same]
-    return {"train": module.seen["train"], "draws": module.draws, "differing": resumed, "steps": module.steps}
+    return {
+        "train": module.seen["train"],
+        "draws": module.draws,
+        "differing": resumed,
+        "steps": module.steps,
+    }

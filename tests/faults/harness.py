@@ -30,15 +30,21 @@ class Fault:
 
 @dataclass
 class Outcome:
-    said: dict[int, str] = field(default_factory=dict)  # rank -> the last words of its error, "" for none
+    # rank -> the last words of its error, "" for none
+    said: dict[int, str] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
-    seconds: float | None = None  # from the fault to the end of the last process; None if it did not happen
+    seconds: float | None = (
+        None  # from the fault to the end of the last process; None if it did not happen
+    )
     workers: int = 0  # processes that the ranks had started
     orphans: int = 0  # ranks and workers that are left ORPHANS_S after the last rank's end
     hung: bool = False
     resumed: bool = False
-    begun: dict[int, list[int]] = field(default_factory=dict)  # rank -> the step where each attempt began to train
-    difference: float | None = None  # largest of any loss after the resume, from the run without a fault
+    # rank -> the step where each attempt began to train
+    begun: dict[int, list[int]] = field(default_factory=dict)
+    difference: float | None = (
+        None  # largest of any loss after the resume, from the run without a fault
+    )
 
 
 def run(fault: Fault, timeout: float = LIMIT_S) -> Outcome:
@@ -81,12 +87,19 @@ def losses(folder: Path) -> dict[tuple[int, int], float]:
 
 def begun(folder: Path) -> dict[int, list[int]]:
     """Rank -> the step where each attempt began to train; one that did not come so far has none."""
-    return {int(file.suffix[1:]): list(map(int, file.read_text().split())) for file in sorted(folder.glob("begun.*"))}
+    return {
+        int(file.suffix[1:]): list(map(int, file.read_text().split()))
+        for file in sorted(folder.glob("begun.*"))
+    }
 
 
 def difference(mine: dict, theirs: dict) -> float | None:
     """Largest absolute difference; None if steps are missing."""
-    return max(abs(mine[key] - theirs[key]) for key in theirs) if mine.keys() == theirs.keys() else None
+    return (
+        max(abs(mine[key] - theirs[key]) for key in theirs)
+        if mine.keys() == theirs.keys()
+        else None
+    )
 
 
 def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) -> Outcome:
@@ -97,7 +110,9 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
         ranks._start_fork_server()
         context = multiprocessing.get_context("forkserver")
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, port, str(folder), str(logs), fault))
+            context.Process(
+                target=_rank_main, args=(rank, world_size, port, str(folder), str(logs), fault)
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -105,9 +120,14 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
     if fault is not None and fault.kind == "pause":
         _pause(processes, folder, fault.rank)
     if fault is not None and fault.kind == "wait apart":
-        wait_until(lambda: any("Nobody has moved" in log.read_text(errors="replace") for log in logs.iterdir()))
+        wait_until(
+            lambda: any(
+                "Nobody has moved" in log.read_text(errors="replace") for log in logs.iterdir()
+            )
+        )
         (folder / "go on").touch()
-    frozen = fault.rank if fault is not None and fault.kind == "freeze" else None  # until somebody wakes or kills it
+    # until somebody wakes or kills it
+    frozen = fault.rank if fault is not None and fault.kind == "freeze" else None
     running = [p.sentinel for r, p in enumerate(processes) if r != frozen]
     deadline = time.monotonic() + timeout
     while running and (done := wait(running, max(0.0, deadline - time.monotonic()))):
@@ -123,7 +143,9 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
     if (folder / "fault").exists() and fault is not None:
         outcome.seconds = ended - float((folder / "fault").read_text())
     outcome.workers = sum(int(file.read_text()) for file in folder.glob("workers.*"))
-    outcome.said = {r: _last_words((logs / str(r)).read_text(errors="replace")) for r in range(world_size)}
+    outcome.said = {
+        r: _last_words((logs / str(r)).read_text(errors="replace")) for r in range(world_size)
+    }
     if os.environ.get("FAULT_LOGS"):
         for r in range(world_size):
             print(f"--- rank {r}\n{(logs / str(r)).read_text(errors='replace')}")
@@ -152,9 +174,15 @@ def wait_until(there: Callable[[], object], timeout: float = LIMIT_S) -> None:
 
 
 def _last_words(log: str) -> str:
-    """The message at the end of the traceback, or what was said about another rank before the process was ended."""
-    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M)
-    ends = re.findall(r"^(Rank \d+ (?:on|died|raised|has) .*|(?:In step \d+: )?The ranks .*)$", log, re.M)
+    """The message at the end of the traceback, or what was said about another rank before the
+    process was ended.
+    """
+    errors = re.findall(
+        r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M
+    )
+    ends = re.findall(
+        r"^(Rank \d+ (?:on|died|raised|has) .*|(?:In step \d+: )?The ranks .*)$", log, re.M
+    )
     warnings = re.findall(r"((?:Rank \d+ holds|Nobody has moved) .*)$", log, re.M)
     return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)
 
@@ -185,7 +213,8 @@ def _rank_main(rank, world_size, port, folder, logs, fault):
         GLOO_SOCKET_IFNAME="lo",
         **ranks._ONE_THREAD,
     )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's processes would ignore it
+    # a background job's processes would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks._redirect_output(Path(logs, str(rank)))
     import torch
 

@@ -1,4 +1,6 @@
-"""Two hosts on one machine: network, process-id and host-name namespaces, joined by a virtual cable."""
+"""Two hosts on one machine: network, process-id and host-name namespaces, joined by a virtual
+cable.
+"""
 
 import os
 import shutil
@@ -73,9 +75,24 @@ class TwoHosts:
         runs = []
         for number, name in enumerate(self.names, start=1):
             place = Place(number, f"10.99.0.{number}", f"10.99.0.1:{PORT}", name)
-            apart = ["ip", "netns", "exec", name, "unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+            apart = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "unshare",
+                "--uts",
+                "--pid",
+                "--fork",
+                "--mount-proc",
+                "--kill-child",
+            ]
             named = ["sh", "-c", f'hostname host-{number}; exec "$@"', "sh"]
-            runs.append(torchrun(place, folder, processes, fault, max_restarts, nodes, within=(*apart, *named)))
+            runs.append(
+                torchrun(
+                    place, folder, processes, fault, max_restarts, nodes, within=(*apart, *named)
+                )
+            )
         try:
             if fault is not None and fault.kind == "power off":
                 wait_until((folder / "fault").exists, timeout)
@@ -127,4 +144,6 @@ def torchrun(
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1"}
     with (folder / f"log.{place.number}").open("w") as log:
         streams = {"stdout": log, "stderr": log, "start_new_session": True}
-        return subprocess.Popen([*within, sys.executable, "-c", command, *arguments], env=environ, **streams)
+        return subprocess.Popen(
+            [*within, sys.executable, "-c", command, *arguments], env=environ, **streams
+        )

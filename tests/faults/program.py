@@ -1,4 +1,6 @@
-"""What every rank runs: a small model is trained, and at one point of it something goes wrong on one rank."""
+"""What every rank runs: a small model is trained, and at one point of it something goes wrong on
+one rank.
+"""
 
 import ctypes
 import dataclasses
@@ -75,7 +77,20 @@ def pause(folder):
 
 KINDS = {
     f.__name__.replace("_", " "): f
-    for f in (kill, crash, leave, leave_well, fail, run_out, interrupt, freeze, power_off, lose_node, doze, pause)
+    for f in (
+        kill,
+        crash,
+        leave,
+        leave_well,
+        fail,
+        run_out,
+        interrupt,
+        freeze,
+        power_off,
+        lose_node,
+        doze,
+        pause,
+    )
 }
 
 
@@ -103,9 +118,16 @@ class Model(pl.LightningModule):
 
     def trigger(self, phase):
         fault = self.fault
-        if fault is None or phase != fault.phase or self.global_rank != fault.rank or fault.kind not in KINDS:
+        if (
+            fault is None
+            or phase != fault.phase
+            or self.global_rank != fault.rank
+            or fault.kind not in KINDS
+        ):
             return
-        if phase not in ("set-up", "loading") and self.global_step != (0 if phase == "first step" else FAULT_STEP):
+        if phase not in ("set-up", "loading") and self.global_step != (
+            0 if phase == "first step" else FAULT_STEP
+        ):
             return
         if phase == "loading" and self.global_step < FAULT_STEP - 1:
             return
@@ -129,9 +151,14 @@ class Model(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         self.file("workers").write_text(str(len(multiprocessing.active_children())))
         self.trigger("first step")
-        if self.fault is not None and self.fault.kind == "doze" and self.global_step == FAULT_STEP - 2:
+        if (
+            self.fault is not None
+            and self.fault.kind == "doze"
+            and self.global_step == FAULT_STEP - 2
+        ):
             torch.distributed.barrier()
-            time.sleep(5)  # all are alike before one dozes, however busy the machine was when they began
+            # all are alike before one dozes, however busy the machine was when they began
+            time.sleep(5)
         if self.on_device and self.global_step == FAULT_STEP:
             self.trainer.strategy.engine.collectives.stuck = True
         if self.here("other order"):
@@ -144,7 +171,8 @@ class Model(pl.LightningModule):
         if self.fault is not None and self.fault.phase == "backward":
             loss.register_hook(lambda grad: self.trigger("backward"))
         if self.on_device and self.global_step == FAULT_STEP:
-            time.sleep(60 * (self.fault.kind == "other order"))  # as `loss.item()` would wait for the device
+            # as `loss.item()` would wait for the device
+            time.sleep(60 * (self.fault.kind == "other order"))
         with self.file("losses").open("a") as file:
             file.write(f"{self.global_step} {loss.item()!r}\n")
         if self.here("skipped step"):
@@ -158,7 +186,12 @@ class Model(pl.LightningModule):
     def here(self, kind):
         """Whether this is the place where the ranks are to diverge."""
         fault = self.fault
-        if fault is None or fault.kind != kind or self.global_rank != fault.rank or self.global_step != FAULT_STEP:
+        if (
+            fault is None
+            or fault.kind != kind
+            or self.global_rank != fault.rank
+            or self.global_step != FAULT_STEP
+        ):
             return False
         self._mark()
         return True
@@ -179,7 +212,11 @@ class Model(pl.LightningModule):
             self.net(self.trainer.train_dataloader.dataset[:2][0])
         if self.here("lonely load"):
             self.net.load_state_dict(make(TinyLm).state_dict())
-        if self.fault is not None and self.fault.kind == "wait apart" and self.global_step == FAULT_STEP:
+        if (
+            self.fault is not None
+            and self.fault.kind == "wait apart"
+            and self.global_step == FAULT_STEP
+        ):
             self.wait_apart((self.fault.rank + 1) % self.world_size)
 
         if self.here("mute"):
@@ -187,7 +224,9 @@ class Model(pl.LightningModule):
             time.sleep(60)
 
     def wait_apart(self, helper):
-        """One rank waits for a message, the others for each other, until the harness lets ``helper`` send it."""
+        """One rank waits for a message, the others for each other, until the harness lets
+        ``helper`` send it.
+        """
         if self.global_rank == helper:
             threading.Thread(target=self.help).start()
         if self.here("wait apart"):
@@ -199,7 +238,11 @@ class Model(pl.LightningModule):
         torch.distributed.send(torch.zeros(1), self.fault.rank, self.aside)
 
     def on_train_epoch_end(self):
-        if self.fault is not None and self.fault.kind == "fewer batches" and self.global_rank == self.fault.rank:
+        if (
+            self.fault is not None
+            and self.fault.kind == "fewer batches"
+            and self.global_rank == self.fault.rank
+        ):
             self._mark()
 
     def validation_step(self, batch, batch_idx):
@@ -207,7 +250,11 @@ class Model(pl.LightningModule):
         self.log("val", self.net.loss(batch), sync_dist=True, batch_size=len(batch[0]))
 
     def on_save_checkpoint(self, checkpoint):
-        if self.fault is not None and self.fault.phase == "checkpoint" and self.global_step > CHECKPOINT_EVERY:
+        if (
+            self.fault is not None
+            and self.fault.phase == "checkpoint"
+            and self.global_step > CHECKPOINT_EVERY
+        ):
             self.fault_in_checkpoint()
 
     def fault_in_checkpoint(self):
@@ -227,7 +274,9 @@ class Model(pl.LightningModule):
         return DataLoader(samples, batch_size=batch, num_workers=1, multiprocessing_context="fork")
 
     def val_dataloader(self):
-        return DataLoader(torch.utils.data.Subset(Samples(lambda phase: None), range(12)), batch_size=2)
+        return DataLoader(
+            torch.utils.data.Subset(Samples(lambda phase: None), range(12)), batch_size=2
+        )
 
 
 def die_half_way(fault, folder):
@@ -241,7 +290,9 @@ def die_half_way(fault, folder):
             Writer.saved += 1
             marker = Path(folder, "fault")
             if Writer.saved == 3 and not marker.exists():
-                super().write_data(dataclasses.replace(plan, items=plan.items[: len(plan.items) // 2]), planner).wait()
+                super().write_data(
+                    dataclasses.replace(plan, items=plan.items[: len(plan.items) // 2]), planner
+                ).wait()
                 marker.write_text(str(time.time()))
                 KINDS[fault.kind](folder)
             return super().write_data(plan, planner)
@@ -250,7 +301,9 @@ def die_half_way(fault, folder):
 
 
 def run_ahead():
-    """As with NCCL, the host does not wait for exchanges, and nobody compares them; from the fault on they never end."""
+    """As with NCCL, the host does not wait for exchanges, and nobody compares them; from the fault
+    on they never end.
+    """
     from lightning_zero3.strategies import zero3
     from lightning_zero3.strategies.collectives import GroupCollectives, Pending
 
@@ -268,11 +321,13 @@ def run_ahead():
             )
 
         def never(self, result, label):
-            self.diary.progress[1] += 1
-            self.diary.trace.append(label)
+            self.exchange_log.progress[1] += 1
+            self.exchange_log.trace.append(label)
             return Pending(result)
 
-    zero3.make_collectives = lambda group, device: Door(group, torch.distributed.new_group(backend="gloo"))
+    zero3.make_collectives = lambda group, device: Door(
+        group, torch.distributed.new_group(backend="gloo")
+    )
 
 
 def train(folder, fault, devices, nodes=1):
@@ -285,9 +340,17 @@ def train(folder, fault, devices, nodes=1):
     if fault is not None and fault.phase == "device":
         run_ahead()
     saver = ModelCheckpoint(
-        Path(folder, "checkpoints"), "{step}", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1, save_last=True
+        Path(folder, "checkpoints"),
+        "{step}",
+        every_n_train_steps=CHECKPOINT_EVERY,
+        save_top_k=-1,
+        save_last=True,
     )
-    fewer = fault is not None and fault.kind == "fewer batches" and int(os.environ["RANK"]) == fault.rank
+    fewer = (
+        fault is not None
+        and fault.kind == "fewer batches"
+        and int(os.environ["RANK"]) == fault.rank
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,

@@ -1,4 +1,6 @@
-"""The program as a script, for launchers: python script.py FOLDER PROCESSES_PER_NODE NODES [KIND PHASE RANK WORLD_SIZE]."""
+"""The program as a script, for launchers: python script.py FOLDER PROCESSES_PER_NODE NODES [KIND
+PHASE RANK WORLD_SIZE].
+"""
 
 import os
 import sys

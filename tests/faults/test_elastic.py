@@ -1,4 +1,6 @@
-"""torchrun loses a node and goes on with the other one by itself, from the last complete checkpoint, which two ranks wrote."""
+"""torchrun loses a node and goes on with the other one by itself, from the last complete
+checkpoint, which two ranks wrote.
+"""
 
 import os
 import re
@@ -31,11 +33,14 @@ def test_torchrun_goes_on_with_fewer_nodes(tmp_path):
     said, other = ((tmp_path / f"log.{number}").read_text() for number in (1, 2))
     assert codes == [0, -signal.SIGKILL], said + other
     assert re.findall(r"zero3: (\d+) rank", said)[-2:] == ["2", "1"], said
-    assert "Rank 1 died without a word" in said and "in forward, unit net.blocks.1, step 5" in said, said
+    assert (
+        "Rank 1 died without a word" in said and "in forward, unit net.blocks.1, step 5" in said
+    ), said
     assert begun(tmp_path)[0][-1] == 4 and 4 not in begun(tmp_path)[1]
     found, whole = losses(tmp_path), reference(2)
     for step in range(10):
-        # From step 4 on, where the last checkpoint is, one rank has the batches of both; before, unless the second came late.
+        # From step 4 on, where the last checkpoint is, one rank has the batches of both; before,
+        # unless the second came late.
         ranks = [0, 1] if step < 4 and (1, step) in found else [0]
         mine = sum(found[rank, step] for rank in ranks) / len(ranks)
         assert mine == pytest.approx((whole[0, step] + whole[1, step]) / 2, rel=1e-5)

@@ -10,7 +10,14 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "restart.py"
 
 
 def test_restart(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", str(EXAMPLE)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        str(EXAMPLE),
+    ]
     environ = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(torchrun, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -10,45 +10,110 @@ import pytest
 from faults import program
 from faults.harness import LIMIT_S, Fault, attempt, reference, run
 
-# fault -> what each other rank says; the exit code of the rank itself; the step of the last complete checkpoint, or the first
+# fault -> what each other rank says; the exit code of the rank itself; the step of the last
+# complete checkpoint, or the first
 FAULTS = {
-    # How it ended is known if the watch had looked at the process before, which it does once a second.
+    # How it ended is known if the watch had looked at the process before, which it does once a
+    # second.
     Fault("kill", "first step", 1, 2): (
         "Rank 1 (died without a word|ended; its own output says why, unless it was killed)",
         "step 0",
         -9,
         0,
     ),
-    Fault("kill", "forward", 1, 3): ("Rank 1 died without a word", "in forward, unit net.blocks.1, step 5", -9, 4),
+    Fault("kill", "forward", 1, 3): (
+        "Rank 1 died without a word",
+        "in forward, unit net.blocks.1, step 5",
+        -9,
+        4,
+    ),
     Fault("kill", "backward", 0, 2): ("Rank 0 died without a word", "in backward, unit ", -9, 4),
-    Fault("kill", "checkpoint", 1, 2): ("Rank 1 died without a word", "in saving a checkpoint", -9, 2),
+    Fault("kill", "checkpoint", 1, 2): (
+        "Rank 1 died without a word",
+        "in saving a checkpoint",
+        -9,
+        2,
+    ),
     Fault("kill", "writing", 0, 2): ("Rank 0 died without a word", "in saving a checkpoint", -9, 2),
-    Fault("fail", "loading", 1, 2): ("Rank 1 raised 'ValueError: sample 17 is broken'", "the loop between steps", 1, 4),
-    Fault("skipped step", "forward", 1, 2): ("Rank 1 raised 'RuntimeError: Skipping the `training_step`", "step 5", 1, 4),
-    Fault("freeze", "forward", 1, 2): ("Rank 1 on ", "in forward, unit net.blocks.1, step 5", None, 4),
+    Fault("fail", "loading", 1, 2): (
+        "Rank 1 raised 'ValueError: sample 17 is broken'",
+        "the loop between steps",
+        1,
+        4,
+    ),
+    Fault("skipped step", "forward", 1, 2): (
+        "Rank 1 raised 'RuntimeError: Skipping the `training_step`",
+        "step 5",
+        1,
+        4,
+    ),
+    Fault("freeze", "forward", 1, 2): (
+        "Rank 1 on ",
+        "in forward, unit net.blocks.1, step 5",
+        None,
+        4,
+    ),
 }
 # The same without a new run, in phases whose restart is no other.
 AT_ONCE = {
-    Fault("fail", "set-up", 1, 2): ("Rank 1 raised 'ValueError: sample 17 is broken'", "in set-up, step 0", 1),
-    Fault("run out", "forward", 0, 2): ("Rank 0 raised 'MemoryError: cannot allocate 80 GiB'", "in forward, unit ", 1),
-    Fault("fail", "optimizer step", 1, 2): ("Rank 1 raised 'ValueError: sample 17 is broken'", "in the optimizer step", 1),
+    Fault("fail", "set-up", 1, 2): (
+        "Rank 1 raised 'ValueError: sample 17 is broken'",
+        "in set-up, step 0",
+        1,
+    ),
+    Fault("run out", "forward", 0, 2): (
+        "Rank 0 raised 'MemoryError: cannot allocate 80 GiB'",
+        "in forward, unit ",
+        1,
+    ),
+    Fault("fail", "optimizer step", 1, 2): (
+        "Rank 1 raised 'ValueError: sample 17 is broken'",
+        "in the optimizer step",
+        1,
+    ),
     Fault("kill", "validation", 1, 2): ("Rank 1 died without a word", "in validation, unit ", -9),
-    Fault("fail", "checkpoint", 0, 2): ("Rank 0 raised 'ValueError: sample 17 is broken'", "in saving a checkpoint", 1),
+    Fault("fail", "checkpoint", 0, 2): (
+        "Rank 0 raised 'ValueError: sample 17 is broken'",
+        "in saving a checkpoint",
+        1,
+    ),
     Fault("crash", "backward", 0, 2): ("Rank 0 died without a word", "in backward, unit ", -11),
-    Fault("leave", "callback", 1, 2): ("Rank 1 died without a word", "in the loop between steps", 7),
+    Fault("leave", "callback", 1, 2): (
+        "Rank 1 died without a word",
+        "in the loop between steps",
+        7,
+    ),
 }
 AT_ONCE |= {
-    Fault("mute", "callback", rank, 2): (f"Rank {rank} has stopped reporting: its watch .* raised .TypeError", "says where.", 1)
+    Fault("mute", "callback", rank, 2): (
+        f"Rank {rank} has stopped reporting: its watch .* raised .TypeError",
+        "says where.",
+        1,
+    )
     for rank in (0, 1)  # rank 0 serves what the other asks
 }
-ALONE = "look for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a save)"
+ALONE = (
+    "look for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a"
+    " save)"
+)
 DIVERGENCES = [Fault("other order", "forward", 1, 3), Fault("skipped unit", "forward", 0, 2)]
 ON_DEVICES = {
-    Fault("fewer batches", "device", 0, 2): ("rank 0 came to end its training", "rank 1 to gather unit "),
-    Fault("other order", "device", 1, 3): ("In step 5: The ranks ran different things. At exchange ", "rank 1 to gather unit "),
-    Fault("lonely barrier", "device", 1, 2): ("to gather unit ", "rank 1 to wait for the others at a barrier.", ALONE),
+    Fault("fewer batches", "device", 0, 2): (
+        "rank 0 came to end its training",
+        "rank 1 to gather unit ",
+    ),
+    Fault("other order", "device", 1, 3): (
+        "In step 5: The ranks ran different things. At exchange ",
+        "rank 1 to gather unit ",
+    ),
+    Fault("lonely barrier", "device", 1, 2): (
+        "to gather unit ",
+        "rank 1 to wait for the others at a barrier.",
+        ALONE,
+    ),
 }
-PAUSES = [Fault("pause", "forward", rank, 2) for rank in (0, 1)]  # rank 0 serves what the other asks
+# rank 0 serves what the other asks
+PAUSES = [Fault("pause", "forward", rank, 2) for rank in (0, 1)]
 APART = Fault("wait apart", "callback", 1, 3)
 SLOW = Fault("doze", "loading", 1, 2)
 
@@ -80,7 +145,9 @@ def test_the_others_end_and_say_why_and_a_new_run_goes_on(fault):
     who, where, code, step = FAULTS[fault]
     outcome = told_by_time()[fault] if fault.kind == "freeze" else run(fault)
     assert not outcome.hung and outcome.codes[fault.rank] == code
-    assert outcome.orphans == 0 and outcome.workers == fault.world_size * (fault.phase in program.WITH_WORKERS)
+    assert outcome.orphans == 0 and outcome.workers == fault.world_size * (
+        fault.phase in program.WITH_WORKERS
+    )
     for rank in set(range(fault.world_size)) - {fault.rank}:
         assert outcome.codes[rank] == 1
         assert says(outcome.said[rank], who, where), outcome.said[rank]
@@ -94,7 +161,11 @@ def test_the_others_end_and_say_why(fault, tmp_path):
     who, where, code = AT_ONCE[fault]
     outcome = attempt(tmp_path, fault, 2, LIMIT_S)
     other = 1 - fault.rank
-    assert outcome.codes == {fault.rank: code, other: 1} and outcome.orphans == 0 and outcome.seconds < 8
+    assert (
+        outcome.codes == {fault.rank: code, other: 1}
+        and outcome.orphans == 0
+        and outcome.seconds < 8
+    )
     assert outcome.workers == 2 * (fault.phase in program.WITH_WORKERS)
     assert says(outcome.said[other], who, where), outcome.said
 
@@ -102,9 +173,15 @@ def test_the_others_end_and_say_why(fault, tmp_path):
 @pytest.mark.parametrize("fault", DIVERGENCES, ids=lambda f: f.kind)
 def test_diverging_ranks_all_say_so(fault):
     outcome = run(fault)
-    assert outcome.codes == dict.fromkeys(range(fault.world_size), 1) and outcome.orphans == 0 and outcome.seconds < 8
+    assert (
+        outcome.codes == dict.fromkeys(range(fault.world_size), 1)
+        and outcome.orphans == 0
+        and outcome.seconds < 8
+    )
     for rank, said in outcome.said.items():
-        assert "DivergenceError: In step 5" in said and f"rank {rank} is about to gather unit" in said, said
+        assert (
+            "DivergenceError: In step 5" in said and f"rank {rank} is about to gather unit" in said
+        ), said
     assert goes_on(outcome, fault, 4) == 0.0
 
 
@@ -112,17 +189,25 @@ def test_diverging_ranks_all_say_so(fault):
 def test_what_one_rank_does_alone_is_what_to_look_for(kind, tmp_path):
     outcome = attempt(tmp_path, Fault(kind, "end", 0, 2), 2, LIMIT_S)
     assert outcome.codes == {0: 1, 1: 1} and outcome.orphans == 0 and outcome.seconds < 8
-    assert all("DivergenceError: In step 4" in said and ALONE in said for said in outcome.said.values()), outcome.said
+    assert all(
+        "DivergenceError: In step 4" in said and ALONE in said for said in outcome.said.values()
+    ), outcome.said
 
 
 def test_nobody_ends_well_where_one_rank_has_fewer_batches():
     fault = Fault("fewer batches", "end", 0, 3)
     outcome = run(fault)
     assert outcome.codes == {0: 1, 1: 1, 2: 1} and outcome.orphans == 0 and outcome.seconds < 8
-    assert "DivergenceError: In step 4: " in outcome.said[0] and "rank 0 is about to end its training" in outcome.said[0]
+    assert (
+        "DivergenceError: In step 4: " in outcome.said[0]
+        and "rank 0 is about to end its training" in outcome.said[0]
+    )
     for rank in (1, 2):
         said = outcome.said[rank]
-        assert "DivergenceError: In step 5: " in said and f"rank {rank} is about to gather unit" in said, said
+        assert (
+            "DivergenceError: In step 5: " in said
+            and f"rank {rank} is about to gather unit" in said
+        ), said
         assert "rank 0 to end its training" in said and "loaders of different length" in said, said
     assert goes_on(outcome, fault, 4) == 0.0
 
@@ -137,7 +222,9 @@ def test_ranks_that_were_all_stopped_go_on(fault):
 @pytest.mark.parametrize("fault", ON_DEVICES, ids=lambda f: f.kind)
 def test_ranks_that_diverge_and_wait_for_their_devices_end(fault):
     outcome = told_by_time()[fault]
-    assert set(outcome.codes.values()) == {1} and outcome.orphans == 0 and outcome.seconds is not None
+    assert (
+        set(outcome.codes.values()) == {1} and outcome.orphans == 0 and outcome.seconds is not None
+    )
     assert goes_on(outcome, fault, 4) < 1e-6  # sums before the fault are in another order
     for said in outcome.said.values():
         assert all(words in said for words in ON_DEVICES[fault]), said
@@ -154,9 +241,16 @@ def test_ranks_that_wait_in_different_collectives_of_their_own_are_told_where():
     outcome = told_by_time()[APART]
     assert outcome.codes == {0: 0, 1: 0, 2: 0}, outcome.said
     assert goes_on(outcome, APART, program.STEPS) == 0.0
-    where = r"in the loop between steps \(loading data, callbacks\), step 4 \(\S+program.py:(\d+) in wait_apart\)"
-    found = re.search(f"Nobody has moved for 3 s.*: ranks 0, 2 {where}; rank 1 {where}. If", outcome.said[0])
+    where = (
+        r"in the loop between steps \(loading data, callbacks\), step 4 \(\S+program.py:(\d+) in"
+        r" wait_apart\)"
+    )
+    found = re.search(
+        f"Nobody has moved for 3 s.*: ranks 0, 2 {where}; rank 1 {where}. If", outcome.said[0]
+    )
     assert found, outcome.said
     source = Path(program.__file__).read_text().splitlines()
     lines = [source[int(number) - 1].strip() for number in found.groups()]
-    assert lines[0] == "torch.distributed.barrier()" and lines[1].startswith("torch.distributed.recv("), lines
+    assert lines[0] == "torch.distributed.barrier()" and lines[1].startswith(
+        "torch.distributed.recv("
+    ), lines

@@ -1,4 +1,6 @@
-"""The same tests with the software graph on the CPU and with CUDA graphs on a GPU: `pytest -m gpu tests/graphs`."""
+"""The same tests with the software graph on the CPU and with CUDA graphs on a GPU:
+`pytest -m gpu tests/graphs`.
+"""
 
 import pytest
 

@@ -1,9 +1,11 @@
-"""Train each case eagerly and as graphs, compare everything, and write what came out to docs/CUDA_GRAPHS.md.
+"""Train each case eagerly and as graphs, compare everything, and write what came out to
+docs/CUDA_GRAPHS.md.
 
     PYTHONPATH=tests python tests/graphs/make_table.py
 
-It trains on the CPU, with the software graph. Each case is a fit of `helpers.recorded.Net` (dropout, batch norm, a frozen and
-an unused layer, a metric, logged values of all kinds), of which a callback writes down what Lightning promises.
+It trains on the CPU, with the software graph. Each case is a fit of `helpers.recorded.Net`
+(dropout, batch norm, a frozen and an unused layer, a metric, logged values of all kinds), of which
+a callback writes down what Lightning promises.
 """
 
 import sys
@@ -44,7 +46,11 @@ STRATEGIES = {
 }
 COLUMNS = {
     "weights and optimizer": ["optimizer"],
-    "gradients": ["gradients before zero_grad", "gradients after backward", "gradients before the step"],
+    "gradients": [
+        "gradients before zero_grad",
+        "gradients after backward",
+        "gradients before the step",
+    ],
     "losses, outputs": ["batch", "loss before backward", "outputs"],
     "logged values": ["logged", "progress bar", "validation", "epoch", "rate"],
     "counters": ["counters", "global step"],
@@ -66,7 +72,9 @@ def compare(mine: Run, reference: Run) -> list[str]:
     for column, names in COLUMNS.items():
         pair = [[value for name, value in run.seen if name in names] for run in (mine, reference)]
         if column.startswith("weights"):
-            pair = [[*values, run.state] for values, run in zip(pair, (mine, reference), strict=True)]
+            pair = [
+                [*values, run.state] for values, run in zip(pair, (mine, reference), strict=True)
+            ]
         assert all(pair), column
         found.append(same(*pair))
     return [*found, same(dict(mine.calls), dict(reference.calls))]
@@ -86,7 +94,12 @@ def row(case, strategy, devices, folder):
     options = {"strategy": strategy, "devices": devices, "max_epochs": 4, **options}
     if "ckpt_path" in options:
         save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
-        fit(net(), save, **{**options, "ckpt_path": None, "max_epochs": 2}, enable_checkpointing=True)
+        fit(
+            net(),
+            save,
+            **{**options, "ckpt_path": None, "max_epochs": 2},
+            enable_checkpointing=True,
+        )
         options["ckpt_path"] = f"{folder}/{options['ckpt_path']}"
     callback = Counting(software=True, strict=True)
     runs = [fit(net(), *extra, **options) for extra in ([], [callback])]
@@ -111,15 +124,21 @@ def table(found):
 def main():
     parts = [
         "# Captured runs beside eager ones",
-        "Written by `tests/graphs/make_table.py`: each case is trained twice from the same seed, eagerly and with "
-        "`CUDAGraphStep`, and all that a callback sees of both runs is compared bit by bit (`nan` is `nan`, `0.0` is `-0.0`). "
-        "Replayed are micro-batches; the others are watched: the first three of each shape (with `ddp` four), and then the "
-        "first in each epoch. So a shape that comes once an epoch, as that of a ragged last batch, is never replayed "
-        "(`zero3`'s loader on two ranks fills that batch from the head of the epoch). With `ddp` each place in a window of "
-        "accumulation, and the first micro-batch after a validation, counts as a shape, since it exchanges something "
-        "else. Hook calls are all that Lightning makes, of the module, the callbacks and the strategy. With the software graph "
-        f"on the CPU, Python {sys.version.split()[0]}, torch {torch.__version__}; `pytest -m gpu tests/graphs` makes the lines "
-        "of one rank again on a GPU, where the random state of the device counts, too.",
+        (
+            "Written by `tests/graphs/make_table.py`: each case is trained twice from the same"
+            " seed, eagerly and with `CUDAGraphStep`, and all that a callback sees of both runs is"
+            " compared bit by bit (`nan` is `nan`, `0.0` is `-0.0`). Replayed are micro-batches;"
+            " the others are watched: the first three of each shape (with `ddp` four), and then"
+            " the first in each epoch. So a shape that comes once an epoch, as that of a ragged"
+            " last batch, is never replayed (`zero3`'s loader on two ranks fills that batch from"
+            " the head of the epoch). With `ddp` each place in a window of accumulation, and the"
+            " first micro-batch after a validation, counts as a shape, since it exchanges"
+            " something else. Hook calls are all that Lightning makes, of the module, the"
+            " callbacks and the strategy. With the software graph on the CPU, Python"
+            f" {sys.version.split()[0]}, torch {torch.__version__}; `pytest -m gpu tests/graphs`"
+            " makes the lines of one rank again on a GPU, where the random state of the device"
+            " counts, too."
+        ),
     ]
     for setup, (devices, _) in STRATEGIES.items():
         with tempfile.TemporaryDirectory() as folder:

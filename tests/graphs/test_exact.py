@@ -11,7 +11,7 @@ from helpers import recorded
 from helpers.recorded import CLASSES, Counting, Frees, Net, assert_same, assert_same_run, fit, half
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep, CUDAMemoryTracker
-from lightning_zero3.callbacks.memory_figures import GIB
+from lightning_zero3.callbacks.memory.figures import GIB
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -23,10 +23,19 @@ def epochs():
 BY_VALUE = {"gradient_clip_algorithm": "value"}
 CASES = {
     "plain": ({}, {"max_epochs": epochs}),
-    "accumulation, clipping by value": ({}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.01, **BY_VALUE}),
+    "accumulation, clipping by value": (
+        {},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.01, **BY_VALUE},
+    ),
     "ragged last batch": ({"batch_size": 8}, {"accumulate_grad_batches": 4, "max_epochs": 5}),
-    "validation in the middle, double": ({}, {"val_check_interval": 3, "accumulate_grad_batches": 2, "precision": "64-true"}),
-    "momentum, scheduler, clipping by norm": ({"optimizer": "sgd", "scheduled": True}, {"gradient_clip_val": 0.1}),
+    "validation in the middle, double": (
+        {},
+        {"val_check_interval": 3, "accumulate_grad_batches": 2, "precision": "64-true"},
+    ),
+    "momentum, scheduler, clipping by norm": (
+        {"optimizer": "sgd", "scheduled": True},
+        {"gradient_clip_val": 0.1},
+    ),
     "bf16-mixed, activation checkpointing": ({"checkpointed": True}, {"precision": "bf16-mixed"}),
     "16-mixed": ({}, {"plugins": half, "gradient_clip_val": 0.1}),
 }
@@ -40,7 +49,8 @@ def test_a_captured_run_is_the_eager_run(case, strategy, device):
     callback = Counting(software=True, strict=True)
     mine = fit(Net(**arguments), callback, Frees(), strategy=strategy, **options)
     assert callback.replays >= 5
-    assert callback.captured == 1  # a shape that comes once an epoch, as that of a ragged last batch, never is
+    # a shape that comes once an epoch, as that of a ragged last batch, never is
+    assert callback.captured == 1
     assert (callback.memory["pool"] > 0) == (device == "cuda")
     assert_same_run(mine, reference)
 
@@ -54,7 +64,11 @@ class TwoHeads(Net):
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         self.turn = self.trainer.training and not getattr(self, "turn", False)
-        return batch if self.turn or not self.trainer.training else {name: value[:4] for name, value in batch.items()}
+        return (
+            batch
+            if self.turn or not self.trainer.training
+            else {name: value[:4] for name, value in batch.items()}
+        )
 
     def forward(self, x):
         return (self.head if len(x) == 8 else self.other)(self.net(x))
@@ -70,7 +84,9 @@ def test_shapes_train_layers_of_their_own(strategy):
 
 
 class Attention(nn.Module):
-    """Of a batch to itself, with a mask: in an eager fp32 step on a GPU the seed of its dropout lies on the host."""
+    """Of a batch to itself, with a mask: in an eager fp32 step on a GPU the seed of its dropout
+    lies on the host.
+    """
 
     def __init__(self):
         super().__init__()
@@ -125,14 +141,18 @@ def test_prediction_runs_eagerly_beside_it(strategy):
 def test_the_program_of_a_step_runs_until_the_capture_and_at_the_start_of_each_epoch():
     module, calls = Net(), array("q")  # what holds lists would be noticed to change
     step = module.training_step
-    module.training_step = lambda batch, batch_idx: calls.append(batch_idx) or step(batch, batch_idx)
+    module.training_step = lambda batch, batch_idx: (
+        calls.append(batch_idx) or step(batch, batch_idx)
+    )
     fit(module, CUDAGraphStep(software=True, warmup=3, strict=True))
     assert list(calls) == [0, 1, 2, 3, 0]
 
 
 def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
     def save(name):
-        return ModelCheckpoint(tmp_path / name, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+        return ModelCheckpoint(
+            tmp_path / name, every_n_train_steps=7, save_top_k=-1, filename="{step}"
+        )
 
     def run(*callbacks, **options):
         return fit(Net(scheduled=True), *callbacks, accumulate_grad_batches=2, **options)
@@ -141,7 +161,10 @@ def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
     run(save("eager"), enable_checkpointing=True)
     run(save("graph"), callback, enable_checkpointing=True)
     assert callback.replays > 10
-    eager, graph = (torch.load(tmp_path / name / "step=7.ckpt", weights_only=False) for name in ("eager", "graph"))
+    eager, graph = (
+        torch.load(tmp_path / name / "step=7.ckpt", weights_only=False)
+        for name in ("eager", "graph")
+    )
     for each in (eager, graph):
         each.pop("callbacks")  # paths
     assert_same(graph, eager, "checkpoint")
@@ -163,7 +186,9 @@ def test_after_a_fit_everything_is_as_before():
     callback = Counting(software=True)
     mine = fit(Net(), callback)
     first, strategy = callback.replays, mine.trainer.strategy
-    assert "training_step" not in vars(strategy) and "backward" not in vars(strategy.precision_plugin)
+    assert "training_step" not in vars(strategy) and "backward" not in vars(
+        strategy.precision_plugin
+    )
     assert "log" not in vars(mine.module)
     reference = fit(Net())
     for run in (mine, reference):

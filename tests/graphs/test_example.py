@@ -37,8 +37,13 @@ def test_the_captured_run_is_the_eager_run(options, replayed, device, capsys, ca
 
 def test_the_refused_step_is_named(device):
     example = load()
-    with pytest.warns(UserWarning, match=r"(?s)cannot be captured.*cuda_graph\.py:\d+: `if self\.refused and loss\.item\(\)"):
-        example.fit(example.CUDAGraphStep(software=True), epochs=1, refused=True, accelerator=device)
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)cannot be captured.*cuda_graph\.py:\d+: `if self\.refused and loss\.item\(\)",
+    ):
+        example.fit(
+            example.CUDAGraphStep(software=True), epochs=1, refused=True, accelerator=device
+        )
 
 
 def test_the_table_has_all_cases_and_no_difference():
@@ -48,7 +53,9 @@ def test_the_table_has_all_cases_and_no_difference():
 
 
 # On the CPU one line is made again; on a GPU all of one rank.
-ONE_RANK = [(setup, case) for setup, (devices, _) in STRATEGIES.items() if devices == 1 for case in CASES]
+ONE_RANK = [
+    (setup, case) for setup, (devices, _) in STRATEGIES.items() if devices == 1 for case in CASES
+]
 AGAIN = [
     ("cpu", "zero3, one rank", "resume in the middle of an epoch"),
     *(pytest.param("cuda", *each, marks=[pytest.mark.gpu, needs_cuda]) for each in ONE_RANK),
@@ -59,4 +66,8 @@ AGAIN = [
 def test_a_line_of_the_table_comes_out_again(device, setup, case, tmp_path):
     devices, strategy = STRATEGIES[setup]
     _, found, text = TABLE.read_text().partition(f"## {setup[0].upper()}{setup[1:]}\n")
-    assert found and text.partition("\n## ")[0].count(line(case, row(case, strategy, devices, tmp_path))) == 1
+    assert (
+        found
+        and text.partition("\n## ")[0].count(line(case, row(case, strategy, devices, tmp_path)))
+        == 1
+    )

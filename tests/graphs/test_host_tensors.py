@@ -1,4 +1,6 @@
-"""What a step does on the host, which replays on a device would not: found on a GPU, and with "meta" in its place."""
+"""What a step does on the host, which replays on a device would not: found on a GPU, and with
+"meta" in its place.
+"""
 
 import re
 import warnings
@@ -9,9 +11,9 @@ import torch
 
 from helpers.recorded import Net
 from helpers.tracking import needs_cuda, on_cuda
-from lightning_zero3.callbacks.graph_device import CudaGraphs, telling_waits
-from lightning_zero3.callbacks.graph_lines import describe_line, user_line
-from lightning_zero3.callbacks.graph_watch import Watch
+from lightning_zero3.callbacks.graphs.device import CudaGraphs, telling_waits
+from lightning_zero3.callbacks.graphs.source_lines import describe_line, user_line
+from lightning_zero3.callbacks.graphs.watch import Watch
 
 
 def program():
@@ -25,7 +27,9 @@ class OutOfTheHost:
         return x * torch.tensor(2.0)
 
     def copied(self, x):  # what is seen of it on CUDA, and not on "meta"
-        return x * (torch.tensor(2.0, device=x.device) if x.is_cuda else torch.ops.aten.lift_fresh(x))
+        return x * (
+            torch.tensor(2.0, device=x.device) if x.is_cuda else torch.ops.aten.lift_fresh(x)
+        )
 
     def moved(self, x):
         return torch.ones(2).to(x.device) + x
@@ -50,19 +54,47 @@ SEEN, MODULE = torch.zeros(()), Net()
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("scalar", r"(?s)aten\.mul reads a tensor on cpu, and the graph would keep its value.*x \* torch\.tensor"),
-        ("copied", r"(?s)Python numbers are copied to the device, which ends a capture.*torch\.tensor\(2\.0, device"),
+        (
+            "scalar",
+            (
+                r"(?s)aten\.mul reads a tensor on cpu, and the graph would keep its value.*x \*"
+                r" torch\.tensor"
+            ),
+        ),
+        (
+            "copied",
+            (
+                r"(?s)Python numbers are copied to the device, which ends a"
+                r" capture.*torch\.tensor\(2\.0, device"
+            ),
+        ),
         ("moved", r"(?s)aten\._to_copy reads a tensor on cpu.*torch\.ones\(2\)\.to"),
-        ("fetched", r"(?s)aten\._to_copy copies a tensor to cpu, which waits for the device.*x\.cpu\(\)"),
-        ("counted", r"(?s)aten\.add_ writes to a tensor on cpu, and replays would not.*SEEN\.add_\(1\)"),
-        ("drawn", r"(?s)aten\.rand draws random numbers on the host, and replays would not.*torch\.rand\(\(\)\)"),
+        (
+            "fetched",
+            r"(?s)aten\._to_copy copies a tensor to cpu, which waits for the device.*x\.cpu\(\)",
+        ),
+        (
+            "counted",
+            r"(?s)aten\.add_ writes to a tensor on cpu, and replays would not.*SEEN\.add_\(1\)",
+        ),
+        (
+            "drawn",
+            (
+                r"(?s)aten\.rand draws random numbers on the host, and replays would"
+                r" not.*torch\.rand\(\(\)\)"
+            ),
+        ),
         ("logged", r"(?s)`self\.log\('length', \.\.\.\)` gets a tensor on cpu.*MODULE\.log\("),
     ],
 )
 def test_tensors_of_the_host_are_named_with_their_line(line, message, device):
     x = torch.ones(2, device=device)
     watch = Watch(x.device, x)
-    with watch.watching(MODULE, forward=True), suppress(NotImplementedError):  # there is no data on "meta"
+    # there is no data on "meta"
+    with (
+        watch.watching(MODULE, forward=True),
+        suppress(NotImplementedError),
+    ):
         getattr(OutOfTheHost(), line)(x)
     assert re.search(message, "\n".join(map(str, watch.problems))), watch.problems
 
@@ -76,7 +108,9 @@ def test_tensors_of_the_host_are_returned_only_if_they_came_with_the_batch():
     watch.note_output({"lengths": lengths, "x": x}, program)
     assert watch.problems == []
     watch.note_output({"made": made}, program)
-    assert re.search(r"(?s)A tensor on cpu is returned, .*def program", "\n".join(map(str, watch.problems)))
+    assert re.search(
+        r"(?s)A tensor on cpu is returned, .*def program", "\n".join(map(str, watch.problems))
+    )
 
 
 def test_generators_of_the_host_are_none_of_the_graphs():
@@ -94,7 +128,9 @@ def test_seeds_that_attention_leaves_on_the_host_are_no_problem():
     with torch.library._scoped_library("graph_tests", "DEF") as library:
         library.define("attend(Tensor x) -> (Tensor, Tensor)")
         library.define("attend_backward(Tensor x, Tensor seed) -> Tensor")
-        library.impl("attend", lambda x: (torch.empty_like(x), torch.zeros((), dtype=torch.int64)), "Meta")
+        library.impl(
+            "attend", lambda x: (torch.empty_like(x), torch.zeros((), dtype=torch.int64)), "Meta"
+        )
         library.impl("attend_backward", lambda x, seed: torch.empty_like(x), "Meta")
         with watch.watching(None, forward=True):
             attended, seed = torch.ops.graph_tests.attend(x)
@@ -125,7 +161,9 @@ def test_each_wait_is_told_with_its_line_and_other_warnings_go_on(modes):
                 warnings.warn(WAIT, stacklevel=1)
             warnings.warn("something else", stacklevel=1)
     assert modes == ["warn", 0] and [str(each.message) for each in others] == ["something else"]
-    assert len(lines) == 2 and all("warnings.warn(WAIT" in line and "test_host_tensors.py" in line for line in lines)
+    assert len(lines) == 2 and all(
+        "warnings.warn(WAIT" in line and "test_host_tensors.py" in line for line in lines
+    )
 
 
 def test_waits_that_no_operation_shows_are_problems_but_not_those_of_logging(modes, monkeypatch):
@@ -154,7 +192,9 @@ def test_waits_that_no_operation_shows_on_a_gpu():
     with watch.watching(None, forward=True):
         torch.cuda.current_stream().synchronize()
     [problem] = watch.problems
-    assert re.search(r"(?s)The host waits for the device here.*current_stream\(\)\.synchronize\(\)", str(problem))
+    assert re.search(
+        r"(?s)The host waits for the device here.*current_stream\(\)\.synchronize\(\)", str(problem)
+    )
 
 
 def test_an_allocator_that_tells_nothing_of_pools(monkeypatch):

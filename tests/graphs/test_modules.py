@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from helpers.ranks import run_ranks
 from helpers.recorded import CLASSES, Frees, Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.callbacks import CUDAGraphStep, graph_module, graph_software
-from lightning_zero3.callbacks.graph_check import GraphCaptureError
+from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graphs import module_runner, software_graph
+from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -23,7 +24,10 @@ class Looks(Net):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
         twice = self.head(self.net(batch["x"]).relu()).square().mean()
-        return {**output, "loss": output["loss"] + twice * (0.1 if output["loss"].item() > 1 else 0.2)}
+        return {
+            **output,
+            "loss": output["loss"] + twice * (0.1 if output["loss"].item() > 1 else 0.2),
+        }
 
 
 class Manual(Net):
@@ -46,7 +50,9 @@ class Checkpoints(nn.Sequential):
 
 
 class Checkpointed(Net):
-    """A captured module with a checkpoint and dropout inside, and dropout between its forward and its backward."""
+    """A captured module with a checkpoint and dropout inside, and dropout between its forward and
+    its backward.
+    """
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -61,7 +67,10 @@ class ChangesBetween(Net):
         output = super().training_step(batch, batch_idx)
         if self.global_step == 4:
             self.net[3].p = 0.05
-        return {**output, "loss": output["loss"] + 0.1 * self.head(self.net(batch["x"])).square().mean()}
+        return {
+            **output,
+            "loss": output["loss"] + 0.1 * self.head(self.net(batch["x"])).square().mean(),
+        }
 
 
 class Scale(nn.Module):
@@ -135,7 +144,9 @@ class Annealed(Net):
 
 
 class RunsBefore(Net):
-    """In the step of the capture the head has run already, with other inputs, and autocast keeps what it made of weights."""
+    """In the step of the capture the head has run already, with other inputs, and autocast keeps
+    what it made of weights.
+    """
 
     def forward(self, x):
         with torch.autocast(x.device.type, torch.bfloat16):
@@ -161,7 +172,11 @@ class LessDropout(Callback):
 
 
 CASES = {
-    "looks": (Looks, "auto", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 3}),
+    "looks": (
+        Looks,
+        "auto",
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 3},
+    ),
     "a change": (Net, "auto", {}),
     "manual": (Manual, "auto", {"precision": "bf16-mixed"}),
     "zero3": (Looks, "zero3", {}),
@@ -173,7 +188,11 @@ CASES = {
     "weights that autocast keeps": (RunsBefore, "auto", {}),
     "a number outside": (Annealed, "auto", {"max_epochs": 5}),
 }
-CHANGES = [case for case in CASES if case.startswith(("a change", "a number", "numbers")) or case.endswith("from an epoch on")]
+CHANGES = [
+    case
+    for case in CASES
+    if case.startswith(("a change", "a number", "numbers")) or case.endswith("from an epoch on")
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -303,25 +322,52 @@ class AskedOnce(Unasked):
             GraphCaptureError,
             r"(?s)Module 'net': .*needs a value.*test_modules\.py:\d+: `return x if",
         ),
-        (HasLooksBack, {"modules": ["net"]}, GraphCaptureError, r"(?s)Module 'net': .*needs a value.*return grad \* \(3 if"),
-        (IsCheckpointed, {"modules": ["net"]}, GraphCaptureError, r"'net': a checkpoint runs it, .* Put the checkpoint inside"),
+        (
+            HasLooksBack,
+            {"modules": ["net"]},
+            GraphCaptureError,
+            r"(?s)Module 'net': .*needs a value.*return grad \* \(3 if",
+        ),
+        (
+            IsCheckpointed,
+            {"modules": ["net"]},
+            GraphCaptureError,
+            r"'net': a checkpoint runs it, .* Put the checkpoint inside",
+        ),
         (
             Tied,
             {"modules": ["head"]},
             GraphCaptureError,
-            r"(?s)'head': It computes with net\.4\.weight, which is none of its parameters: its gradient would be lost.*"
+            r"(?s)'head': It computes with net\.4\.weight, which is none of its parameters: its"
+            r" gradient would be lost.*"
             r"test_modules\.py:\d+: `def forward",
         ),
-        (Aside, {"modules": ["unused"]}, GraphCaptureError, r"'unused': No backward comes to what it returns"),
+        (
+            Aside,
+            {"modules": ["unused"]},
+            GraphCaptureError,
+            r"'unused': No backward comes to what it returns",
+        ),
         (
             HasLogs,
             {"modules": ["net"]},
             GraphCaptureError,
-            r"(?s)'net': `self\.log` of a module in the middle of a graph is called, and would be called only once.*"
+            r"(?s)'net': `self\.log` of a module in the middle of a graph is called, and would be"
+            r" called only once.*"
             r"self\.owners\[0\]\.log",
         ),
-        (AskedOnce, {"modules": ["head"]}, GraphCaptureError, r"'head': Not the same outputs get gradients each time\."),
-        (Net, {"modules": ["encoder"]}, ValueError, r"modules=\['encoder'\]\) matches no module of Net"),
+        (
+            AskedOnce,
+            {"modules": ["head"]},
+            GraphCaptureError,
+            r"'head': Not the same outputs get gradients each time\.",
+        ),
+        (
+            Net,
+            {"modules": ["encoder"]},
+            ValueError,
+            r"modules=\['encoder'\]\) matches no module of Net",
+        ),
     ],
     ids=["host", "backward", "checkpoint", "tied", "unused", "log", "outputs", "name"],
 )
@@ -330,18 +376,29 @@ def test_a_module_that_cannot_be_captured_is_named(module, options, error, messa
         fit(module(), CUDAGraphStep(software=True, strict=True, **options))
 
 
-@pytest.mark.parametrize(("module", "refused", "captured"), [(HasLooksBack, "net", ["head"]), (Tied, "head", [])])
-def test_what_shows_in_the_capture_only_leaves_a_module_eager(module, refused, captured, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "refused", "captured"), [(HasLooksBack, "net", ["head"]), (Tied, "head", [])]
+)
+def test_what_shows_in_the_capture_only_leaves_a_module_eager(
+    module, refused, captured, device, monkeypatch
+):
     reference, operations = fit(module(), Frees()), []
-    real = graph_software._require_capturable
-    monkeypatch.setattr(graph_software, "_require_capturable", lambda func, args: operations.append(func) or real(func, args))
+    real = software_graph._require_capturable
+    monkeypatch.setattr(
+        software_graph,
+        "_require_capturable",
+        lambda func, args: operations.append(func) or real(func, args),
+    )
     callback = Counting(software=True, modules=[refused, *captured])
     with pytest.warns(UserWarning, match=f"a module cannot be captured:\n  - Module '{refused}'"):
         mine = fit(module(), callback, Frees())
     assert_same_run(mine, reference)
-    assert callback.replays.pop(refused) == 0 and all(count > 10 for count in callback.replays.values())
+    assert callback.replays.pop(refused) == 0 and all(
+        count > 10 for count in callback.replays.values()
+    )
     if device == "cpu":
-        # CUDA ends a capture with an error where an operation waits, and then itself: none may come so far.
+        # CUDA ends a capture with an error where an operation waits, and then itself: none may come
+        # so far.
         assert operations and torch.ops.aten._local_scalar_dense.default not in operations
 
 
@@ -353,7 +410,9 @@ def test_tensors_that_a_module_makes_and_derives_by_are_its_own():
 
 
 def test_a_capture_that_fails_names_its_module(monkeypatch):
-    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *args, **kwargs: torch.ones(2) @ torch.ones(3)
+    )
     with pytest.raises(RuntimeError, match="Capturing module 'head' failed. Leave it out") as error:
         fit(Net(), CUDAGraphStep(software=True, modules=["head"]))
     assert "inconsistent tensor size" in str(error.value.__cause__)
@@ -371,13 +430,15 @@ class Lengths(Net):
 
 
 def test_graphs_are_replayed_beside_more_lengths_than_are_told_apart(monkeypatch):
-    monkeypatch.setattr(graph_module, "MOST_SIGNATURES", 4)
+    monkeypatch.setattr(module_runner, "MOST_SIGNATURES", 4)
     callback = Counting(modules=["net"], software=True, strict=True)
     mine = fit(Lengths(batch_size=12), callback, max_epochs=5)
     assert callback.replays["net"] == 4
     assert_same_run(mine, fit(Lengths(batch_size=12), max_epochs=5))
-    monkeypatch.setattr(graph_module, "MOST_SIGNATURES", 1)
-    with pytest.raises(GraphCaptureError, match="Module 'net': .* kinds of inputs came, and none of them often"):
+    monkeypatch.setattr(module_runner, "MOST_SIGNATURES", 1)
+    with pytest.raises(
+        GraphCaptureError, match="Module 'net': .* kinds of inputs came, and none of them often"
+    ):
         fit(Lengths(batch_size=12), Counting(modules=["net"], software=True, strict=True))
 
 
@@ -387,7 +448,8 @@ class AskedLate(Unasked):
 
 def test_gradients_of_other_outputs_than_before_are_an_error():
     with pytest.raises(
-        RuntimeError, match="Not the outputs of module 'head' that got gradients in its eager runs get them now"
+        RuntimeError,
+        match="Not the outputs of module 'head' that got gradients in its eager runs get them now",
     ):
         fit(AskedLate(), CUDAGraphStep(software=True, modules=["head"]))
 
@@ -406,7 +468,10 @@ class BackwardTwice(Manual):
 def test_a_second_backward_of_an_earlier_run_is_an_error():
     options = {"max_epochs": 1, "limit_val_batches": 0}
     fit(BackwardTwice(), **options)
-    message = "Module 'net', which is captured, ran again before a second backward of its earlier run. Run backward first"
+    message = (
+        "Module 'net', which is captured, ran again before a second backward of its earlier run."
+        " Run backward first"
+    )
     with pytest.raises(RuntimeError, match=message):
         fit(BackwardTwice(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **options)
 
@@ -418,8 +483,14 @@ class NeverTheSame(Callback):
 
 
 def test_a_module_that_changes_again_and_again_is_given_up():
-    with pytest.raises(GraphCaptureError, match="Module 'net': Its graphs went out of date 6 times"):
-        fit(Net(), NeverTheSame(), CUDAGraphStep(software=True, strict=True, warmup=2, modules=["net"]))
+    with pytest.raises(
+        GraphCaptureError, match="Module 'net': Its graphs went out of date 6 times"
+    ):
+        fit(
+            Net(),
+            NeverTheSame(),
+            CUDAGraphStep(software=True, strict=True, warmup=2, modules=["net"]),
+        )
 
 
 class Early(Net):
@@ -445,7 +516,11 @@ class Borrows(Net):
 
 
 def borrow(rank, world_size):
-    zero3 = {"strategy": Zero3Strategy(unit_policy=[nn.Sequential]), "devices": world_size, "num_sanity_val_steps": 0}
+    zero3 = {
+        "strategy": Zero3Strategy(unit_policy=[nn.Sequential]),
+        "devices": world_size,
+        "num_sanity_val_steps": 0,
+    }
     message = r"Module 'net\.0': it reads weights that are not gathered while it runs\."
     with pytest.raises(GraphCaptureError, match=message):
         fit(Borrows(), CUDAGraphStep(software=True, strict=True, modules=["net.0"]), **zero3)

@@ -1,4 +1,6 @@
-"""The optimizer's update as a second graph: exact with schedulers and clipping, and refused by name where it cannot be."""
+"""The optimizer's update as a second graph: exact with schedulers and clipping, and refused by name
+where it cannot be.
+"""
 
 import sys
 
@@ -10,8 +12,8 @@ from helpers import recorded
 from helpers.recorded import Net, assert_same_run, fit, half
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graph_check import GraphCaptureError
-from lightning_zero3.callbacks.graph_optimizer import CapturedOptimizer
+from lightning_zero3.callbacks.graphs.captured_optimizer import CapturedOptimizer
+from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -34,7 +36,9 @@ class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         self.updates = [optimizer.replays for optimizer in self._runner._optimizers]
         super().on_train_end(trainer, pl_module)
-        assert "step" not in vars(trainer.optimizers[0]) or hasattr(trainer.optimizers[0].step, "_wrapped_by_lr_sched")
+        assert "step" not in vars(trainer.optimizers[0]) or hasattr(
+            trainer.optimizers[0].step, "_wrapped_by_lr_sched"
+        )
 
 
 class At(Callback):
@@ -67,7 +71,9 @@ def cosine(optimizer):
 
 
 def cycle(optimizer):
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200, cycle_momentum=False)
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.02, total_steps=200, cycle_momentum=False
+    )
 
 
 def load_own_state(optimizer):
@@ -102,7 +108,9 @@ def test_fused_optimizers_hear_of_the_loss_scale(strategy):
 @pytest.mark.parametrize("arguments", [(sgd,), (capturable, cycle)], ids=["sgd", "capturable"])
 def test_other_optimizers(arguments, device, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *_: ["cpu"])
+        monkeypatch.setattr(
+            sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *_: ["cpu"]
+        )
     callback = Counting(software=True, strict=True, optimizer=True)
     both_ways(callback, arguments)
     assert callback.updates[0] > 5
@@ -111,13 +119,18 @@ def test_other_optimizers(arguments, device, monkeypatch):
 def test_what_puts_an_update_out_of_date_is_noticed():
     callback = Counting(software=True, strict=True, optimizer=True)
     both_ways(callback, (adamw,), At(9, load_own_state), At(13, more_decay), max_epochs=3)
-    assert callback.updates[0] == 18 - 3 - 2  # three before the first capture, and one at each change
+    # three before the first capture, and one at each change
+    assert callback.updates[0] == 18 - 3 - 2
 
 
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=rate()), {}, r"SGD computes with Python numbers.*`fused=True`"),
+        (
+            lambda p: torch.optim.SGD(p, lr=rate()),
+            {},
+            r"SGD computes with Python numbers.*`fused=True`",
+        ),
         (
             lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
             {},
@@ -144,7 +157,9 @@ def cycled(optimizer):
 
 def test_a_number_that_changes_in_each_step_leaves_the_update_eager():
     callback = Counting(software=True, optimizer=True)
-    with pytest.warns(UserWarning, match=r"`betas` of param group 0 of AdamW changes again and again"):
+    with pytest.warns(
+        UserWarning, match=r"`betas` of param group 0 of AdamW changes again and again"
+    ):
         both_ways(callback, (adamw, cycled))
     assert callback.updates == [0]
 
@@ -153,7 +168,9 @@ def test_a_hook_that_replaces_arguments_is_an_error():
     optimizer = adamw([torch.nn.Parameter(torch.ones(2, device=recorded.DEVICE))])
     captured = CapturedOptimizer(optimizer, None, lambda: False, list)
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (args, kwargs))
-    with pytest.raises(RuntimeError, match="A step pre-hook of AdamW replaces arguments, which a graph cannot"):
+    with pytest.raises(
+        RuntimeError, match="A step pre-hook of AdamW replaces arguments, which a graph cannot"
+    ):
         optimizer.step()
     captured.remove()
     optimizer.step()

@@ -1,4 +1,6 @@
-"""Random states in CUDA graphs, with a model of torch's Philox generator, and with its own on a GPU."""
+"""Random states in CUDA graphs, with a model of torch's Philox generator, and with its own on a
+GPU.
+"""
 
 import struct
 
@@ -6,8 +8,8 @@ import pytest
 import torch
 
 from helpers.tracking import needs_cuda
-from lightning_zero3.callbacks.graph_device import CudaGraphs
-from lightning_zero3.callbacks.graph_random import HOME, CapturedRandomStates, RandomStates
+from lightning_zero3.callbacks.graphs.device import CudaGraphs
+from lightning_zero3.callbacks.graphs.random_states import HOME, CapturedRandomStates, RandomStates
 
 
 class State:
@@ -57,16 +59,23 @@ class Device:
 
     def get(self):
         assert self.kernels is None, "reads the state in a capture"
-        return torch.tensor(list(struct.pack("<qq", self.generator.state.seed, self.generator.state.offset)), dtype=torch.uint8)
+        return torch.tensor(
+            list(struct.pack("<qq", self.generator.state.seed, self.generator.state.offset)),
+            dtype=torch.uint8,
+        )
 
     def set(self, state):
         assert self.kernels is None, "writes the state in a capture"
-        self.generator.state.seed, self.generator.state.offset = struct.unpack("<qq", bytes(state.tolist()))
+        self.generator.state.seed, self.generator.state.offset = struct.unpack(
+            "<qq", bytes(state.tolist())
+        )
 
     def draw(self, count):
         state = self.generator.state
         if self.kernels is not None:
-            self.kernels.append((state, sum(n for other, _, n in self.kernels if other is state), count))
+            self.kernels.append(
+                (state, sum(n for other, _, n in self.kernels if other is state), count)
+            )
             return None
         state.offset += count
         return state.seed, state.offset - count
@@ -89,7 +98,9 @@ class Device:
 
 
 def step(device):
-    """Two checkpoints, with other random numbers around and between them; the backward runs the last one first."""
+    """Two checkpoints, with other random numbers around and between them; the backward runs the
+    last one first.
+    """
     saved = []
 
     def forward():
@@ -123,10 +134,15 @@ def test_replays_draw_what_eager_steps_draw(monkeypatch):
 
     states = CapturedRandomStates(torch.device("cuda", 0), watched.offsets)
     forward, backward = step(device)
-    captured = device.capture(states, forward, True, watched), device.capture(states, backward, False, watched)
+    captured = (
+        device.capture(states, forward, True, watched),
+        device.capture(states, backward, False, watched),
+    )
     assert watched.place == HOME
     for seed in (7, 7, 23):  # the user may seed anew between steps
-        begin = torch.tensor(list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8)
+        begin = torch.tensor(
+            list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8
+        )
         torch.cuda.set_rng_state(begin)
         states.begin_forward()
         replayed = device.replay(captured[0])
@@ -150,7 +166,9 @@ class Gpu:
 @needs_cuda
 def test_replays_on_a_gpu_draw_what_eager_steps_draw():
     graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
-    graphs.enter()  # a capture leaves the generator's numbers to be written in its stream: replays must come after that
+    # a capture leaves the generator's numbers to be written in its stream: replays must come after
+    # that
+    graphs.enter()
     try:
         compare_replays(graphs)
     finally:

@@ -29,9 +29,9 @@ from helpers.ranks import free_port, run_ranks
 from helpers.recorded import Net, assert_same, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep, CUDAMemoryTracker
-from lightning_zero3.callbacks.graph_check import GraphCaptureError
-from lightning_zero3.callbacks.graph_software import SoftwareGraph
-from lightning_zero3.callbacks.memory_figures import GIB
+from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
+from lightning_zero3.callbacks.graphs.software_graph import SoftwareGraph
+from lightning_zero3.callbacks.memory.figures import GIB
 from lightning_zero3.strategies.collectives import DivergenceError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,9 @@ class Timed(Callback):
 
 
 class Uneven(Net):
-    """Ranks get batches of other shapes, each at another time; some losses know layers in the middle only."""
+    """Ranks get batches of other shapes, each at another time; some losses know layers in the
+    middle only.
+    """
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -121,7 +123,9 @@ class Uneven(Net):
         self.middle = []
 
     def training_step(self, batch, batch_idx):
-        rows = 3 if self.global_rank and batch_idx % 3 or self.global_step > 8 and batch_idx % 2 else 4
+        rows = (
+            3 if self.global_rank and batch_idx % 3 or self.global_step > 8 and batch_idx % 2 else 4
+        )
         output = super().training_step({k: v[:rows] for k, v in batch.items()}, batch_idx)
         if batch_idx % 3 == 2:  # its backward finds weights where no unit's hook has brought them
             output["loss"] = self.middle[-1].square().mean()
@@ -138,7 +142,9 @@ class Fused(Net):
         return torch.tensor(0.01, dtype=torch.float64)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate(), weight_decay=0.1, fused=True)
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.rate(), weight_decay=0.1, fused=True
+        )
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -196,12 +202,14 @@ def warned(module, *callbacks, **options):
     return [str(w.message) for w in caught if "CUDAGraphStep" in str(w.message)], run
 
 
-# Batches of 4, 4, 4, 4, 4 and 2 rows in each epoch; the last shape comes once an epoch, and so does a forward that broadcasts
-# no buffers, the first after a validation. Of each kind four are watched before a capture, and then the first of each epoch.
+# Batches of 4, 4, 4, 4, 4 and 2 rows in each epoch; the last shape comes once an epoch, and so does
+# a forward that broadcasts no buffers, the first after a validation. Of each kind four are watched
+# before a capture, and then the first of each epoch.
 VIEWS = "modules, gradients that are views of buckets"
 DDP = {
-    # Micro-batches 2 and 4 (and 0 of the first epoch) reduce nothing: 3 + 1 are watched, then 1 of each epoch from the second
-    # on is replayed. 1 and 3 reduce: 2 + 2 are watched, then 1 of each epoch from the third on is replayed.
+    # Micro-batches 2 and 4 (and 0 of the first epoch) reduce nothing: 3 + 1 are watched, then 1 of
+    # each epoch from the second on is replayed. 1 and 3 reduce: 2 + 2 are watched, then 1 of each
+    # epoch from the third on is replayed.
     "accumulation": (4 + 3, 0),
     # In each epoch; the change comes before the first batch of the third.
     "a change on one rank": (1 + 3 + 0 + 3 + 3, 1),
@@ -209,7 +217,10 @@ DDP = {
     VIEWS: (18, 0),
 }
 REFUSED = {
-    "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients": ({"gradient_as_bucket_view": True}, []),
+    "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients": (
+        {"gradient_as_bucket_view": True},
+        [],
+    ),
     "`DDPStrategy(ddp_comm_hook=...)`, fp16_compress_hook, is Python": ({}, [Compresses()]),
 }
 
@@ -218,7 +229,9 @@ def ddp_both_ways(rank, world_size):
     options = {"strategy": "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
     views = {**options, "strategy": lambda: DDPStrategy(gradient_as_bucket_view=True)}
     counts = {
-        "accumulation": compare(AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1),
+        "accumulation": compare(
+            AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1
+        ),
         "a change on one rank": compare(AllUsed, [Changes], **options),
         VIEWS: compare(AllUsed, [], {"modules": ["net.0", "head"]}, **views),
     }
@@ -226,7 +239,9 @@ def ddp_both_ways(rank, world_size):
     graphs = partial(CUDAGraphStep, software=True)
     said = {
         "step": warned(WaitsOnRankOne(), graphs(), timed, **{**options, "max_epochs": 17})[0],
-        "environment": warned(AllUsed(), ExpandableOnRankOne(), graphs(), **{**options, "max_epochs": 1})[0],
+        "environment": warned(
+            AllUsed(), ExpandableOnRankOne(), graphs(), **{**options, "max_epochs": 1}
+        )[0],
     }
     for message, (arguments, callbacks) in REFUSED.items():
         strict = [*callbacks, CUDAGraphStep(software=True, strict=True)]
@@ -239,7 +254,10 @@ def ddp_both_ways(rank, world_size):
 def test_ranks_of_ddp_decide_together():
     (first, said, timed), (second, said_second, _) = run_ranks(ddp_both_ways, 2, timeout=250)
     assert first == second == DDP
-    reasons = {"step": ["_local_scalar_dense needs a value", "test_ranks.py:"], "environment": ["Set NCCL_GRAPH_REGISTER=0"]}
+    reasons = {
+        "step": ["_local_scalar_dense needs a value", "test_ranks.py:"],
+        "environment": ["Set NCCL_GRAPH_REGISTER=0"],
+    }
     assert said_second == dict.fromkeys(reasons, [])
     for name, words in reasons.items():
         [text] = said[name]
@@ -250,7 +268,11 @@ def test_ranks_of_ddp_decide_together():
 
 def half():
     # Its first steps overflow, and are skipped.
-    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3))]
+    return [
+        MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+        )
+    ]
 
 
 def nested(model):
@@ -272,14 +294,26 @@ class HasSums(Net):
 
 UNVALIDATED = {"limit_val_batches": 0}  # a validation gathers units, and makes buffers equal
 ZERO3 = {
-    "accumulation, clipping, validation in the middle": {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    "accumulation, clipping, validation in the middle": {
+        "accumulate_grad_batches": 4,
+        "val_check_interval": 3,
+    },
     "ragged last batch": {"batch_size": 8, "accumulate_grad_batches": 2, "max_epochs": 9},
     "a change on one rank": {"max_epochs": 6, "callbacks": [Changes]},
     "bf16-mixed, expandable segments": {"precision": "bf16-mixed", "callbacks": [Expandable]},
     "bf16 on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
     "16-mixed, activation checkpointing": {"plugins": half, "checkpointed": True},
-    "units inside others, accumulation, no validation": {"unit_policy": nested, "accumulate_grad_batches": 2, **UNVALIDATED},
-    "optimizer": {"module": Fused, "captured": {"optimizer": True}, "accumulate_grad_batches": 2, "max_epochs": 6},
+    "units inside others, accumulation, no validation": {
+        "unit_policy": nested,
+        "accumulate_grad_batches": 2,
+        **UNVALIDATED,
+    },
+    "optimizer": {
+        "module": Fused,
+        "captured": {"optimizer": True},
+        "accumulate_grad_batches": 2,
+        "max_epochs": 6,
+    },
     "optimizer, 16-mixed": {
         "module": Fused,
         "captured": {"optimizer": True},
@@ -287,10 +321,19 @@ ZERO3 = {
         "gradient_clip_val": None,
         "max_epochs": 6,
     },
-    "modules that are units": {"captured": {"modules": ["net.[04]", "head"]}, "batch_size": 8, "accumulate_grad_batches": 2},
-    "modules inside of units": {"captured": {"modules": ["net.0", "net.1"]}, "unit_policy": nested, "precision": "bf16-mixed"},
+    "modules that are units": {
+        "captured": {"modules": ["net.[04]", "head"]},
+        "batch_size": 8,
+        "accumulate_grad_batches": 2,
+    },
+    "modules inside of units": {
+        "captured": {"modules": ["net.0", "net.1"]},
+        "unit_policy": nested,
+        "precision": "bf16-mixed",
+    },
 }
-# Six batches in an epoch: 3 are watched, and the first of each later epoch; with batches of 8 rows there are three.
+# Six batches in an epoch: 3 are watched, and the first of each later epoch; with batches of 8 rows
+# there are three.
 REPLAYED = dict.fromkeys(ZERO3, 24 - 3 - 3) | {
     "ragged last batch": 27 - 3 - 8,  # which zero3's loader fills up
     "a change on one rank": 3 + 5 + 3 + 3 * 5,
@@ -316,20 +359,42 @@ def zero3_both_ways(rank, world_size, folder):
     results = {}
     for name, case in ZERO3.items():
         options = {"devices": world_size, "max_epochs": 4, "gradient_clip_val": 0.1, **case}
-        mine = {"unit_policy": [nn.Linear], **{k: options.pop(k) for k in OF_THE_STRATEGY if k in options}}
+        mine = {
+            "unit_policy": [nn.Linear],
+            **{k: options.pop(k) for k in OF_THE_STRATEGY if k in options},
+        }
         options["strategy"] = lambda mine=mine: Zero3Strategy(**mine)
-        arguments = {"scheduled": True, **{k: options.pop(k) for k in ("batch_size", "checkpointed") if k in options}}
+        arguments = {
+            "scheduled": True,
+            **{k: options.pop(k) for k in ("batch_size", "checkpointed") if k in options},
+        }
         module = options.pop("module", Net)
-        results[name] = compare(lambda m=module, a=arguments: m(**a), options.pop("callbacks", []), **options)
+        results[name] = compare(
+            lambda m=module, a=arguments: m(**a), options.pop("callbacks", []), **options
+        )
     save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
     zero3 = {"devices": world_size, "strategy": lambda: Zero3Strategy(unit_policy=[nn.Linear])}
     fit(Net(), save, CUDAGraphStep(software=True, strict=True), **zero3, enable_checkpointing=True)
-    with pytest.raises(GraphCaptureError, match=r"Module 'net': its weights are gathered unit by unit \(net\.0, net\.1"):
-        fit(Net(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **zero3, num_sanity_val_steps=0)
     with pytest.raises(
-        GraphCaptureError, match=r"(?s)Module 'net\.2': It exchanges something with other ranks.*all_reduce\(total"
+        GraphCaptureError,
+        match=r"Module 'net': its weights are gathered unit by unit \(net\.0, net\.1",
     ):
-        fit(HasSums(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **zero3, num_sanity_val_steps=0)
+        fit(
+            Net(),
+            CUDAGraphStep(software=True, strict=True, modules=["net"]),
+            **zero3,
+            num_sanity_val_steps=0,
+        )
+    with pytest.raises(
+        GraphCaptureError,
+        match=r"(?s)Module 'net\.2': It exchanges something with other ranks.*all_reduce\(total",
+    ):
+        fit(
+            HasSums(),
+            CUDAGraphStep(software=True, strict=True, modules=["net.2"]),
+            **zero3,
+            num_sanity_val_steps=0,
+        )
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 
@@ -337,25 +402,57 @@ def zero3_both_ways(rank, world_size, folder):
 def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     first, second = run_ranks(zero3_both_ways, 2, str(tmp_path), timeout=400)
     uneven = first.pop(UNEVEN), second.pop(UNEVEN)
-    # Rank 0, its head: 4 rows, in the first epoch 2 (it is watched once more, after a step that needs nothing of it), then 5
-    # and 5, in five epochs 2; there 3 rows, after 3 watched ones, 2 in each of four epochs. Rank 1: 3 rows 1, 3, 3, and 4 in
-    # each of five epochs; 4 rows 1 in the second and in the third epoch, then they come once an epoch.
-    assert uneven == ((2 + 5 + 5 + 5 * 2 + 4 * 2, 0), (1 + 3 + 3 + 5 * 4 + 1 + 1, 0))  # each rank's inputs decide
+    # Rank 0, its head: 4 rows, in the first epoch 2 (it is watched once more, after a step that
+    # needs nothing of it), then 5 and 5, in five epochs 2; there 3 rows, after 3 watched ones, 2 in
+    # each of four epochs. Rank 1: 3 rows 1, 3, 3, and 4 in each of five epochs; 4 rows 1 in the
+    # second and in the third epoch, then they come once an epoch.
+    # each rank's inputs decide
+    assert uneven == (
+        (2 + 5 + 5 + 5 * 2 + 4 * 2, 0),
+        (1 + 3 + 3 + 5 * 4 + 1 + 1, 0),
+    )
     assert first == second
-    assert first == {name: (replays, int(name == "a change on one rank")) for name, replays in REPLAYED.items()}
+    assert first == {
+        name: (replays, int(name == "a change on one rank")) for name, replays in REPLAYED.items()
+    }
 
 
-# What rank 1 alone cannot capture: the module, a callback that brings it about, options of the graphs, what is said of it, and
-# how often each part is replayed on the ranks.
+# What rank 1 alone cannot capture: the module, a callback that brings it about, options of the
+# graphs, what is said of it, and how often each part is replayed on the ranks.
 SCALAR = r"aten\._local_scalar_dense needs a value.*test_ranks\.py:\d+: `return x \* \(3 if"
 IN_VAIN = "went out of date 6 times, each time before they had paid"
 ON_RANK_ONE = {
     # Captured in the fourth step on rank 0, when rank 1 finds out; in the fifth both know.
-    "module": (HasLooks, Callback, {"modules": ["net.2"]}, rf"a module .*\n  - Module 'net\.2': {SCALAR}", [[1], [0]]),
-    "modules": (Net, ExpandableOnRankOne, {"modules": ["net.0"]}, r"a module .*\n  - NCCL registers", [[], []]),
-    "optimizer": (NumberOnRankOne, Callback, {"optimizer": True}, "the optimizer's step .*AdamW is 0\\.01", [[8], [8]]),
-    # Captured in each third step, and out of date in the next. Rank 0 hears of a module in the step after the nineteenth.
-    "recaptured": (Net, NeverTheSameOnRankOne, {"warmup": 2}, f"the training step .*{IN_VAIN}.*`net.3.p` changed", [[6], [6]]),
+    "module": (
+        HasLooks,
+        Callback,
+        {"modules": ["net.2"]},
+        rf"a module .*\n  - Module 'net\.2': {SCALAR}",
+        [[1], [0]],
+    ),
+    "modules": (
+        Net,
+        ExpandableOnRankOne,
+        {"modules": ["net.0"]},
+        r"a module .*\n  - NCCL registers",
+        [[], []],
+    ),
+    "optimizer": (
+        NumberOnRankOne,
+        Callback,
+        {"optimizer": True},
+        "the optimizer's step .*AdamW is 0\\.01",
+        [[8], [8]],
+    ),
+    # Captured in each third step, and out of date in the next. Rank 0 hears of a module in the step
+    # after the nineteenth.
+    "recaptured": (
+        Net,
+        NeverTheSameOnRankOne,
+        {"warmup": 2},
+        f"the training step .*{IN_VAIN}.*`net.3.p` changed",
+        [[6], [6]],
+    ),
     "module recaptured": (
         Net,
         NeverTheSameOnRankOne,
@@ -363,8 +460,15 @@ ON_RANK_ONE = {
         rf"a module .*\n  - Module 'net\.3': Its graphs {IN_VAIN}",
         [[4 + 5 + 5], [6]],
     ),
-    # Captured in the fourth step; the sixth change is one too many. Rank 0 hears of it in the next step, the eleventh.
-    "update": (Fused, StateMovesOnRankOne, {"optimizer": True}, "the optimizer's step .*The state .* again", [[8, 7], [8, 1]]),
+    # Captured in the fourth step; the sixth change is one too many. Rank 0 hears of it in the next
+    # step, the eleventh.
+    "update": (
+        Fused,
+        StateMovesOnRankOne,
+        {"optimizer": True},
+        "the optimizer's step .*The state .* again",
+        [[8, 7], [8, 1]],
+    ),
 }
 
 
@@ -378,7 +482,12 @@ def refused_on_rank_one(rank, world_size):
         said, mine = warned(module(), callback(), graphs, **options)
         assert_same_run(mine, fit(module(), callback(), **options))
         with pytest.raises(GraphCaptureError) as error:
-            fit(module(), callback(), CUDAGraphStep(software=True, strict=True, **captured), **options)
+            fit(
+                module(),
+                callback(),
+                CUDAGraphStep(software=True, strict=True, **captured),
+                **options,
+            )
         found[name] = graphs.counts, said, str(error.value)
     return found
 
@@ -388,7 +497,10 @@ def test_what_one_rank_cannot_capture_runs_eagerly_on_all_and_is_an_error_of_all
     for name, (*_, message, counts) in ON_RANK_ONE.items():
         (count, [said], error), (other_count, nothing, other_error) = first[name], second[name]
         assert [count, other_count] == counts and nothing == []
-        assert re.match(f"(?s)CUDAGraphStep: {message}", error) and " cannot be captured on rank 1:\n" in error, error
+        assert (
+            re.match(f"(?s)CUDAGraphStep: {message}", error)
+            and " cannot be captured on rank 1:\n" in error
+        ), error
         assert error == other_error == said.partition("\nIt runs without a graph on all ranks.")[0]
 
 
@@ -404,7 +516,9 @@ def end_apart(rank, world_size):
     for samples, modules in ((8, None), (8, ["net"]), (0, None)):  # of rank 1; the other has twelve
         graphs = CUDAGraphStep(software=True, strict=True, warmup=2, modules=modules)
         with pytest.raises(DivergenceError) as caught:
-            trainer(Zero3Strategy(watch=None), world_size, callbacks=[graphs]).fit(Plain(samples if rank == 1 else 12))
+            trainer(Zero3Strategy(watch=None), world_size, callbacks=[graphs]).fit(
+                Plain(samples if rank == 1 else 12)
+            )
         told.append(str(caught.value))
     return told
 
@@ -412,8 +526,14 @@ def end_apart(rank, world_size):
 def test_another_number_of_batches_is_an_error_of_every_rank():
     first, second = run_ranks(end_apart, 2, timeout=60)
     for said in zip(first, second, strict=True):
-        assert "rank 0 is about to agree on what is captured" in said[0] and "rank 1 to end its training" in said[0], said
-        assert "rank 1 is about to end its training" in said[1] and "loaders of different length" in said[1], said
+        assert (
+            "rank 0 is about to agree on what is captured" in said[0]
+            and "rank 1 to end its training" in said[0]
+        ), said
+        assert (
+            "rank 1 is about to end its training" in said[1]
+            and "loaders of different length" in said[1]
+        ), said
 
 
 class Fails(Callback):
@@ -435,7 +555,8 @@ def fail_with_graphs(rank, world_size, port):
 
 
 def test_graphs_end_before_the_process_group():
-    # Of a forward, a backward and an update: NCCL's communicators must outlive graphs that hold their exchanges.
+    # Of a forward, a backward and an update: NCCL's communicators must outlive graphs that hold
+    # their exchanges.
     for ended, grouped in run_ranks(fail_with_graphs, 2, free_port()):
         assert ended == ["graph"] * 3 + ["process group"] and not grouped
 
@@ -454,16 +575,29 @@ class DiesOnRankOne(Callback):
 
 def train_until_killed():
     graphs = CUDAGraphStep(software=True, strict=True)
-    fit(Net(), graphs, DiesOnRankOne(graphs), devices=2, strategy=Zero3Strategy(unit_policy=[nn.Linear]))
+    fit(
+        Net(),
+        graphs,
+        DiesOnRankOne(graphs),
+        devices=2,
+        strategy=Zero3Strategy(unit_policy=[nn.Linear]),
+    )
 
 
 def test_a_rank_that_dies_among_replays_is_named_within_seconds(tmp_path):
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text("from graphs.test_ranks import train_until_killed\n\ntrain_until_killed()\n")
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}/tests",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     with log.open("w") as file:
         command = [sys.executable, str(script)]
-        process = subprocess.Popen(command, env=environ, cwd=tmp_path, start_new_session=True, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command, env=environ, cwd=tmp_path, start_new_session=True, stdout=file, stderr=file
+        )
     try:
         code, ended = process.wait(100), time.time()
     finally:
@@ -482,7 +616,9 @@ def tracked(rank, world_size):
         tracker = CUDAMemoryTracker(table=False)
         runs.append((tracker, fit(Net(), tracker, *extra, devices=world_size, strategy=strategy)))
     assert_same(runs[1][1].state, runs[0][1].state)
-    return extra[0].counts, [tracker.run_spreads["memory/graph_inputs_gib"].high * GIB for tracker, _ in runs]
+    return extra[0].counts, [
+        tracker.run_spreads["memory/graph_inputs_gib"].high * GIB for tracker, _ in runs
+    ]
 
 
 def test_the_memory_tracker_counts_inputs_of_graphs_beside_them():
@@ -493,7 +629,13 @@ def test_the_memory_tracker_counts_inputs_of_graphs_beside_them():
 def hybrid_both_ways(rank, world_size):
     strategy = partial(Zero3Strategy, unit_policy=[nn.Linear], shard_size=2)
     return compare(
-        Net, [], strategy=strategy, devices=world_size, max_epochs=6, accumulate_grad_batches=2, gradient_clip_val=0.1
+        Net,
+        [],
+        strategy=strategy,
+        devices=world_size,
+        max_epochs=6,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
     )
 
 

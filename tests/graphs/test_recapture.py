@@ -1,4 +1,6 @@
-"""What makes a captured step out of date is noticed, and leads to a capture of the new one: never to a wrong number."""
+"""What makes a captured step out of date is noticed, and leads to a capture of the new one: never
+to a wrong number.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from helpers import recorded
 from helpers.recorded import CLASSES, Counting, Net, assert_same_run, fit
-from lightning_zero3.callbacks.graph_check import GraphCaptureError
+from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -66,7 +68,10 @@ def other_memory(module):
 
 def assigned(module):
     """Other parameters, of which the optimizer is told."""
-    state = {name: value * 0.9 if value.is_floating_point() else value.clone() for name, value in module.state_dict().items()}
+    state = {
+        name: value * 0.9 if value.is_floating_point() else value.clone()
+        for name, value in module.state_dict().items()
+    }
     module.load_state_dict(state, assign=True)
     [optimizer] = module.trainer.optimizers
     optimizer.param_groups[0]["params"] = list(module.parameters())
@@ -116,7 +121,10 @@ CHANGES = [
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes[0].__name__)
 def test_a_change_of_the_module_leads_to_a_new_capture(changes):
-    callback, options = Counting(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 4}
+    callback, options = (
+        Counting(software=True, strict=True),
+        {"limit_val_batches": 0, "max_epochs": 4},
+    )
     mine = fit(Net(optimizer="sgd"), callback, Does(changes), **options)
     assert (callback.recaptures, callback.captured) == (len(changes), 1) and callback.replays > 10
     torch.set_float32_matmul_precision("highest")
@@ -138,12 +146,20 @@ class Settings(Net):
     def __init__(self):
         super().__init__(optimizer="sgd")
         self.save_hyperparameters({"beta": 1.0})
-        self.weights, self.config, self.activation = [1.0, 2.0], SimpleNamespace(delta=1.0), torch.tanh
+        self.weights, self.config, self.activation = (
+            [1.0, 2.0],
+            SimpleNamespace(delta=1.0),
+            torch.tanh,
+        )
         self.shift, self.shifts = shift(0.0), [shift(0.0)]
         self.teacher = [nn.Dropout(0.5)]
 
     def forward(self, x):
-        scores = self.activation(super().forward(x)) * self.weights[0] * self.hparams.beta + self.shift + self.shifts[0]
+        scores = (
+            self.activation(super().forward(x)) * self.weights[0] * self.hparams.beta
+            + self.shift
+            + self.shifts[0]
+        )
         scores = scores * getattr(self, "later", 1.0)
         scores = scores * self.config.delta * self.gamma * ALPHA + self.teacher[0](scores.detach())
         return scores * self.optimizers().param_groups[0]["weight_decay"]
@@ -209,7 +225,9 @@ def test_what_a_step_computes_with_is_noticed_wherever_it_is_kept(changes):
 
 
 class Kinds(Net):
-    """The first batch of an epoch has another shape; batches hold constants that are equal and not the same."""
+    """The first batch of an epoch has another shape; batches hold constants that are equal and not
+    the same.
+    """
 
     constants = (True, 1, 1.0, 0.0, -0.0)
 
@@ -229,9 +247,15 @@ class Kinds(Net):
         generator = torch.Generator().manual_seed(1)
 
         def batch(rows, constant):
-            return {"x": torch.randn(rows, 12, generator=generator), "y": torch.arange(rows), "constant": constant}
+            return {
+                "x": torch.randn(rows, 12, generator=generator),
+                "y": torch.arange(rows),
+                "constant": constant,
+            }
 
-        return DataLoader([batch(3, 1), *(batch(4, c) for c in self.constants for _ in range(5))], batch_size=None)
+        return DataLoader(
+            [batch(3, 1), *(batch(4, c) for c in self.constants for _ in range(5))], batch_size=None
+        )
 
 
 def test_every_shape_is_looked_at_in_each_epoch_and_constants_are_told_apart():
@@ -268,7 +292,10 @@ def optimizer_state(module):
 
 def test_changes_that_graphs_follow_need_no_new_capture():
     changes = [in_place, other_rate, optimizer_state, cleared, own_counter, other_accumulation]
-    callback, options = Counting(software=True, strict=True), {"limit_val_batches": 0, "max_epochs": 3}
+    callback, options = (
+        Counting(software=True, strict=True),
+        {"limit_val_batches": 0, "max_epochs": 3},
+    )
     mine = fit(Net(), callback, Does(changes, every=3), **options)
     assert (callback.recaptures, callback.captured) == (0, 1) and callback.replays > 8
     assert_same_run(mine, fit(Net(), Does(changes, every=3), **options))
@@ -284,20 +311,31 @@ class Thaw(BaseFinetuning):
 
 
 LIGHTNINGS = {
-    "schedules": lambda: [Thaw(), GradientAccumulationScheduler({1: 2}), EMAWeightAveraging(decay=0.9)],
+    "schedules": lambda: [
+        Thaw(),
+        GradientAccumulationScheduler({1: 2}),
+        EMAWeightAveraging(decay=0.9),
+    ],
     "averages": lambda: [
         StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
         LearningRateFinder(num_training_steps=8),
     ],
     "batch size": lambda: [BatchSizeFinder("power", steps_per_trial=2, init_val=2, max_trials=2)],
-    "pruning": lambda: [ModelPruning("l1_unstructured", [], amount=0.5, use_lottery_ticket_hypothesis=False)],
+    "pruning": lambda: [
+        ModelPruning("l1_unstructured", [], amount=0.5, use_lottery_ticket_hypothesis=False)
+    ],
 }
 
 
 @pytest.mark.parametrize("case", LIGHTNINGS)
 def test_beside_lightnings_own_callbacks(case, tmp_path):
-    callback, options = Counting(software=True), {"limit_val_batches": 0, "max_epochs": 3, "default_root_dir": tmp_path}
-    mine, reference = (fit(HasRate(), *LIGHTNINGS[case](), *extra, **options) for extra in ([callback], []))
+    callback, options = (
+        Counting(software=True),
+        {"limit_val_batches": 0, "max_epochs": 3, "default_root_dir": tmp_path},
+    )
+    mine, reference = (
+        fit(HasRate(), *LIGHTNINGS[case](), *extra, **options) for extra in ([callback], [])
+    )
     assert callback.replays > 5 or case == "pruning"  # which computes its weights anew in hooks
     assert_same_run(mine, reference)
 
@@ -317,7 +355,12 @@ class Annealed(Net):
 
 def test_a_number_that_changes_with_the_epoch_is_found_in_its_first_step():
     callback = Counting(software=True, strict=True)
-    options = {"max_epochs": 8, "limit_train_batches": 20, "limit_val_batches": 0}  # each capture pays
+    # each capture pays
+    options = {
+        "max_epochs": 8,
+        "limit_train_batches": 20,
+        "limit_val_batches": 0,
+    }
     mine = fit(Annealed(batch_size=2), callback, **options)
     assert callback.recaptures == 7
     assert_same_run(mine, fit(Annealed(batch_size=2), **options))
@@ -366,6 +409,9 @@ class NeverTheSame(Callback):
 
 
 def test_a_step_that_changes_after_each_capture_is_given_up():
-    message = "Captured steps went out of date 6 times, each time before they had paid; the last time, `net.3.p` changed"
+    message = (
+        "Captured steps went out of date 6 times, each time before they had paid; the last time,"
+        " `net.3.p` changed"
+    )
     with pytest.raises(GraphCaptureError, match=message):
         fit(Net(), NeverTheSame(), Counting(software=True, strict=True, warmup=2), max_epochs=3)

@@ -17,7 +17,7 @@ from helpers import recorded
 from helpers.one_line import Small, train
 from helpers.recorded import Counting, assert_same
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graph_check import GraphCaptureError
+from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -35,7 +35,9 @@ def nonzero(self, batch, batch_idx, loss):
 
 
 def other_shapes(self, batch, batch_idx, loss):
-    self.trainer.history = torch.ones(2 + len(getattr(self.trainer, "history", [])), device=self.device)
+    self.trainer.history = torch.ones(
+        2 + len(getattr(self.trainer, "history", [])), device=self.device
+    )
     return loss + self.trainer.history.sum()
 
 
@@ -86,7 +88,12 @@ def last_batch(self, batch, batch_idx, loss):
 
 
 def solves(self, batch, batch_idx, loss):
-    return loss + torch.linalg.solve(torch.eye(3, device=self.device) + self.layer.weight * 0.01, self.layer.bias).sum()
+    return (
+        loss
+        + torch.linalg.solve(
+            torch.eye(3, device=self.device) + self.layer.weight * 0.01, self.layer.bias
+        ).sum()
+    )
 
 
 def growing_number(self, batch, batch_idx, loss):
@@ -222,7 +229,9 @@ def nested(self, batch, batch_idx, loss):
     def inner(x):
         return nn.functional.dropout(self.layer(x)).sum()
 
-    return loss + checkpoint(lambda x: checkpoint(inner, x, use_reentrant=False), loss.expand(3), use_reentrant=True)
+    return loss + checkpoint(
+        lambda x: checkpoint(inner, x, use_reentrant=False), loss.expand(3), use_reentrant=True
+    )
 
 
 class Rewinds(torch.autograd.Function):
@@ -331,58 +340,125 @@ def lists(self, batch, batch_idx, loss):
 
 CASES = {
     returns_index: r"`batch_idx` is returned, and changes.*def training_step",
-    returns_number: r"What the step returns changes, apart from the values of tensors.*def training_step",
-    returns_object: r"What is returned\['object'\] is a types\.SimpleNamespace\. What goes into a graph.*def training_step",
-    reads_another: r"aten\.add reads a tensor of before the step, and another one in each step.*return loss \+ before",
-    appends_elsewhere: r"`LOSSES`, which belongs to no module, changes from step to step.*LOSSES\.append\(",
-    counts_elsewhere: r"`COUNTS`, which belongs to no module, changes from step to step.*COUNTS\[\"steps\"\] \+= 1",
+    returns_number: (
+        r"What the step returns changes, apart from the values of tensors.*def training_step"
+    ),
+    returns_object: (
+        r"What is returned\['object'\] is a types\.SimpleNamespace\. What goes into a graph.*def"
+        r" training_step"
+    ),
+    reads_another: (
+        r"aten\.add reads a tensor of before the step, and another one in each step.*return loss \+"
+        r" before"
+    ),
+    appends_elsewhere: (
+        r"`LOSSES`, which belongs to no module, changes from step to step.*LOSSES\.append\("
+    ),
+    counts_elsewhere: (
+        r"`COUNTS`, which belongs to no module, changes from step to step.*COUNTS\[\"steps\"\]"
+        r" \+= 1"
+    ),
     counts_in_dict: r"assigns or extends `self\.counts`.*self\.counts",
-    counts_in_closure: r"`steps`, which belongs to no module, changes from step to step.*steps \+= 1",
+    counts_in_closure: (
+        r"`steps`, which belongs to no module, changes from step to step.*steps \+= 1"
+    ),
     counts_in_class: r"assigns or extends `self\.steps`.*type\(self\)\.steps = ",
-    reverses: r"A Python number that changes goes into aten\.mul: -2\.0, then -4\.0.*return gradient \* -ctx\.factor",
-    trains_batch: r"A tensor of the batch gets a gradient, which a replay would leave with its copy",
+    reverses: (
+        r"A Python number that changes goes into aten\.mul: -2\.0, then -4\.0.*return gradient \*"
+        r" -ctx\.factor"
+    ),
+    trains_batch: (
+        r"A tensor of the batch gets a gradient, which a replay would leave with its copy"
+    ),
     lists: r"`Tensor\.tolist` reads values on the host.*batch\.flatten\(\)\.tolist\(\)",
-    item: r"_local_scalar_dense needs a value, or a size that depends on values, on the host.*if loss\.item\(\) > 1e9",
-    mask: r"aten\.index needs a value, or a size.*return self\.layer\(batch\)\[batch > 0\]\.sum\(\)",
-    nonzero: r"aten\.nonzero needs a value, or a size that depends on values.*\.nonzero\(\)\.sum\(\)",
+    item: (
+        r"_local_scalar_dense needs a value, or a size that depends on values, on the host.*if"
+        r" loss\.item\(\) > 1e9"
+    ),
+    mask: (
+        r"aten\.index needs a value, or a size.*return self\.layer\(batch\)\[batch > 0\]\.sum\(\)"
+    ),
+    nonzero: (
+        r"aten\.nonzero needs a value, or a size that depends on values.*\.nonzero\(\)\.sum\(\)"
+    ),
     other_shapes: r"A Python number that changes goes into aten\.ones",
     growing_list: r"Shapes change from step to step in aten\.stack: \[\] \[\], then \[\] \[\] \[\]",
-    one_more: r"Not every step runs aten\.exp: a branch in Python, of which a graph would keep one side",
-    log_options: r"The options of `self\.log\('loss', \.\.\.\)` change.*loss, batch_size=1 \+ self\.trainer\.turn\)",
-    step_number: r"`global_step` is read, and changes .*`self\.weight\.fill_\(.*return loss \* \(1 \+ self\.global_step\)",
+    one_more: (
+        r"Not every step runs aten\.exp: a branch in Python, of which a graph would keep one side"
+    ),
+    log_options: (
+        r"The options of `self\.log\('loss', \.\.\.\)` change.*loss, batch_size=1 \+"
+        r" self\.trainer\.turn\)"
+    ),
+    step_number: (
+        r"`global_step` is read, and changes .*`self\.weight\.fill_\(.*return loss \* \(1 \+"
+        r" self\.global_step\)"
+    ),
     epoch_number: r"`trainer\.current_epoch` is read, and changes",
     index: r"A Python number that changes goes into aten\.add: 1, then 2.*return loss \+ batch_idx",
     branch_on_index: r"`batch_idx` is read, and changes.*if batch_idx % 100 == 0",
     bits_of_index: r"`batch_idx` is read, and changes.*if not batch_idx & 127",
     last_batch: r"`trainer\.is_last_batch` is read, and changes.*if self\.trainer\.is_last_batch",
     solves: r"_linalg_check_errors needs a value.*`torch\.linalg\.inv_ex`.*torch\.linalg\.solve\(",
-    growing_number: r"A Python number that changes goes into aten\.mul: 2\.0, then 4\.0.*loss \* self\.trainer\.temperature",
+    growing_number: (
+        r"A Python number that changes goes into aten\.mul: 2\.0, then 4\.0.*loss \*"
+        r" self\.trainer\.temperature"
+    ),
     growing_tensor: r"A Python number that changes goes into aten\.lift_fresh: 2\.0, then 4\.0",
-    branch: r"Steps run different operations, aten\.(exp|tanh) .*a branch in Python.*if self\.trainer\.turn else",
-    logged_number: r"`self\.log\('temperature', \.\.\.\)` logs a Python number that changes: 2\.0, then 4\.0",
-    logged_sometimes: r"`self\.log\('sometimes', \.\.\.\)` is not called in every step.*self\.log\(\"sometimes\", 1\.0\)",
-    metric: r"A torchmetrics metric is used, and would be updated only once\. Move it to .*self\.metric\(loss\)",
+    branch: (
+        r"Steps run different operations, aten\.(exp|tanh) .*a branch in Python.*if"
+        r" self\.trainer\.turn else"
+    ),
+    logged_number: (
+        r"`self\.log\('temperature', \.\.\.\)` logs a Python number that changes: 2\.0, then 4\.0"
+    ),
+    logged_sometimes: (
+        r"`self\.log\('sometimes', \.\.\.\)` is not called in every step.*self\.log\(\"sometimes\","
+        r" 1\.0\)"
+    ),
+    metric: (
+        r"A torchmetrics metric is used, and would be updated only once\. Move it to"
+        r" .*self\.metric\(loss\)"
+    ),
     logged_metric: r"A torchmetrics metric is used.*self\.log\(\"metric\", self\.metric\)",
     prints: r"`print` is called, and would be called only once.*print\(\"loss\", loss\.shape\)",
-    module_print: r"`self\.print` is called, and would be called only once.*self\.print\(\"loss\", loss\.shape\)",
-    loggers: r"`self\.loggers` is used, and would be used only once\. Use `self\.log`.*for each in self\.loggers",
+    module_print: (
+        r"`self\.print` is called, and would be called only once.*self\.print\(\"loss\","
+        r" loss\.shape\)"
+    ),
+    loggers: (
+        r"`self\.loggers` is used, and would be used only once\. Use `self\.log`.*for each in"
+        r" self\.loggers"
+    ),
     waits: r"`torch\.cuda\.synchronize` is called, .* Remove it.*torch\.cuda\.synchronize\(\)",
     logger: r"`self\.logger` is used, and would be used only once",
     clock: r"The time is read, and changes.*time\.perf_counter\(\)",
     python_random: r"A random number of Python or numpy is read.*random\.random\(\)",
     numpy_random: r"A random number of Python or numpy is read.*np\.random\.rand\(\)",
-    numpy_generator: r"`GENERATOR`, which belongs to no module, changes from step to step.*GENERATOR\.normal\(\)",
+    numpy_generator: (
+        r"`GENERATOR`, which belongs to no module, changes from step to step.*GENERATOR\.normal\(\)"
+    ),
     own_generator: r"assigns or extends `self\.generator`.*self\.generator\.normal\(\)",
     arrays: r"`Tensor\.numpy` reads values on the host: .*\.numpy\(\)",
-    seeds: r"`torch\.manual_seed` is called, and would be called only once.*torch\.manual_seed\(3\)",
+    seeds: (
+        r"`torch\.manual_seed` is called, and would be called only once.*torch\.manual_seed\(3\)"
+    ),
     assigns: r"assigns or extends `self\.last`.*self\.last = loss\.detach\(\)",
     appends: r"assigns or extends `self\.history`.*self\.history\.append",
-    new_buffer: r"assigns or extends `self\.average`.*: `self\.average\.copy_\(\.\.\.\)`.*self\.average = 0",
+    new_buffer: (
+        r"assigns or extends `self\.average`.*: `self\.average\.copy_\(\.\.\.\)`.*self\.average = 0"
+    ),
     counts: r"assigns or extends `self\.temperature`.*self\.temperature \+= 1",
     writes_batch: r"The step writes into its inputs.*batch\.add_\(1\)",
     no_loss: r"`training_step` returned no loss.*def training_step",
-    nested: r"aten\.\w+ draws random numbers in the backward pass from a state .*dropout\(self\.layer\(x\)\)",
-    rewinds: r"The backward pass leaves the random state elsewhere.*source\(\)\.set_rng_state\(ctx\.state\)",
+    nested: (
+        r"aten\.\w+ draws random numbers in the backward pass from a state"
+        r" .*dropout\(self\.layer\(x\)\)"
+    ),
+    rewinds: (
+        r"The backward pass leaves the random state"
+        r" elsewhere.*source\(\)\.set_rng_state\(ctx\.state\)"
+    ),
 }
 
 
@@ -410,9 +486,14 @@ def made_in_a_function():
     return {r"losses\.append\(": Appends(None), r'stats\["steps"\] \+= 1': Counts(None)}
 
 
-@pytest.mark.parametrize("line", [r"losses\.append\(", r'stats\["steps"\] \+= 1'], ids=["list", "dict"])
+@pytest.mark.parametrize(
+    "line", [r"losses\.append\(", r'stats\["steps"\] \+= 1'], ids=["list", "dict"]
+)
 def test_what_a_function_has_in_a_closure_is_named(line):
-    message = r"(?s)`(losses|stats)`, which belongs to no module, changes from step to step.*test_refusals\.py:\d+: `" + line
+    message = (
+        r"(?s)`(losses|stats)`, which belongs to no module, changes from step to"
+        r" step.*test_refusals\.py:\d+: `" + line
+    )
     with pytest.raises(GraphCaptureError, match=message):
         train(made_in_a_function()[line], CUDAGraphStep(software=True, strict=True))
 
@@ -421,8 +502,11 @@ def fine(self, batch, batch_idx, loss):
     self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
     self.log("constant", 2.0)
     scale, parts = loss.detach(), []  # in closures of functions that each step makes anew
-    parts.append(checkpoint(lambda x: self.layer(x) * scale + len(parts), batch, use_reentrant=False).sum())
-    decay = sum(p.square().sum() for p in self.parameters())  # goes through all modules, the metric too
+    parts.append(
+        checkpoint(lambda x: self.layer(x) * scale + len(parts), batch, use_reentrant=False).sum()
+    )
+    # goes through all modules, the metric too
+    decay = sum(p.square().sum() for p in self.parameters())
     return {"loss": loss + sum(parts) + 0.01 * decay, "kept": "text"}
 
 
@@ -440,7 +524,9 @@ def test_nothing_is_said_of_a_step_that_can_be_captured():
 def test_without_strict_the_run_goes_on_eagerly(line):
     reference, mine = Small(line), Small(line)
     train(reference)
-    with pytest.warns(UserWarning, match="CUDAGraphStep: the training step cannot be captured:") as caught:
+    with pytest.warns(
+        UserWarning, match="CUDAGraphStep: the training step cannot be captured:"
+    ) as caught:
         train(mine, CUDAGraphStep(software=True))
     assert sum("CUDAGraphStep" in str(w.message) for w in caught) == 1
     assert_same(mine.state_dict(), reference.state_dict())

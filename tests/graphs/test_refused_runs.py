@@ -1,4 +1,6 @@
-"""Runs and options of which no step can be captured: each reason, with the message that a user reads."""
+"""Runs and options of which no step can be captured: each reason, with the message that a user
+reads.
+"""
 
 import logging
 import warnings
@@ -11,8 +13,13 @@ import torch
 
 from helpers.one_line import Small, train
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep, graph_runner
-from lightning_zero3.callbacks.graph_check import GraphCaptureError, check_allocator, check_device
+from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
+from lightning_zero3.callbacks.graphs import step_runner
+from lightning_zero3.callbacks.graphs.preconditions import (
+    GraphCaptureError,
+    check_allocator,
+    check_device,
+)
 
 
 def same(self, batch, batch_idx, loss):
@@ -61,12 +68,39 @@ class Opaque:
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Manual(), {}, r"(?s)The module optimizes manually.*test_refused_runs\.py:\d+: `def training_step"),
-        (Closures(same), {}, r"(?s)LBFGS runs a step several times.*test_refused_runs\.py:\d+: `def configure_optimizers"),
-        (Fetches(same), {}, r"`training_step\(self, dataloader_iter\)` fetches batches itself\. Take a batch"),
-        (Small(same), {"detect_anomaly": True}, "detect_anomaly=True.* looks at values on the host"),
-        (Small(same), {"strategy": zero3(debug=True)}, r"`Zero3Strategy\(debug=True\)` looks at values on the host"),
-        (Small(same), {"strategy": zero3(reduce_once=True)}, r"reduce_once=True\)` exchanges something else .*Leave it out"),
+        (
+            Manual(),
+            {},
+            r"(?s)The module optimizes manually.*test_refused_runs\.py:\d+: `def training_step",
+        ),
+        (
+            Closures(same),
+            {},
+            (
+                r"(?s)LBFGS runs a step several times.*test_refused_runs\.py:\d+: `def"
+                r" configure_optimizers"
+            ),
+        ),
+        (
+            Fetches(same),
+            {},
+            r"`training_step\(self, dataloader_iter\)` fetches batches itself\. Take a batch",
+        ),
+        (
+            Small(same),
+            {"detect_anomaly": True},
+            "detect_anomaly=True.* looks at values on the host",
+        ),
+        (
+            Small(same),
+            {"strategy": zero3(debug=True)},
+            r"`Zero3Strategy\(debug=True\)` looks at values on the host",
+        ),
+        (
+            Small(same),
+            {"strategy": zero3(reduce_once=True)},
+            r"reduce_once=True\)` exchanges something else .*Leave it out",
+        ),
         (
             Small(same, [{"x": torch.ones(4, 3), "o": Opaque()}] * 4),
             {},
@@ -88,17 +122,20 @@ def test_runs_that_cannot_be_captured_at_all(module, options, message):
 
 @pytest.mark.usefixtures("device")
 def test_batches_that_differ_each_time_are_refused(monkeypatch):
-    monkeypatch.setattr(graph_runner, "MOST_SIGNATURES", 3)
+    monkeypatch.setattr(step_runner, "MOST_SIGNATURES", 3)
     batches = [{"x": torch.ones(4, 3), "name": str(k)} for k in range(5)]
-    with pytest.raises(GraphCaptureError, match="kinds of inputs came, and none of them often.*leave out ids"):
+    with pytest.raises(
+        GraphCaptureError, match="kinds of inputs came, and none of them often.*leave out ids"
+    ):
         train(Small(same, batches), CUDAGraphStep(software=True, strict=True))
 
 
 def test_other_strategies_are_refused_by_name():
     strategy = SimpleNamespace(strategy_name="odd", root_device=torch.device("cpu"))
     trainer = SimpleNamespace(strategy=strategy, world_size=1)
-    assert "The strategy SimpleNamespace is not known to work. Use one device, `ddp` or `zero3`." in map(
-        str, check_device(trainer)
+    assert (
+        "The strategy SimpleNamespace is not known to work. Use one device, `ddp` or `zero3`."
+        in map(str, check_device(trainer))
     )
 
 
@@ -133,9 +170,13 @@ def test_options_are_checked(options, message):
         ),
     ],
 )
-def test_settings_of_the_allocator_that_do_not_go_with_graphs(settings, world_size, environ, expected):
+def test_settings_of_the_allocator_that_do_not_go_with_graphs(
+    settings, world_size, environ, expected
+):
     found = check_allocator(settings, world_size, environ)
-    assert len(found) == len(expected) and all(word in text for word, text in zip(expected, found, strict=True))
+    assert len(found) == len(expected) and all(
+        word in text for word, text in zip(expected, found, strict=True)
+    )
 
 
 def test_garbage_collection_under_a_fraction_that_was_set_since():
@@ -169,4 +210,7 @@ def test_without_cuda_nothing_is_captured(caplog):
     with warnings.catch_warnings(), caplog.at_level(logging.INFO):
         warnings.filterwarnings("error", message="CUDAGraphStep")
         train(Small(prints), CUDAGraphStep(strict=True))
-    assert "CUDAGraphStep: no CUDA graphs on cpu; steps run eagerly (`software=True` tries it out)" in caplog.text
+    assert (
+        "CUDAGraphStep: no CUDA graphs on cpu; steps run eagerly (`software=True` tries it out)"
+        in caplog.text
+    )

@@ -1,4 +1,6 @@
-"""`stop_on_nonfinite` with captured steps: the same run, and the same place named, by a second run that is eager."""
+"""`stop_on_nonfinite` with captured steps: the same run, and the same place named, by a second run
+that is eager.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from helpers.ranks import run_ranks
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graph_check import GraphCaptureError
+from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
 
 BAD_STEP = 15
 
@@ -39,7 +41,12 @@ class Spoiled(Net):
 
 
 def both_ways(rank, world_size):
-    options = {"devices": world_size, "max_epochs": 4, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    options = {
+        "devices": world_size,
+        "max_epochs": 4,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+    }
     options["strategy"] = lambda: Zero3Strategy(unit_policy=[nn.Linear], stop_on_nonfinite=True)
     callback = Counting(software=True, strict=True)
     assert_same_run(fit(Net(), callback, **options), fit(Net(), **options))
@@ -60,16 +67,29 @@ def test_captured_steps_are_looked_at_and_their_nan_is_traced(world_size):
     for said, replays in run_ranks(both_ways, world_size, timeout=200):
         # Three are watched, and the first of each later epoch; the bad step is the last one.
         assert replays == [4 * per_epoch - 3 - 3] + 2 * [BAD_STEP + 1 - 3 - BAD_STEP // per_epoch]
-        assert said[0] == said[1] and said[2] == said[3] and not any("not the first one's like" in text for text in said)
+        assert (
+            said[0] == said[1]
+            and said[2] == said[3]
+            and not any("not the first one's like" in text for text in said)
+        )
         first = f"In step {BAD_STEP} the first value that is not finite, "
         assert (
-            said[0].startswith(first) and f", is in the output of unit net.0 in forward, on rank {world_size - 1}." in said[0]
+            said[0].startswith(first)
+            and f", is in the output of unit net.0 in forward, on rank {world_size - 1}." in said[0]
         )
-        assert said[2].startswith(f"{first}nan, is in the loss; all outputs of units are finite, on rank {world_size - 1}.")
+        assert said[2].startswith(
+            f"{first}nan, is in the loss; all outputs of units are finite, on rank"
+            f" {world_size - 1}."
+        )
 
 
 def test_graphs_of_modules_would_hide_the_units_in_them():
     strategy = Zero3Strategy(stop_on_nonfinite=True)
     module = Small(lambda self, batch, batch_idx, loss: loss)
-    with pytest.raises(GraphCaptureError, match=r"stop_on_nonfinite=True\)` looks at what units inside of modules compute"):
-        train(module, CUDAGraphStep(software=True, strict=True, modules=["layer"]), strategy=strategy)
+    with pytest.raises(
+        GraphCaptureError,
+        match=r"stop_on_nonfinite=True\)` looks at what units inside of modules compute",
+    ):
+        train(
+            module, CUDAGraphStep(software=True, strict=True, modules=["layer"]), strategy=strategy
+        )

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from helpers import recorded
 from helpers.ranks import run_ranks
 from helpers.recorded import Counting, Net, fit
-from lightning_zero3.callbacks.graph_python import WatchedIndex
-from lightning_zero3.callbacks.graph_software import SoftwareGraph
-from lightning_zero3.callbacks.graph_state import GroupSettings, Guard
-from lightning_zero3.callbacks.graph_tape import LogTape
-from lightning_zero3.callbacks.graph_values import Everything, freeze, is_itself
-from lightning_zero3.callbacks.graph_watch import Watch
+from lightning_zero3.callbacks.graphs.frozen_values import Everything, freeze, is_itself
+from lightning_zero3.callbacks.graphs.log_tape import LogTape
+from lightning_zero3.callbacks.graphs.module_state import GroupSettings, Guard
+from lightning_zero3.callbacks.graphs.python_effects import WatchedIndex
+from lightning_zero3.callbacks.graphs.software_graph import SoftwareGraph
+from lightning_zero3.callbacks.graphs.watch import Watch
 
 
 def watched(program, x):
@@ -36,7 +36,12 @@ def test_values_that_the_watch_reads_itself_are_no_problem(monkeypatch):
     monkeypatch.setattr(torch, "get_rng_state", lambda: state)
     monkeypatch.setattr(torch, "set_rng_state", lambda _: None)
     x = torch.ones(2, requires_grad=True)
-    assert watched(lambda x: checkpoint(torch.tanh, x * torch.tensor(2.0), use_reentrant=False), x).problems == []
+    assert (
+        watched(
+            lambda x: checkpoint(torch.tanh, x * torch.tensor(2.0), use_reentrant=False), x
+        ).problems
+        == []
+    )
 
 
 def splits(x):
@@ -44,7 +49,10 @@ def splits(x):
 
 
 def test_the_standard_library_is_not_taken_for_the_users(device):
-    tables = [table["__name__"] for table, _ in watched(splits, torch.ones(2, device=device)).globals.values()]
+    tables = [
+        table["__name__"]
+        for table, _ in watched(splits, torch.ones(2, device=device)).globals.values()
+    ]
     assert not [name for name in tables if name.partition(".")[0] in ("re", "enum")]
 
 
@@ -76,7 +84,10 @@ def test_functions_of_a_backward_in_another_thread_are_seen(device):
         thread = Thread(target=backward)
         thread.start()
         thread.join()
-    assert {name for table, name in watch.globals.values() if table is globals()} == {"ALPHA", "SETTINGS"}
+    assert {name for table, name in watch.globals.values() if table is globals()} == {
+        "ALPHA",
+        "SETTINGS",
+    }
     assert "beta" in watch.names
 
 
@@ -115,7 +126,10 @@ MANY = {f"setting{k}": 1.0 for k in range(40)}
 
 @pytest.mark.parametrize(
     ("value", "change"),
-    [(dict(MANY), lambda value: value.update(setting3=0.5)), (Slotted(), lambda value: setattr(value, "beta", 0.5))],
+    [
+        (dict(MANY), lambda value: value.update(setting3=0.5)),
+        (Slotted(), lambda value: setattr(value, "beta", 0.5)),
+    ],
     ids=["many settings", "slots"],
 )
 def test_a_setting_that_changes_within_its_holder(value, change):
@@ -133,7 +147,9 @@ def test_what_lies_deep_is_itself():
     assert str(freeze(chain, Everything())).count("SimpleNamespace") < 40
 
 
-@pytest.mark.parametrize("value", [(1, "a"), nn.functional.relu], ids=["constants", "function of torch"])
+@pytest.mark.parametrize(
+    "value", [(1, "a"), nn.functional.relu], ids=["constants", "function of torch"]
+)
 def test_what_cannot_change_is_not_looked_into_before_each_replay(value):
     assert is_itself(value, freeze(value, ()))
 
@@ -158,14 +174,18 @@ def reads_decay(x):
 
 
 def reads_any(x):
-    return x * sum(value for name, value in OPTIMIZER.param_groups[0].items() if name.endswith("decay"))
+    return x * sum(
+        value for name, value in OPTIMIZER.param_groups[0].items() if name.endswith("decay")
+    )
 
 
 def test_settings_of_the_optimizer_that_a_step_reads_are_followed_into_new_groups(device):
     x = torch.ones(2, device=device)
     assert watched(computes, x).settings_of_groups(OPTIMIZER) == set()
     assert watched(reads_decay, x).settings_of_groups(OPTIMIZER) == {"weight_decay"}
-    assert watched(reads_any, x).settings_of_groups(OPTIMIZER) == OPTIMIZER.param_groups[0].keys() - {"params"}
+    assert watched(reads_any, x).settings_of_groups(OPTIMIZER) == OPTIMIZER.param_groups[
+        0
+    ].keys() - {"params"}
     guard = Guard(nn.Module(), [OPTIMIZER], set(), [(GroupSettings(OPTIMIZER), "weight_decay")])
     state = OPTIMIZER.state_dict()
     state["param_groups"][0]["lr"] = 0.3
@@ -262,7 +282,10 @@ def fail_in_a_capture(rank, world_size, device, module):
 
 @pytest.mark.parametrize(
     ("module", "what", "line"),
-    [(LooksLater, "forward", r'output\["loss"\]\.item'), (LooksBackLater, "backward", r"gradient\.item")],
+    [
+        (LooksLater, "forward", r'output\["loss"\]\.item'),
+        (LooksBackLater, "backward", r"gradient\.item"),
+    ],
 )
 def test_a_capture_that_fails_is_named_with_its_line(module, what, line, device):
     if device == "cuda":  # in a process of its own, which is of no more use afterwards
@@ -271,7 +294,10 @@ def test_a_capture_that_fails_is_named_with_its_line(module, what, line, device)
     else:
         message, cause = fail_in_a_capture(0, 1, device, module)
         assert "_local_scalar_dense" in cause
-    expected = rf"(?s)CUDAGraphStep: capturing the {what} of the training step failed.*test_watch\.py:\d+: `{line}\(\)"
+    expected = (
+        rf"(?s)CUDAGraphStep: capturing the {what} of the training step failed.*test_watch\.py:\d+:"
+        rf" `{line}\(\)"
+    )
     assert re.search(expected, message), message
 
 
@@ -280,10 +306,14 @@ def test_of_two_errors_the_users_is_named(monkeypatch):
 
     def capture(self):
         both = ExitStack()
-        both.callback(torch.ones(2).view, 3)  # CUDA ends a capture that failed with an error of its own
+        # CUDA ends a capture that failed with an error of its own
+        both.callback(torch.ones(2).view, 3)
         both.enter_context(real(self))
         return both
 
     monkeypatch.setattr(SoftwareGraph, "capture", capture)
     message, cause = fail_in_a_capture(0, 1, "cpu", LooksLater)
-    assert re.search(r'test_watch\.py:\d+: `output\["loss"\]\.item', message) and "_local_scalar_dense" in cause
+    assert (
+        re.search(r'test_watch\.py:\d+: `output\["loss"\]\.item', message)
+        and "_local_scalar_dense" in cause
+    )

@@ -1,4 +1,6 @@
-"""What the contracts are counted on: blocks of one size under an engine, and a door whose calls are counted."""
+"""What the contracts are counted on: blocks of one size under an engine, and a communicator whose calls are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH, BLOCKS = 64, 6
-# One unit is one block: 2 * 4 * 64 * 64 weights and 5 * 64 biases, a multiple of 4 elements for each rank of two or four.
+# One unit is one block: 2 * 4 * 64 * 64 weights and 5 * 64 biases, a multiple of 4 elements for
+# each rank of two or four.
 UNIT_BYTES = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
 # Exchanges in bfloat16, and slots in it.
 ON_THE_WIRE = {"wire_dtype": lambda name, parameter: torch.bfloat16, "reduce_dtype": torch.bfloat16}
@@ -32,7 +35,7 @@ class Block(nn.Module):
 def build(
     rank: int,
     world_size: int,
-    door: Any = None,
+    communicator: Any = None,
     *,
     device: str = "cpu",
     block: type[nn.Module] = Block,
@@ -49,8 +52,18 @@ def build(
     model = nn.Sequential(*[block() for _ in range(blocks)], *tail)
     built = optimizer(model.parameters(), lr=0.1)
     place = torch.device(device)
-    door = door or make_collectives(dist.group.WORLD, place)
-    return model, built, Zero3Engine(model, [built], device=place, collectives=door, **{"unit_policy": [block], **options})
+    communicator = communicator or make_collectives(dist.group.WORLD, place)
+    return (
+        model,
+        built,
+        Zero3Engine(
+            model,
+            [built],
+            device=place,
+            collectives=communicator,
+            **{"unit_policy": [block], **options},
+        ),
+    )
 
 
 def micro_batch(model: nn.Module, engine: Any, rank: int, seed: int) -> None:
@@ -63,15 +76,17 @@ def micro_batch(model: nn.Module, engine: Any, rank: int, seed: int) -> None:
         loss.backward()
 
 
-def count_calls(door: Any) -> Counter[str]:
-    """From here on every exchange that is asked of ``door``, by its name; not those that one of them is made of."""
+def count_calls(communicator: Any) -> Counter[str]:
+    """From here on every exchange that is asked of ``communicator``, by its name; not those that one of
+    them is made of.
+    """
     from lightning_zero3.strategies.collectives import LocalCollectives
 
     counts: Counter[str] = Counter()
     depth = 0
 
     def counted(name: str) -> Any:
-        method = getattr(door, name)
+        method = getattr(communicator, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
@@ -85,10 +100,22 @@ def count_calls(door: Any) -> Counter[str]:
 
         return call
 
-    names = [name for name, value in vars(LocalCollectives).items() if callable(value) and not name.startswith("_")]
-    assert {"all_gather", "reduce_scatter", "agree", "broadcast", "all_reduce", "all_gather_object", "meet"} <= set(names)
+    names = [
+        name
+        for name, value in vars(LocalCollectives).items()
+        if callable(value) and not name.startswith("_")
+    ]
+    assert {
+        "all_gather",
+        "reduce_scatter",
+        "agree",
+        "broadcast",
+        "all_reduce",
+        "all_gather_object",
+        "meet",
+    } <= set(names)
     for name in names:
-        setattr(door, name, counted(name))
+        setattr(communicator, name, counted(name))
     return counts
 
 
@@ -101,15 +128,24 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            before = {t.untyped_storage().data_ptr() for t in _tensors([*args, *(kwargs or {}).values()])}
+            before = {
+                t.untyped_storage().data_ptr() for t in _tensors([*args, *(kwargs or {}).values()])
+            }
         out = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            new = sum(t.nbytes for t in _tensors(out) if t.untyped_storage().data_ptr() not in before)
+            new = sum(
+                t.nbytes for t in _tensors(out) if t.untyped_storage().data_ptr() not in before
+            )
         if new:
             # What runs in these is autograd: they only hand the call on.
             handing = ("run_watched", "run_told")
-            ours = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename and f.name not in handing]
-            if ours and "/strategies/" in ours[-1].filename:  # there are none in autograd's thread of a device
+            ours = [
+                f
+                for f in traceback.extract_stack()[:-1]
+                if "/torch/" not in f.filename and f.name not in handing
+            ]
+            # there are none in autograd's thread of a device
+            if ours and "/strategies/" in ours[-1].filename:
                 self.found.append((new, ours[-1].name))
         return out
 

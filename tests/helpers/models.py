@@ -1,7 +1,9 @@
-"""Tiny models and the data to train them: plain torch and plain Lightning, nothing of the package under test.
+"""Tiny models and the data to train them: plain torch and plain Lightning, nothing of the package
+under test.
 
-One code trains on any number of processes: the batch of a step is fixed, and process r of n takes part r of n parts. One
-process therefore takes the whole, "joined" batch, which is what the sharded run is compared with.
+One code trains on any number of processes: the batch of a step is fixed, and process r of n takes
+part r of n parts. One process therefore takes the whole, "joined" batch, which is what the sharded
+run is compared with.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Block(nn.Module):
 
 
 class TinyLm(nn.Module):
-    """Embedding, a position parameter of its own, residual blocks, norm, head (tied to the embedding or not)."""
+    """Embedding, a position parameter of its own, residual blocks, norm, head (tied to the
+    embedding or not).
+    """
 
     def __init__(self, depth: int = 3, tied: bool = False) -> None:
         super().__init__()
@@ -56,11 +60,15 @@ class TinyLm(nn.Module):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
         scores = self(tokens).flatten(0, 1)
-        return F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), targets.flatten())
+        return F.cross_entropy(
+            scores.to(torch.promote_types(scores.dtype, torch.float32)), targets.flatten()
+        )
 
 
 class NormNet(nn.Module):
-    """BatchNorm straight on the input, so that its statistics are those of the data; then a convolution with another."""
+    """BatchNorm straight on the input, so that its statistics are those of the data; then a
+    convolution with another.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,13 +93,17 @@ def make(build: Callable[[], nn.Module], seed: int = 0) -> Any:
 
 
 def tokens(steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Joined batches of tokens and next tokens, which follow a rule that can be learned up to one random bit."""
+    """Joined batches of tokens and next tokens, which follow a rule that can be learned up to one
+    random bit.
+    """
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(steps):
         columns = [torch.randint(VOCAB, (JOINED,), generator=generator)]
         for _ in range(LENGTH):
-            columns.append((2 * columns[-1] + torch.randint(2, (JOINED,), generator=generator)) % VOCAB)
+            columns.append(
+                (2 * columns[-1] + torch.randint(2, (JOINED,), generator=generator)) % VOCAB
+            )
         rows = torch.stack(columns, 1)
         batches.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
     return batches
@@ -101,7 +113,10 @@ def signals(steps: int) -> list[tuple[Tensor, Tensor]]:
     """Joined batches for :class:`NormNet`."""
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(JOINED, 3, 7, generator=generator) * 2 + 1, torch.randn(JOINED, 1, generator=generator))
+        (
+            torch.randn(JOINED, 3, 7, generator=generator) * 2 + 1,
+            torch.randn(JOINED, 1, generator=generator),
+        )
         for _ in range(steps)
     ]
 
@@ -113,7 +128,9 @@ def part(batch: tuple[Tensor, ...], rank: int, world_size: int) -> tuple[Tensor,
 
 @dataclass
 class Recipe:
-    """How :class:`Lit` trains; every field is picklable, so that a test can send it to its ranks."""
+    """How :class:`Lit` trains; every field is picklable, so that a test can send it to its
+    ranks.
+    """
 
     tied: bool = False
     net: str = "lm"
@@ -127,12 +144,18 @@ class Recipe:
 
 
 class Lit(pl.LightningModule):
-    """An ordinary LightningModule that notes what happens to it: losses, gradients as they reach the optimizer."""
+    """An ordinary LightningModule that notes what happens to it: losses, gradients as they reach
+    the optimizer.
+    """
 
-    def __init__(self, recipe: Recipe, full_gradients: Callable[[pl.LightningModule], dict[str, Tensor]]) -> None:
+    def __init__(
+        self, recipe: Recipe, full_gradients: Callable[[pl.LightningModule], dict[str, Tensor]]
+    ) -> None:
         super().__init__()
         self.recipe = recipe
-        self.net = make((lambda: TinyLm(tied=recipe.tied)) if recipe.net == "lm" else NormNet, recipe.seed)
+        self.net = make(
+            (lambda: TinyLm(tied=recipe.tied)) if recipe.net == "lm" else NormNet, recipe.seed
+        )
         self.full_gradients = full_gradients
         for name, p in self.net.named_parameters():
             if name.startswith(recipe.frozen) and recipe.frozen:
@@ -173,8 +196,9 @@ class Lit(pl.LightningModule):
         elif r.optimizer == "adam":
             optimizer = torch.optim.Adam(groups, lr=0.01)
         else:
-            # The large eps keeps the update a smooth function of the gradient: with 1e-8, elements whose gradient is zero
-            # up to rounding move by lr * (+-1), and two correct runs would differ by that.
+            # The large eps keeps the update a smooth function of the gradient: with 1e-8, elements
+            # whose gradient is zero up to rounding move by lr * (+-1), and two correct runs would
+            # differ by that.
             optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-2)
         if r.schedule == "step":
             scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -184,7 +208,10 @@ class Lit(pl.LightningModule):
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
         else:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def _loader(self) -> DataLoader:
         batches = (tokens if self.recipe.net == "lm" else signals)(self.recipe.steps)

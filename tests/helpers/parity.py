@@ -13,7 +13,8 @@ from torch import Tensor
 from helpers.models import Lit, Recipe
 from helpers.ranks import run_ranks
 
-# Rounding of fp32 sums in another order, relative to the largest element of the tensor. Measured: at most 5e-7.
+# Rounding of fp32 sums in another order, relative to the largest element of the tensor. Measured:
+# at most 5e-7.
 RTOL = 2e-6
 
 
@@ -59,7 +60,9 @@ def trainer(strategy: str | Any = "auto", devices: int = 1, **options: Any) -> p
 
 
 def zero3(**options: Any) -> Any:
-    """The strategy with a unit for each block: left to itself it would put a tiny model into one unit."""
+    """The strategy with a unit for each block: left to itself it would put a tiny model into one
+    unit.
+    """
     from lightning_zero3 import Zero3Strategy
 
     return Zero3Strategy(**{"unit_policy": ["Block"], **options})
@@ -80,7 +83,13 @@ def fit_here(recipe: Recipe, strategy: Any, devices: int, options: Mapping[str, 
     state = full_state(fitter)
     state = {name.removeprefix("net."): value.clone() for name, value in state.items()}
     gradients = [{n.removeprefix("net."): g for n, g in step.items()} for step in module.gradients]
-    return Run(module.losses, gradients, module.rates, state, {k: v.item() for k, v in fitter.callback_metrics.items()})
+    return Run(
+        module.losses,
+        gradients,
+        module.rates,
+        state,
+        {k: v.item() for k, v in fitter.callback_metrics.items()},
+    )
 
 
 # What to train, the strategy's name or the options of zero3's, options of the Trainer.
@@ -94,12 +103,16 @@ def _rank(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[str, Ru
         recipe = replace(recipe, seed=recipe.seed + rank)  # rank 0's weights count
         policy = {"unit_policy": None} if recipe.net != "lm" else {}
         own = {} if kind == "zero3" else kind
-        runs[name] = fit_here(recipe, kind if isinstance(own, str) else zero3(**policy, **own), world_size, options)
+        runs[name] = fit_here(
+            recipe, kind if isinstance(own, str) else zero3(**policy, **own), world_size, options
+        )
     return runs
 
 
 def fit_all_on(world_size: int, cases: Mapping[str, Case]) -> dict[str, Run]:
-    """Train every case on the same ``world_size`` ranks; losses are the mean over them, the rest is rank 0's."""
+    """Train every case on the same ``world_size`` ranks; losses are the mean over them, the rest is
+    rank 0's.
+    """
     everyone = run_ranks(_rank, world_size, cases, timeout=100)
     for name, first in everyone[0].items():
         for runs in everyone[1:]:
@@ -121,22 +134,37 @@ def assert_same_tensors(a: Any, b: Any) -> None:
 
 
 def assert_tensors_close(mine: Any, reference: Any, rtol: float = RTOL, where: str = "") -> float:
-    """Compare tensors in nested dicts and sequences; return the largest difference, relative to a tensor's largest."""
+    """Compare tensors in nested dicts and sequences; return the largest difference, relative to a
+    tensor's largest.
+    """
     if isinstance(reference, Tensor):
-        assert mine.shape == reference.shape and mine.dtype == reference.dtype, f"{where}: {mine.shape} {reference.shape}"
+        assert mine.shape == reference.shape and mine.dtype == reference.dtype, (
+            f"{where}: {mine.shape} {reference.shape}"
+        )
         assert torch.isfinite(mine).all(), f"{where} is not finite"
         if not reference.numel():
             return 0.0
         scale = reference.double().abs().max().clamp_min(1e-30)
         difference = ((mine.double() - reference.double()).abs().max() / scale).item()
-        assert difference <= rtol, f"{where}: relative difference {difference:.3g} is above {rtol:.3g}"
+        assert difference <= rtol, (
+            f"{where}: relative difference {difference:.3g} is above {rtol:.3g}"
+        )
         return difference
     if isinstance(reference, Mapping):
-        assert mine.keys() == reference.keys(), f"{where}: {sorted(mine.keys() ^ reference.keys())} on one side only"
-        return max((assert_tensors_close(mine[k], v, rtol, f"{where}.{k}") for k, v in reference.items()), default=0.0)
-    assert isinstance(reference, Sequence) and len(mine) == len(reference), f"{where}: {len(mine)} against {len(reference)}"
+        assert mine.keys() == reference.keys(), (
+            f"{where}: {sorted(mine.keys() ^ reference.keys())} on one side only"
+        )
+        return max(
+            (assert_tensors_close(mine[k], v, rtol, f"{where}.{k}") for k, v in reference.items()),
+            default=0.0,
+        )
+    assert isinstance(reference, Sequence) and len(mine) == len(reference), (
+        f"{where}: {len(mine)} against {len(reference)}"
+    )
     pairs = enumerate(zip(mine, reference, strict=True))
-    return max((assert_tensors_close(a, b, rtol, f"{where}[{k}]") for k, (a, b) in pairs), default=0.0)
+    return max(
+        (assert_tensors_close(a, b, rtol, f"{where}[{k}]") for k, (a, b) in pairs), default=0.0
+    )
 
 
 def relative(mine: Sequence[float], reference: Sequence[float]) -> float:
@@ -146,7 +174,9 @@ def relative(mine: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def assert_same_run(mine: Run, reference: Run, rtol: float = 1e-6, gradients: float = 1e-6) -> None:
-    """Losses, gradients, learning rates, metrics and final weights, relative to the largest element of each tensor."""
+    """Losses, gradients, learning rates, metrics and final weights, relative to the largest element
+    of each tensor.
+    """
     assert relative(mine.losses, reference.losses) <= rtol
     assert len(reference.gradients) > 1, "one step shows no effect of the optimizer on the next"
     grads = [

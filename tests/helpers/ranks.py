@@ -47,7 +47,8 @@ _PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_zero3"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # A hung rank writes its stack at the deadline; this long after it the parent reads the stacks.
 _STACK_GRACE_S = 1.0
-# Two threads must not ask for the end of one process at a time, and a start asks for the ends of all.
+# Two threads must not ask for the end of one process at a time, and a start asks for the ends of
+# all.
 asking = threading.RLock()
 # After a first failure: how long to wait for ranks that die because of it, to see who was first.
 _SETTLE_S = 0.3
@@ -72,7 +73,9 @@ class _Job:
         return self.folder / f"{kind}.{self.rank}"
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank; return the results in rank order.
 
     `fn` must stand at the top level of its module; arguments and results are pickled. The rank's
@@ -83,7 +86,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     _check_reachable(fn)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         with asking:  # a start changes the environment for a moment
-            jobs = [_make_job(fn, rank, world_size, args, Path(folder), timeout) for rank in range(world_size)]
+            jobs = [
+                _make_job(fn, rank, world_size, args, Path(folder), timeout)
+                for rank in range(world_size)
+            ]
         alive_reader, alive_writer = multiprocessing.Pipe(duplex=False)
         processes: list[Any] = []
         try:
@@ -99,10 +105,12 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def meet_only_where_nobody_else_can() -> None:
-    """From here on, in this process: fail where another program could take the port that ranks are about to meet at."""
-    from lightning_zero3.strategies import processes
+    """From here on, in this process: fail where another program could take the port that ranks are
+    about to meet at.
+    """
+    from lightning_zero3.strategies.launch import process_strategy
 
-    start = processes.start_process_group
+    start = process_strategy.start_process_group
 
     def start_group(world: Any, *rest: Any) -> None:
         if world.world_size > 1:
@@ -110,10 +118,11 @@ def meet_only_where_nobody_else_can() -> None:
                 raise AssertionError(f"port {world.main_port} is free for everybody")
         start(world, *rest)
 
-    processes.start_process_group = start_group
+    process_strategy.start_process_group = start_group
 
 
-# Below those that connections are given (`ip_local_port_range`): one of them could take a port before it is listened on.
+# Below those that connections are given (`ip_local_port_range`): one of them could take a port
+# before it is listened on.
 _ports = itertools.cycle(range(20_000, 32_000))
 for _ in range(os.getpid() % 12_000):  # another pytest begins elsewhere
     next(_ports)
@@ -139,7 +148,9 @@ def _check_reachable(fn: Callable[..., Any]) -> None:
         )
 
 
-def _make_job(fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float) -> _Job:
+def _make_job(
+    fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float
+) -> _Job:
     module_file = sys.modules[fn.__module__].__file__
     assert module_file is not None
     launched_as = {
@@ -193,7 +204,9 @@ def _start_fork_server() -> None:
                 os.environ[name] = value
 
 
-def _wait_for_all(fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float) -> None:
+def _wait_for_all(
+    fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float
+) -> None:
     deadline = time.monotonic() + timeout + _STACK_GRACE_S
     running = {process.sentinel: process for process in processes}
     while running:
@@ -238,7 +251,9 @@ def _describe_failure(fn: Callable[..., Any], jobs: list[_Job], processes: list[
     return "\n".join(lines)
 
 
-def _describe_timeout(fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float) -> str:
+def _describe_timeout(
+    fn: Callable[..., Any], jobs: list[_Job], processes: list[Any], timeout: float
+) -> str:
     lines = [f"{fn.__qualname__}: not finished after {timeout} s on {len(jobs)} ranks."]
     for job, process in zip(jobs, processes, strict=True):
         if process.exitcode == 0:
@@ -309,7 +324,10 @@ def _share_fork_server() -> None:
     By itself it would start a server of its own, which imports torch for seconds.
     """
     server = forkserver._forkserver
-    if getattr(server, "_forkserver_address", None) and getattr(server, "_forkserver_authkey", True):  # no key before 3.14
+    # no key before 3.14
+    if getattr(server, "_forkserver_address", None) and getattr(
+        server, "_forkserver_authkey", True
+    ):
         server.ensure_running = resource_tracker.ensure_running
 
 

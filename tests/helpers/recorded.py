@@ -24,16 +24,27 @@ SAMPLES, WIDTH, CLASSES = 44, 12, 5  # eleven batches of 4; ragged with batches 
 
 
 class Net(pl.LightningModule):
-    """Dropout, running statistics, a frozen and an unused layer, a metric, and logging of all kinds."""
+    """Dropout, running statistics, a frozen and an unused layer, a metric, and logging of all
+    kinds.
+    """
 
     def __init__(
-        self, batch_size: int = 4, scheduled: bool = False, optimizer: str = "adamw", checkpointed: bool = False
+        self,
+        batch_size: int = 4,
+        scheduled: bool = False,
+        optimizer: str = "adamw",
+        checkpointed: bool = False,
     ) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.batch_size, self.scheduled, self.optimizer = batch_size, scheduled, optimizer
         self.net = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU()
+            nn.Linear(WIDTH, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(16, 16),
+            nn.GELU(),
         )
         self.frozen, self.unused = nn.Linear(16, 16).requires_grad_(False), nn.Linear(3, 3)
         self.head = nn.Linear(16, CLASSES)
@@ -41,8 +52,12 @@ class Net(pl.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH] -> [batch, CLASSES]
         if self.checkpointed:  # dropout in both
-            hidden = checkpoint(self.net, nn.functional.dropout(x, 0.1, self.training), use_reentrant=False)
-            return checkpoint(lambda h: self.head(self.net[3](self.frozen(h))), hidden, use_reentrant=True)
+            hidden = checkpoint(
+                self.net, nn.functional.dropout(x, 0.1, self.training), use_reentrant=False
+            )
+            return checkpoint(
+                lambda h: self.head(self.net[3](self.frozen(h))), hidden, use_reentrant=True
+            )
         return self.head(self.frozen(self.net(x)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -55,7 +70,9 @@ class Net(pl.LightningModule):
         self.log("weighted", loss.detach() * 2, on_step=False, on_epoch=True, batch_size=3)
         return {"loss": loss, "scores": scores}
 
-    def on_train_batch_end(self, outputs: dict[str, Tensor], batch: dict[str, Tensor], batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, outputs: dict[str, Tensor], batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
         self.mean(outputs["loss"])
         self.log("mean", self.mean, on_step=True, on_epoch=True)
 
@@ -64,7 +81,9 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
-            optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+            optimizer: Any = torch.optim.SGD(
+                self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1
+            )
         else:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
         if not self.scheduled:
@@ -77,7 +96,9 @@ class Net(pl.LightningModule):
         x = torch.randn(SAMPLES, WIDTH, generator=generator)
         data = TensorDataset(x, torch.randint(CLASSES, (SAMPLES,), generator=generator))
         order = torch.Generator().manual_seed(3) if shuffle else None
-        return DataLoader(data, batch_size=self.batch_size, shuffle=shuffle, generator=order, collate_fn=_as_dict)
+        return DataLoader(
+            data, batch_size=self.batch_size, shuffle=shuffle, generator=order, collate_fn=_as_dict
+        )
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(1, shuffle=True)
@@ -91,12 +112,20 @@ def _as_dict(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 def half() -> list[MixedPrecision]:
-    """Plugins of a run whose first steps overflow, and are skipped; later ones are again when the scale has grown."""
-    return [MixedPrecision("16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=3))]
+    """Plugins of a run whose first steps overflow, and are skipped; later ones are again when the
+    scale has grown.
+    """
+    return [
+        MixedPrecision(
+            "16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=3)
+        )
+    ]
 
 
 class Calls(Profiler):
-    """Counts the calls of hooks, of the strategy, and of callbacks, other than those ``without``."""
+    """Counts the calls of hooks, of the strategy, and of callbacks, other than those
+    ``without``.
+    """
 
     def __init__(self, without: list[Callback]) -> None:
         super().__init__()
@@ -200,7 +229,12 @@ class Run:
     """What :func:`fit` gives back."""
 
     def __init__(self, module: pl.LightningModule, trainer: pl.Trainer, recorder: Recorder) -> None:
-        self.seen, self.calls, self.trainer, self.module = recorder.seen, trainer.profiler.counts, trainer, module
+        self.seen, self.calls, self.trainer, self.module = (
+            recorder.seen,
+            trainer.profiler.counts,
+            trainer,
+            module,
+        )
         self._keep_state()
 
     def go_on(self, max_epochs: int) -> None:
@@ -215,7 +249,12 @@ class Run:
             self.state = _copy(self.module.state_dict())
 
 
-def fit(module: pl.LightningModule | None = None, *callbacks: Callback, ckpt_path: str | None = None, **options: Any) -> Run:
+def fit(
+    module: pl.LightningModule | None = None,
+    *callbacks: Callback,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> Run:
     """Train, always from the same seed; an option that is a function is called for its value."""
     options = {name: value() if callable(value) else value for name, value in options.items()}
     torch.manual_seed(11)
@@ -229,7 +268,9 @@ def fit(module: pl.LightningModule | None = None, *callbacks: Callback, ckpt_pat
         "accelerator": DEVICE,
         "devices": 1,
         "max_epochs": 2,
-        "profiler": Calls([callback for callback in callbacks if isinstance(callback, CUDAGraphStep)]),
+        "profiler": Calls(
+            [callback for callback in callbacks if isinstance(callback, CUDAGraphStep)]
+        ),
         "logger": DummyLogger(),
         "log_every_n_steps": 1,
         "enable_checkpointing": False,

@@ -1,10 +1,10 @@
 """Figures of torch's CUDA allocator that others recorded on a GPU and published.
 
-Both tables are outputs of `torch.cuda.memory_summary()` after a long training run, from the page "Memory
-Efficient RL" of the Unsloth documentation
-(https://unsloth.ai/docs/get-started/reinforcement-learning-rl-guide/memory-efficient-rl): the same training
-twice. The second run shows no splits at all, which is how torch counts segments that expand. Only the rows that
-are read here are kept. The tables round to MiB or KiB.
+Both tables are outputs of `torch.cuda.memory_summary()` after a long training run, from the page
+"Memory Efficient RL" of the Unsloth documentation
+(https://unsloth.ai/docs/get-started/reinforcement-learning-rl-guide/memory-efficient-rl): the same
+training twice. The second run shows no splits at all, which is how torch counts segments that
+expand. Only the rows that are read here are kept. The tables round to MiB or KiB.
 """
 
 SPLIT_SEGMENTS = """
@@ -31,9 +31,16 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def as_stats(table):
     """The table in the form of `torch.cuda.memory_stats_as_nested_dict()`."""
-    counts, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
-    stats = {"num_ooms": int(counts[0].split()[-1]), "num_alloc_retries": int(counts[1].split()[-1])}
+    counts, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()
+    ]
+    stats = {
+        "num_ooms": int(counts[0].split()[-1]),
+        "num_alloc_retries": int(counts[1].split()[-1]),
+    }
     for name, *cells in rows:
         sizes = [int(number) * _UNITS[unit] for number, unit in (cell.split() for cell in cells)]
-        stats[_ROWS[name]] = {"all": dict(zip(("current", "peak", "allocated", "freed"), sizes, strict=True))}
+        stats[_ROWS[name]] = {
+            "all": dict(zip(("current", "peak", "allocated", "freed"), sizes, strict=True))
+        }
     return stats

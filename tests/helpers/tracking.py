@@ -1,4 +1,6 @@
-"""A small model, a logger that keeps what it gets, and a run: what the tests of the memory tracker share."""
+"""A small model, a logger that keeps what it gets, and a run: what the tests of the memory tracker
+share.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch.utils.data import DataLoader
 MIB = 2**20
 WIDTH = 512
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-on_cuda = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])  # a device to try, besides "cpu"
+# a device to try, besides "cpu"
+on_cuda = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
 
 
 class Model(LightningModule):
@@ -48,12 +51,22 @@ class Collecting(Logger):
         self.rows.append((step, dict(metrics)))
 
     def memory(self):
-        return [(step, metrics) for step, metrics in self.rows if any(name.startswith("memory/") for name in metrics)]
+        return [
+            (step, metrics)
+            for step, metrics in self.rows
+            if any(name.startswith("memory/") for name in metrics)
+        ]
 
 
 def fit(*callbacks, tmp_path, model=None, **options):
     logger = Collecting()
-    options = {"max_steps": 6, "accelerator": "cpu", "enable_progress_bar": False, "limit_val_batches": 0, **options}
+    options = {
+        "max_steps": 6,
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+        "limit_val_batches": 0,
+        **options,
+    }
     trainer = Trainer(
         callbacks=list(callbacks),
         logger=logger,

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from lightning_zero3.strategies.checkpoints.boxes import cut_into_boxes, memory_order
+from lightning_zero3.strategies.state_dicts.boxes import cut_into_boxes, memory_order
 
 SHAPES = [(), (1,), (7,), (4, 6), (1, 5), (5, 1), (3, 1, 4), (2, 3, 4), (2, 1, 3, 2)]
 
@@ -19,7 +19,9 @@ def test_boxes_are_the_range(shape):
         boxes = cut_into_boxes(shape, start, stop)
         covered, position = [], 0
         for box in boxes:
-            part = whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
+            part = whole[
+                tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+            ]
             assert box.start == position and part.size == prod(box.sizes) > 0
             covered += np.ravel(part).tolist()
             position += part.size
@@ -30,5 +32,6 @@ def test_boxes_are_the_range(shape):
 def test_memory_order_is_the_one_of_the_strides():
     for order in [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 3, 2)]:
         base = np.empty([2, 3, 4, 5])
-        moved = base.transpose([order.index(k) for k in range(4)])  # memory order `order` of a tensor with other dimensions
+        # memory order `order` of a tensor with other dimensions
+        moved = base.transpose([order.index(k) for k in range(4)])
         assert memory_order(moved.strides) == order

@@ -14,9 +14,9 @@ from lightning.fabric.plugins.environments import (
 )
 
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.strategies.cluster import DetectedEnvironment, identify
-from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.world import Devices, LaunchError, Request
+from lightning_zero3.strategies.launch.cluster_environment import DetectedEnvironment, identify
+from lightning_zero3.strategies.launch.detect import detect
+from lightning_zero3.strategies.launch.world import Devices, LaunchError, Request
 
 LAUNCHERS = (
     "GROUP_",
@@ -33,13 +33,26 @@ LAUNCHERS = (
     "TORCHELASTIC",
 )
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}
-ELASTIC = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **MEET}
+ELASTIC = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    **MEET,
+}
 OPEN_MPI = {
     **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
     **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
 }
 SRUN = {
-    **{"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+    **{
+        "SLURM_JOB_ID": "5",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+    },
     **{"SLURM_NODEID": "0", "SLURM_STEP_ID": "0"},
 }
 ALONE = (0, 0, 1)
@@ -50,9 +63,24 @@ CASES = {
     "torchrun": (ELASTIC, TorchElasticEnvironment, SECOND_OF_TWO, "torchrun"),
     "srun": (SRUN, SLURMEnvironment, SECOND_OF_TWO, "slurm"),
     "openmpi": (OPEN_MPI, DetectedEnvironment, SECOND_OF_TWO, "openmpi"),
-    "openmpi in slurm": ({**SRUN, "SLURM_PROCID": "0", **OPEN_MPI}, DetectedEnvironment, SECOND_OF_TWO, "openmpi"),
-    "variables": ({k: v for k, v in ELASTIC.items() if k[0] != "T"}, DetectedEnvironment, SECOND_OF_TWO, "variables"),
-    "pod": ({"PET_NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **MEET}, KubeflowEnvironment, ALONE, "kubeflow"),
+    "openmpi in slurm": (
+        {**SRUN, "SLURM_PROCID": "0", **OPEN_MPI},
+        DetectedEnvironment,
+        SECOND_OF_TWO,
+        "openmpi",
+    ),
+    "variables": (
+        {k: v for k, v in ELASTIC.items() if k[0] != "T"},
+        DetectedEnvironment,
+        SECOND_OF_TWO,
+        "variables",
+    ),
+    "pod": (
+        {"PET_NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **MEET},
+        KubeflowEnvironment,
+        ALONE,
+        "kubeflow",
+    ),
 }
 
 
@@ -66,7 +94,12 @@ def environ(monkeypatch):
 
 def make_trainer(devices, strategy="zero3", **options):
     return pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False, **options
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        **options,
     )
 
 
@@ -81,7 +114,10 @@ def test_the_trainer_gets_lightnings_environment_or_ours(name, environ):
     assert plugin.creates_processes_externally == (kind is not LightningEnvironment)
     world = identify(plugin, Devices(), Request(places[2]))
     assert (world.rank, world.local_rank, world.world_size, world.launcher) == (*places, launcher)
-    assert kind is LightningEnvironment or (plugin.main_address, plugin.main_port) == (world.main_address, world.main_port)
+    assert kind is LightningEnvironment or (plugin.main_address, plugin.main_port) == (
+        world.main_address,
+        world.main_port,
+    )
 
 
 def test_lsf(environ, tmp_path):
@@ -93,7 +129,8 @@ def test_lsf(environ, tmp_path):
     alone = detect({**os.environ, "LSB_MCPU_HOSTS": f"launch 1 {here} 2"}, Devices())
     plugin = make_trainer(2).strategy.cluster_environment
     assert type(plugin) is LSFEnvironment
-    assert identify(plugin, Devices(), Request(2)) == alone  # Lightning reads the file, we the variable
+    # Lightning reads the file, we the variable
+    assert identify(plugin, Devices(), Request(2)) == alone
     assert (alone.main_address, alone.main_port) == (here, 10005)
 
 
@@ -123,9 +160,22 @@ def test_an_environment_of_the_users_is_asked(environ):
     environ(MEET)
     strategy = make_trainer(3, num_nodes=2, plugins=[Mine()]).strategy
     world = identify(strategy.cluster_environment, Devices(), Request(3, 2))
-    assert (world.launcher, world.rank, world.local_rank, world.node_rank, world.world_size) == ("Mine", 5, 2, 1, 6)
-    assert (world.local_world_size, world.main_port, world.because("rank")) == (3, 77, "Mine says 5")
-    with pytest.raises(LaunchError, match=r"Mine started 6 processes \(Mine says 6\), but Trainer\(devices=3, num_nodes=1\)"):
+    assert (world.launcher, world.rank, world.local_rank, world.node_rank, world.world_size) == (
+        "Mine",
+        5,
+        2,
+        1,
+        6,
+    )
+    assert (world.local_world_size, world.main_port, world.because("rank")) == (
+        3,
+        77,
+        "Mine says 5",
+    )
+    with pytest.raises(
+        LaunchError,
+        match=r"Mine started 6 processes \(Mine says 6\), but Trainer\(devices=3, num_nodes=1\)",
+    ):
         identify(strategy.cluster_environment, Devices(), Request(3))
 
 
@@ -137,18 +187,26 @@ def test_a_rank_without_a_world_size_stops_the_trainer(environ):
 
 @pytest.mark.parametrize(
     ("variables", "name"),
-    [({**ELASTIC, "GROUP_RANK": "x"}, "GROUP_RANK"), ({**SRUN, "SLURM_LOCALID": ""}, "SLURM_LOCALID")],
+    [
+        ({**ELASTIC, "GROUP_RANK": "x"}, "GROUP_RANK"),
+        ({**SRUN, "SLURM_LOCALID": ""}, "SLURM_LOCALID"),
+    ],
 )
 def test_a_place_that_is_no_number_stops_the_trainer_and_is_named(environ, variables, name):
     environ(variables)
-    with pytest.raises(LaunchError, match=rf"is no whole number \(invalid literal .*Set are: .*{name}={variables[name]}"):
+    with pytest.raises(
+        LaunchError,
+        match=rf"is no whole number \(invalid literal .*Set are: .*{name}={variables[name]}",
+    ):
         make_trainer(2)
 
 
 def test_what_an_earlier_trainer_left_is_named(environ):
     environ({"LOCAL_RANK": "1", "NODE_RANK": "0", **MEET})
     strategy = make_trainer(1).strategy
-    with pytest.raises(LaunchError, match="LightningEnvironment says rank 1, but node_rank .* says 0. Unset"):
+    with pytest.raises(
+        LaunchError, match="LightningEnvironment says rank 1, but node_rank .* says 0. Unset"
+    ):
         identify(strategy.cluster_environment, Devices(), Request())
 
 

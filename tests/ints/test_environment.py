@@ -1,4 +1,6 @@
-"""Who a process is, from variables alone. `environment_vectors.json` holds what Lightning 2.6 answers."""
+"""Who a process is, from variables alone. `environment_vectors.json` holds what Lightning 2.6
+answers.
+"""
 
 import json
 from dataclasses import FrozenInstanceError, replace
@@ -6,16 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.launchers import first_host, tasks_on_node
-from lightning_zero3.strategies.world import Devices, LaunchError, Request
+from lightning_zero3.strategies.launch.detect import detect
+from lightning_zero3.strategies.launch.launchers import first_host, tasks_on_node
+from lightning_zero3.strategies.launch.world import Devices, LaunchError, Request
 
-VECTORS = {v["name"]: v for v in json.loads((Path(__file__).parent / "environment_vectors.json").read_text())}
-FIELDS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "main_address", "main_port")
+VECTORS = {
+    v["name"]: v
+    for v in json.loads((Path(__file__).parent / "environment_vectors.json").read_text())
+}
+FIELDS = (
+    "rank",
+    "local_rank",
+    "node_rank",
+    "world_size",
+    "local_world_size",
+    "main_address",
+    "main_port",
+)
 
 # Where Lightning's answer is wrong or there is none: our record, or what our error says; and why.
 DEVIATIONS = {
-    # Lightning: one process, so four processes train alone. All four meet at the loopback address, so all are on this host.
+    # Lightning: one process, so four processes train alone. All four meet at the loopback address,
+    # so all are on this host.
     "rank+world, no LOCAL_RANK": (1, 1, 0, 4, 4, "127.0.0.1", 29500),
     # Lightning: one process.
     "WORLD_SIZE only": "its rank is unknown: RANK is not set. Set are: WORLD_SIZE=4",
@@ -25,7 +39,8 @@ DEVIATIONS = {
     "srun --ntasks without --ntasks-per-node": "SLURM_TASKS_PER_NODE is not set",
     # Lightning: rank 0 of 4, which waits for ever.
     "sbatch step without srun": "was not started by srun (SLURM_STEP_ID is not set)",
-    # The same, of 2; `test_slurm` has these variables with srun's. Lightning takes a-3 for the first host, which is a-3-x.
+    # The same, of 2; `test_slurm` has these variables with srun's. Lightning takes a-3 for the
+    # first host, which is a-3-x.
     "slurm nodelist with suffix": "was not started by srun (SLURM_STEP_ID is not set)",
 }
 
@@ -51,8 +66,18 @@ def test_a_recorded_environment(name):
     else:
         world = detect(environ, Devices())
         free_port = theirs["env"] == "LightningEnvironment" and "MASTER_PORT" not in environ
-        assert (world.rank, world.local_rank, world.node_rank, world.world_size, world.main_address, world.main_port) == (
-            *(theirs[key] for key in ("global_rank", "local_rank", "node_rank", "world_size", "main_address")),
+        assert (
+            world.rank,
+            world.local_rank,
+            world.node_rank,
+            world.world_size,
+            world.main_address,
+            world.main_port,
+        ) == (
+            *(
+                theirs[key]
+                for key in ("global_rank", "local_rank", "node_rank", "world_size", "main_address")
+            ),
             0 if free_port else theirs["main_port"],
         )
 
@@ -96,15 +121,35 @@ LAUNCHED = {
     # mpirun in a SLURM job, whose variables say that this is the first of two tasks.
     "openmpi in slurm": ({**SRUN, **OPEN_MPI, **MEET}, None, (5, 1, 1, 8, 4, "h0", 77)),
     # `srun --mpi=pmi2` sets PMI's global variables.
-    "slurm with pmi": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, None, (5, 1, 1, 8, 4, "gpu07", 18456)),
+    "slurm with pmi": (
+        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"},
+        None,
+        (5, 1, 1, 8, 4, "gpu07", 18456),
+    ),
     "torchrun in openmpi": ({**OPEN_MPI, **TORCHRUN}, None, (1, 1, 0, 4, 4, "127.0.0.1", 29500)),
     "kubeflow": (POD, None, (1, 0, 1, 2, 1, "h0", 77)),
-    "variables in a pod": ({**BY_HAND, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None, (5, 1, 1, 8, 4, "h0", 1)),
+    "variables in a pod": (
+        {**BY_HAND, "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        None,
+        (5, 1, 1, 8, 4, "h0", 1),
+    ),
     "subprocess": (POPEN, TWO_BY_TWO, (3, 1, 1, 4, 2, "h0", 77)),
     # After a first Trainer: Lightning deletes WORLD_SIZE and leaves the others.
-    "subprocess again": ({k: v for k, v in POPEN.items() if k != "WORLD_SIZE"}, TWO_BY_TWO, (3, 1, 1, 4, 2, "h0", 77)),
-    "spawn": ({"LOCAL_RANK": "1", "MASTER_PORT": "77"}, Request(2, start_method="spawn"), (1, 1, 0, 2, 2, "127.0.0.1", 77)),
-    "notebook": ({"LOCAL_RANK": "1", "MASTER_PORT": "77"}, Request(2, start_method="fork"), (1, 1, 0, 2, 2, "127.0.0.1", 77)),
+    "subprocess again": (
+        {k: v for k, v in POPEN.items() if k != "WORLD_SIZE"},
+        TWO_BY_TWO,
+        (3, 1, 1, 4, 2, "h0", 77),
+    ),
+    "spawn": (
+        {"LOCAL_RANK": "1", "MASTER_PORT": "77"},
+        Request(2, start_method="spawn"),
+        (1, 1, 0, 2, 2, "127.0.0.1", 77),
+    ),
+    "notebook": (
+        {"LOCAL_RANK": "1", "MASTER_PORT": "77"},
+        Request(2, start_method="fork"),
+        (1, 1, 0, 2, 2, "127.0.0.1", 77),
+    ),
     "notebook alone": ({}, Request(interactive=True), (0, 0, 0, 1, 1, "127.0.0.1", 0)),
     "single": ({}, Request(), (0, 0, 0, 1, 1, "127.0.0.1", 0)),
 }
@@ -114,7 +159,9 @@ LAUNCHED = {
 def test_a_launcher(name):
     environ, request, expected = LAUNCHED[name]
     world = detect(environ, Devices("cuda", 8, "nccl"), request)
-    launcher = {"torchrun in openmpi": "torchrun", "variables in a pod": "variables"}.get(name, name.split()[0])
+    launcher = {"torchrun in openmpi": "torchrun", "variables in a pod": "variables"}.get(
+        name, name.split()[0]
+    )
     assert (world.launcher, *record(world)) == (launcher, *expected)
     assert (world.device_type, world.backend) == ("cuda", "nccl")
     assert {item for item, _ in world.why} == set(FIELDS) | {"launcher", "device_type", "backend"}
@@ -127,11 +174,27 @@ def test_every_rank_of_every_size_has_its_place():
             for rank in range(size):
                 node, place = divmod(rank, local)
                 values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": place, "LOCAL_SIZE": local}
-                world = detect({**{f"OMPI_COMM_WORLD_{k}": str(v) for k, v in values.items()}, **MEET}, Devices())
-                assert record(world) == (rank, place, node, size, local, "h0", 77) and world.num_nodes == nodes
-                slurm = {"PROCID": rank, "NTASKS": size, "LOCALID": place, "NODEID": node, "NODELIST": "n[1-9]", "STEP_ID": 0}
+                world = detect(
+                    {**{f"OMPI_COMM_WORLD_{k}": str(v) for k, v in values.items()}, **MEET},
+                    Devices(),
+                )
+                assert (
+                    record(world) == (rank, place, node, size, local, "h0", 77)
+                    and world.num_nodes == nodes
+                )
+                slurm = {
+                    "PROCID": rank,
+                    "NTASKS": size,
+                    "LOCALID": place,
+                    "NODEID": node,
+                    "NODELIST": "n[1-9]",
+                    "STEP_ID": 0,
+                }
                 slurm["TASKS_PER_NODE"] = f"{local}(x{nodes})" if nodes > 1 else local
-                assert detect({f"SLURM_{k}": str(v) for k, v in slurm.items()}, Devices()).node_rank == node
+                assert (
+                    detect({f"SLURM_{k}": str(v) for k, v in slurm.items()}, Devices()).node_rank
+                    == node
+                )
                 seen.add((world.node_rank, world.local_rank))
             assert len(seen) == size
 
@@ -147,7 +210,9 @@ def test_the_record_is_read_only_and_needs_nothing_else():
     world = detect(TORCHRUN, Devices())
     with pytest.raises(FrozenInstanceError):
         world.rank = 0
-    assert world == detect(dict(TORCHRUN), Devices()) and hash(world) == hash(detect(TORCHRUN, Devices()))
+    assert world == detect(dict(TORCHRUN), Devices()) and hash(world) == hash(
+        detect(TORCHRUN, Devices())
+    )
 
 
 def without(environ, *names):
@@ -155,14 +220,32 @@ def without(environ, *names):
 
 
 REFUSED = {
-    "rank without world size": ({"RANK": "1"}, ["its world size is unknown: WORLD_SIZE is not set", "RANK=1"]),
-    "world size without rank": ({"WORLD_SIZE": "4", **MEET}, ["its rank is unknown: RANK is not set", "MASTER_ADDR=h0"]),
-    "no local rank": (without(BY_HAND, "LOCAL_RANK"), ["its local rank is unknown: LOCAL_RANK is not set"]),
+    "rank without world size": (
+        {"RANK": "1"},
+        ["its world size is unknown: WORLD_SIZE is not set", "RANK=1"],
+    ),
+    "world size without rank": (
+        {"WORLD_SIZE": "4", **MEET},
+        ["its rank is unknown: RANK is not set", "MASTER_ADDR=h0"],
+    ),
+    "no local rank": (
+        without(BY_HAND, "LOCAL_RANK"),
+        ["its local rank is unknown: LOCAL_RANK is not set"],
+    ),
     "no local size": (without(BY_HAND, "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE is not set"]),
     "not a number": ({**TORCHRUN, "RANK": "one"}, ["RANK='one' is not a whole number"]),
-    "rank too large": ({**TORCHRUN, "RANK": "4"}, ["rank 4 (RANK=4)", "world_size 4 (WORLD_SIZE=4)", "unset it where"]),
-    "negative rank": ({**TORCHRUN, "RANK": "-1"}, ["rank -1 (RANK=-1)", "numbered from 0", "Correct the variable"]),
-    "no ranks": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, ["rank 0 (RANK=0) is none of the world_size 0 (WORLD_SIZE=0)"]),
+    "rank too large": (
+        {**TORCHRUN, "RANK": "4"},
+        ["rank 4 (RANK=4)", "world_size 4 (WORLD_SIZE=4)", "unset it where"],
+    ),
+    "negative rank": (
+        {**TORCHRUN, "RANK": "-1"},
+        ["rank -1 (RANK=-1)", "numbered from 0", "Correct the variable"],
+    ),
+    "no ranks": (
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"},
+        ["rank 0 (RANK=0) is none of the world_size 0 (WORLD_SIZE=0)"],
+    ),
     "nobody on the node": (
         {**OPEN_MPI, **MEET, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"},
         ["OMPI_COMM_WORLD_LOCAL_SIZE=0 is no number of processes", "Correct or unset"],
@@ -171,16 +254,28 @@ REFUSED = {
         {**without(BY_HAND, "GROUP_RANK", "NODE_RANK"), "LOCAL_WORLD_SIZE": "0"},
         ["LOCAL_WORLD_SIZE=0 is no number of processes"],
     ),
-    "local rank too large": ({**TORCHRUN, "LOCAL_RANK": "4"}, ["local_rank 4 (LOCAL_RANK=4)", "(LOCAL_WORLD_SIZE=4)"]),
+    "local rank too large": (
+        {**TORCHRUN, "LOCAL_RANK": "4"},
+        ["local_rank 4 (LOCAL_RANK=4)", "(LOCAL_WORLD_SIZE=4)"],
+    ),
     "node larger than world": (
         {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
         ["8 processes (LOCAL_WORLD_SIZE=8)", "4 in all (WORLD_SIZE=4)"],
     ),
     "not a port": ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not a port"]),
-    "WORLD_SIZE against SLURM": ({**SRUN, "WORLD_SIZE": "4"}, ["WORLD_SIZE=4 contradicts SLURM_NTASKS=8", "Unset WORLD_SIZE"]),
+    "WORLD_SIZE against SLURM": (
+        {**SRUN, "WORLD_SIZE": "4"},
+        ["WORLD_SIZE=4 contradicts SLURM_NTASKS=8", "Unset WORLD_SIZE"],
+    ),
     "RANK against SLURM": ({**SRUN, "RANK": "0"}, ["RANK=0 contradicts SLURM_PROCID=5 of slurm"]),
-    "RANK against Open MPI": ({**OPEN_MPI, **MEET, "RANK": "0"}, ["RANK=0 contradicts OMPI_COMM_WORLD_RANK=5"]),
-    "LOCAL_RANK in the image": ({**OPEN_MPI, **MEET, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0 contradicts"]),
+    "RANK against Open MPI": (
+        {**OPEN_MPI, **MEET, "RANK": "0"},
+        ["RANK=0 contradicts OMPI_COMM_WORLD_RANK=5"],
+    ),
+    "LOCAL_RANK in the image": (
+        {**OPEN_MPI, **MEET, "LOCAL_RANK": "0"},
+        ["LOCAL_RANK=0 contradicts"],
+    ),
     "SLURM against itself": (
         {**SRUN, "SLURM_NTASKS": "6"},
         ["SLURM_NTASKS=6 is not SLURM_NTASKS_PER_NODE=4 times SLURM_NNODES=2"],
@@ -189,8 +284,14 @@ REFUSED = {
         {**without(SRUN, "SLURM_STEP_ID"), "SLURM_PROCID": "0"},
         ["not started by srun", "wait for 7 processes", "`srun`"],
     ),
-    "nowhere to meet": (OPEN_MPI, ["8 processes on several nodes", "MASTER_ADDR is not set", "mpirun -x MASTER_ADDR"]),
-    "ranks dealt round": ({**OPEN_MPI, **MEET, "OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2", "node by node"]),
+    "nowhere to meet": (
+        OPEN_MPI,
+        ["8 processes on several nodes", "MASTER_ADDR is not set", "mpirun -x MASTER_ADDR"],
+    ),
+    "ranks dealt round": (
+        {**OPEN_MPI, **MEET, "OMPI_COMM_WORLD_RANK": "2"},
+        ["OMPI_COMM_WORLD_RANK=2", "node by node"],
+    ),
 }
 
 
@@ -203,8 +304,16 @@ def test_what_contradicts_itself_is_an_error_that_names_the_variables(name):
 
 
 REFUSED_BY_TRAINER = {
-    "fewer devices": (TORCHRUN, Request(2), ["torchrun started 4 processes (WORLD_SIZE=4)", "Trainer(devices=4, num_nodes=1)"]),
-    "fewer nodes": (SRUN, Request(4), ["slurm started 8 processes (SLURM_NTASKS=8)", "Trainer(devices=4, num_nodes=2)"]),
+    "fewer devices": (
+        TORCHRUN,
+        Request(2),
+        ["torchrun started 4 processes (WORLD_SIZE=4)", "Trainer(devices=4, num_nodes=1)"],
+    ),
+    "fewer nodes": (
+        SRUN,
+        Request(4),
+        ["slurm started 8 processes (SLURM_NTASKS=8)", "Trainer(devices=4, num_nodes=2)"],
+    ),
     "more than the pod's": (
         POD,
         Request(4, 2),
@@ -238,8 +347,9 @@ def test_torchrun_decides_how_many_nodes_there_are():
 
 
 def test_two_processes_never_share_a_device():
-    assert "4 processes on this node (LOCAL_WORLD_SIZE=4), but this one sees 2 cuda device(s)" in refusal(
-        TORCHRUN, Devices("cuda", 2, "nccl")
+    assert (
+        "4 processes on this node (LOCAL_WORLD_SIZE=4), but this one sees 2 cuda device(s)"
+        in refusal(TORCHRUN, Devices("cuda", 2, "nccl"))
     )
     assert detect(TORCHRUN, Devices("cpu", 1)).local_world_size == 4  # CPUs are shared
 
@@ -247,7 +357,10 @@ def test_two_processes_never_share_a_device():
 def test_slurm():
     suffix = {**VECTORS["slurm nodelist with suffix"]["env"], "SLURM_STEP_ID": "0"}
     assert record(detect(suffix, Devices())) == (0, 0, 0, 2, 2, "a-3-x", 18456)
-    uneven = {**without(SRUN, "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"), "SLURM_TASKS_PER_NODE": "5,3"}
+    uneven = {
+        **without(SRUN, "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
+        "SLURM_TASKS_PER_NODE": "5,3",
+    }
     assert detect(uneven, Devices()).local_world_size == 3
     # Variables that a script exported for torch, and that say the same.
     same = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEET}
@@ -277,4 +390,6 @@ def test_tasks_per_node_of_slurm():
 
 def test_a_kind_of_device_is_all_that_devices_change():
     cpu = detect(TORCHRUN, Devices())
-    assert replace(cpu, device_type="xpu", backend="xccl") == detect(TORCHRUN, Devices("xpu", 4, "xccl"))
+    assert replace(cpu, device_type="xpu", backend="xccl") == detect(
+        TORCHRUN, Devices("xpu", 4, "xccl")
+    )

@@ -10,9 +10,9 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_zero3.strategies import garbage
-from lightning_zero3.strategies.frames import read_frames
-from lightning_zero3.strategies.garbage import without_collection
+from lightning_zero3.strategies.support import gc_pause
+from lightning_zero3.strategies.support.gc_pause import without_collection
+from lightning_zero3.strategies.support.thread_stacks import read_frames
 
 DEPTH = 50
 
@@ -38,7 +38,9 @@ def deep():
 
 @pytest.fixture
 def collections():
-    """Which collections began, where each new object begins one. They are counted as long as the test runs."""
+    """Which collections began, where each new object begins one. They are counted as long as the
+    test runs.
+    """
     threshold, began = gc.get_threshold(), []
 
     def count(phase: str, info: dict) -> None:
@@ -82,7 +84,9 @@ def test_the_callers_own_frames_are_whole():
 
 
 def test_nothing_of_what_was_read_is_kept(collections):
-    """By cycles of frames, of which a thread that asks ten times a second would make as many. Since CPython 3.12 some do."""
+    """By cycles of frames, of which a thread that asks ten times a second would make as many. Since
+    CPython 3.12 some do.
+    """
 
     class Activation:
         pass
@@ -132,7 +136,7 @@ def test_a_signals_handler_may_come_anywhere(collections, collects):
 
     def trace(frame, event, arg):
         nonlocal places
-        if frame.f_code.co_filename != garbage.__file__:
+        if frame.f_code.co_filename != gc_pause.__file__:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -174,10 +178,11 @@ def test_a_forked_process_collects_garbage():
     assert gc.isenabled()
 
 
-# The finalizers give the interpreter's lock away, and the other thread takes the lock of the list of threads all the time.
+# The finalizers give the interpreter's lock away, and the other thread takes the lock of the list
+# of threads all the time.
 PROGRAM = dedent("""
     import gc, random, threading, time
-    from lightning_zero3.strategies.frames import read_frames
+    from lightning_zero3.strategies.support.thread_stacks import read_frames
 
     class Cycle:
         def __init__(self):
@@ -208,5 +213,7 @@ PROGRAM = dedent("""
 
 
 def test_frames_can_be_listed_while_threads_start_and_garbage_is_collected():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "to the end\n", done.stderr

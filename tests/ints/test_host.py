@@ -5,13 +5,15 @@ import os
 import pytest
 import torch
 
-from lightning_zero3.strategies import host
-from lightning_zero3.strategies.world import Devices
+from lightning_zero3.strategies.launch import host
+from lightning_zero3.strategies.launch.world import Devices
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """Two NUMA nodes of four CPUs each; a GPU on the second, another of which the firmware says nothing."""
+    """Two NUMA nodes of four CPUs each; a GPU on the second, another of which the firmware says
+    nothing.
+    """
     for node, cpus in enumerate(["0-1,4-5\n", "2-3,6-7\n"]):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -39,9 +41,11 @@ def test_a_gpu_has_the_cpus_of_its_node(machine):
 def test_only_an_unbound_process_is_bound():
     everything, near = set(range(8)), {2, 3, 6, 7}
     assert host.choose_cpus(everything, everything, near) == near
-    assert host.choose_cpus({0, 1}, everything, near) is None  # a launcher has bound it, far from its GPU even
+    # a launcher has bound it, far from its GPU even
+    assert host.choose_cpus({0, 1}, everything, near) is None
     assert host.choose_cpus(everything, everything, set()) is None
-    assert host.choose_cpus(everything, everything, everything) is None  # one node: nothing to choose
+    # one node: nothing to choose
+    assert host.choose_cpus(everything, everything, everything) is None
     assert host.choose_cpus(everything, everything, {8, 9}) is None
 
 

@@ -19,9 +19,15 @@ WORLD_SIZES = range(1, 17)
 
 
 def chunks():
-    """Sizes around every border, and random ones; groups are runs of neighbours, and may be any numbers."""
+    """Sizes around every border, and random ones; groups are runs of neighbours, and may be any
+    numbers.
+    """
     cases = [([n], [0]) for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65)]
-    cases += [([a, b], [g, h]) for a, b in product((1, 3, 4, 16, 17), repeat=2) for g, h in ((0, 0), (0, 1), (5, 2))]
+    cases += [
+        ([a, b], [g, h])
+        for a, b in product((1, 3, 4, 16, 17), repeat=2)
+        for g, h in ((0, 0), (0, 1), (5, 2))
+    ]
     generator = random.Random(0)
     for _ in range(60):
         numels = [generator.randint(1, 100) for _ in range(generator.randint(1, 8))]
@@ -32,7 +38,9 @@ def chunks():
 
 def test_round_up():
     for value, multiple in product(range(40), range(1, 9)):
-        assert round_up(value, multiple) == min(x for x in range(value, value + multiple) if x % multiple == 0)
+        assert round_up(value, multiple) == min(
+            x for x in range(value, value + multiple) if x % multiple == 0
+        )
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16, 32])
@@ -41,7 +49,8 @@ def test_chunk(world_size, itemsize):
     align = max(ALIGN_BYTES // itemsize, 1)
     for numels, groups in chunks():
         layout = ChunkLayout.build(numels, groups, world_size, itemsize)
-        # Who has each element of the chunk, said three times: by the offsets, the gaps and the spans.
+        # Who has each element of the chunk, said three times: by the offsets, the gaps and the
+        # spans.
         owner = [None] * layout.numel
         for index, (offset, numel) in enumerate(zip(layout.offsets, numels, strict=True)):
             assert offset % align == 0
@@ -53,7 +62,8 @@ def test_chunk(world_size, itemsize):
         assert [k for start, stop in layout.gaps() for k in range(start, stop)] == free
         assert layout.numel == layout.shard_numel * world_size and layout.shard_numel % align == 0
         assert layout.shard_numel >= align, "a rank has nothing"
-        # The padding: less than an aligned element behind each parameter, and one more for each rank.
+        # The padding: less than an aligned element behind each parameter, and one more for each
+        # rank.
         assert len(free) < align * (len(numels) + world_size)
         for rank in range(world_size):
             check_rank(layout, numels, groups, rank, owner)
@@ -72,7 +82,8 @@ def check_rank(layout, numels, groups, rank, owner):
         for k in expected:
             held[k] = (index, span.start + k - span.shard_start)
             assert layout.offsets[index] + held[k][1] == low + k
-    # Pieces cover the shard without holes, in order; every element is in the piece of its parameter's group.
+    # Pieces cover the shard without holes, in order; every element is in the piece of its
+    # parameter's group.
     pieces = layout.pieces(rank)
     assert [k for elements in pieces.values() for k in elements] == [*range(layout.shard_numel)]
     for group, elements in pieces.items():
@@ -88,10 +99,15 @@ def test_real_sizes_waste_below_a_thousandth(world_size):
 
 
 def test_chunk_by_hand():
-    # fp32: four elements are 16 bytes. Parameters of 5, 2 and 6 elements; the last two are of another group.
+    # fp32: four elements are 16 bytes. Parameters of 5, 2 and 6 elements; the last two are of
+    # another group.
     layout = ChunkLayout.build([5, 2, 6], [0, 3, 3], 2, 4)
     assert layout.offsets == (0, 8, 12)
-    assert (layout.shard_numel, layout.numel) == (12, 24)  # 18 elements in use, 9 a rank, rounded up
+    # 18 elements in use, 9 a rank, rounded up
+    assert (layout.shard_numel, layout.numel) == (
+        12,
+        24,
+    )
     assert layout.gaps() == [(5, 8), (10, 12), (18, 24)]
     assert layout.pieces(0) == {0: range(8), 3: range(8, 12)}
     assert layout.pieces(1) == {3: range(12)}
@@ -101,7 +117,13 @@ def test_chunk_by_hand():
 
 def arenas():
     generator = random.Random(1)
-    cases = [([], []), ([0, 0], [False, False]), ([1], [True]), ([1], [False]), ([300, 1, 5000], [False] * 3)]
+    cases = [
+        ([], []),
+        ([0, 0], [False, False]),
+        ([1], [True]),
+        ([1], [False]),
+        ([300, 1, 5000], [False] * 3),
+    ]
     for _ in range(200):
         count = generator.randint(1, 9)
         sizes = [generator.choice([0, 1, 255, 256, 257, 1000, 4096, 100_000]) for _ in range(count)]
@@ -114,7 +136,11 @@ def test_arena(ends):
     for sizes, apart in arenas():
         layout = ArenaLayout.build(sizes, apart, ends)
         for region, size in zip(layout.regions, sizes, strict=True):
-            assert region.start % REGION_BYTES == 0 and len(region) >= size and region.stop <= layout.nbytes
+            assert (
+                region.start % REGION_BYTES == 0
+                and len(region) >= size
+                and region.stop <= layout.nbytes
+            )
         for i, a in enumerate(layout.regions):
             for j, b in enumerate(layout.regions):
                 common = max(a.start, b.start) < min(a.stop, b.stop)
@@ -125,7 +151,9 @@ def test_arena(ends):
         own = sum(rounded[i] for i, alone in enumerate(apart) if alone)
         if ends == 2:
             for i, j in zip(shared, shared[1:], strict=False):
-                assert not overlap(layout.regions[i], layout.regions[j]), "neighbours must be alive together"
+                assert not overlap(layout.regions[i], layout.regions[j]), (
+                    "neighbours must be alive together"
+                )
             pairs = [rounded[i] + rounded[j] for i, j in zip(shared, shared[1:], strict=False)]
             area = max(pairs, default=max((rounded[i] for i in shared), default=0))
         else:
@@ -135,6 +163,7 @@ def test_arena(ends):
 
 def test_arena_by_hand():
     layout = ArenaLayout.build([256, 700, 512, 10], [False, True, False, False])
-    # Shared: 256, 512, 10 -> 256; the largest neighbours are 256 + 512 and 512 + 256. Unit 1 stands behind them.
+    # Shared: 256, 512, 10 -> 256; the largest neighbours are 256 + 512 and 512 + 256. Unit 1 stands
+    # behind them.
     assert layout.regions == (range(0, 256), range(768, 1536), range(256, 768), range(0, 256))
     assert layout.nbytes == 1536

@@ -5,7 +5,7 @@ from itertools import product
 from types import SimpleNamespace
 
 from lightning_zero3.strategies.engine.backward import Backward
-from lightning_zero3.strategies.engine.order import ForwardOrder
+from lightning_zero3.strategies.engine.forward_order import ForwardOrder
 
 
 def test_forward_learns_the_order_and_follows_changes():
@@ -32,7 +32,9 @@ def test_forward_of_a_unit_twice_in_a_row():
 
 
 def visits_to(unit, coming):
-    """What a backward visits when the gradient of an output of `unit` is there, and what is to come then, each time."""
+    """What a backward visits when the gradient of an output of `unit` is there, and what is to come
+    then, each time.
+    """
     units, visits = [SimpleNamespace(index=index) for index in range(3)], []
     passes = SimpleNamespace(active=True, coming=coming, _current=None, _units=units)
     passes._visit = lambda visited: visits.append((visited.index, [*coming][:1]))
@@ -43,7 +45,8 @@ def visits_to(unit, coming):
 def test_a_visit_that_is_not_expected_is_of_that_unit_alone():
     coming = deque([1, 0])
     assert visits_to(1, coming) == [(1, [0])] and [*coming] == [0]
-    assert visits_to(1, coming) == [(1, [0])] and [*coming] == [0]  # once more: what other ranks expect next stays
+    # once more: what other ranks expect next stays
+    assert visits_to(1, coming) == [(1, [0])] and [*coming] == [0]
 
 
 def test_visits_are_taken_one_by_one():
@@ -52,7 +55,9 @@ def test_visits_are_taken_one_by_one():
 
 
 def test_every_rank_takes_every_visit_whatever_it_skips():
-    """All tapes of 3 units and length 5, all subsets that a rank may use: each rank's visits are the tape reversed."""
+    """All tapes of 3 units and length 5, all subsets that a rank may use: each rank's visits are
+    the tape reversed.
+    """
     for tape in product(range(3), repeat=5):
         for used in product([False, True], repeat=5):
             coming, visits = deque(reversed(tape)), []

@@ -1,4 +1,6 @@
-"""Which modules share a unit: every parameter in exactly one unit, for the default, classes and functions."""
+"""Which modules share a unit: every parameter in exactly one unit, for the default, classes and
+functions.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,9 @@ POLICIES = {
     "name": ["Linear"],
     "norm and linear": [nn.modules.batchnorm._BatchNorm, "Linear", nn.Embedding],
     "all in one": lambda model: [model],
-    "children": lambda model: [[c for c in model.children()]] if not list(model.parameters(recurse=False)) else [model],
+    "children": lambda model: (
+        [[c for c in model.children()]] if not list(model.parameters(recurse=False)) else [model]
+    ),
 }
 
 
@@ -58,9 +62,12 @@ def test_every_parameter_has_one_unit(build, policy):
     owned = [name for unit in units for name in unit.parameters]
     names = [name for name, _ in model.named_parameters()]
     assert sorted(owned) == sorted(names)
-    # In definition order, alike in every process; a set of modules would be in the order of their addresses.
+    # In definition order, alike in every process; a set of modules would be in the order of their
+    # addresses.
     modules = [name for name, _ in model.named_modules()]
-    assert [unit.names[0] for unit in units] == sorted((unit.names[0] for unit in units), key=modules.index)
+    assert [unit.names[0] for unit in units] == sorted(
+        (unit.names[0] for unit in units), key=modules.index
+    )
     assert all(list(unit.parameters) == sorted(unit.parameters, key=names.index) for unit in units)
     assert len({id(p) for unit in units for p in unit.parameters.values()}) == len(owned)
     for unit in units:
@@ -68,7 +75,9 @@ def test_every_parameter_has_one_unit(build, policy):
         reachable = {id(p) for m in unit.members for p in m.parameters()}
         assert {id(p) for p in unit.parameters.values()} <= reachable, "used outside every member"
         for a in unit.members:
-            assert not any(b is not a and b in list(a.modules()) for b in unit.members), "a member contains another"
+            assert not any(b is not a and b in list(a.modules()) for b in unit.members), (
+                "a member contains another"
+            )
     for unit in units:
         inside = {m for member in unit.members for m in member.modules()} - set(unit.members)
         others = [m for other in units if other is not unit for m in other.members]
@@ -123,18 +132,57 @@ def test_nested_blocks():
     "model, policy, message",
     [
         (nn.ReLU(), None, "ReLU has no parameters"),
-        (nn.Linear(2, 2), ["Conv2d"], "unit_policy names 'Conv2d', but the model has no module of that class. It has: Linear."),
+        (
+            nn.Linear(2, 2),
+            ["Conv2d"],
+            (
+                "unit_policy names 'Conv2d', but the model has no module of that class. It has:"
+                " Linear."
+            ),
+        ),
         (nn.Linear(2, 2), [nn.Conv2d], "unit_policy names 'Conv2d'"),
-        (TinyLm(), lambda m: list(m.blocks), "The unit policy leaves parameter 'position' without a unit"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda m: [m[0]], "leaves parameter '1.weight' without a unit"),
-        (nn.Linear(2, 2), lambda m: [nn.Linear(2, 2)], "returned a Linear that is not part of the model"),
+        (
+            TinyLm(),
+            lambda m: list(m.blocks),
+            "The unit policy leaves parameter 'position' without a unit",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            lambda m: [m[0]],
+            "leaves parameter '1.weight' without a unit",
+        ),
+        (
+            nn.Linear(2, 2),
+            lambda m: [nn.Linear(2, 2)],
+            "returned a Linear that is not part of the model",
+        ),
         (nn.Linear(2, 2), lambda m: ["Linear"], "returned 'Linear' that is not part of the model"),
-        (nn.Linear(2, 2), lambda m: None, "The unit policy returned None. A policy gets the model and returns its units"),
-        (nn.Linear(2, 2), ModuleWrapPolicy({nn.Linear}), "Policies of FSDP that are asked for each module are not: give the"),
-        (nn.Linear(2, 2), size_based_auto_wrap_policy, "unit_policy cannot be called with the model alone (missing a required"),
-        (nn.Linear(2, 2), nn.Linear(2, 2), "unit_policy is a list of module classes or a function, and got a Linear"),
+        (
+            nn.Linear(2, 2),
+            lambda m: None,
+            "The unit policy returned None. A policy gets the model and returns its units",
+        ),
+        (
+            nn.Linear(2, 2),
+            ModuleWrapPolicy({nn.Linear}),
+            "Policies of FSDP that are asked for each module are not: give the",
+        ),
+        (
+            nn.Linear(2, 2),
+            size_based_auto_wrap_policy,
+            "unit_policy cannot be called with the model alone (missing a required",
+        ),
+        (
+            nn.Linear(2, 2),
+            nn.Linear(2, 2),
+            "unit_policy is a list of module classes or a function, and got a Linear",
+        ),
         (nn.Linear(2, 2), (name for name in ["Conv2d"]), "unit_policy names 'Conv2d'"),
-        (nn.Linear(2, 2), [None], "unit_policy names None, which is neither a module class nor the name of one"),
+        (
+            nn.Linear(2, 2),
+            [None],
+            "unit_policy names None, which is neither a module class nor the name of one",
+        ),
         (nn.Linear(2, 2), [nn.Linear(2, 2)], "unit_policy names a Linear, which is neither"),
     ],
 )

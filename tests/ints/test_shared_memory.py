@@ -1,4 +1,6 @@
-"""Parameters that share an element are refused; those that lie between each other's elements are not."""
+"""Parameters that share an element are refused; those that lie between each other's elements are
+not.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ def test_what_shares_no_element_is_right():
     check_memory(model(*matrix.chunk(3, dim=1)))
     check_memory(model(matrix[::2], matrix[1::2]))
     check_memory(model(matrix[0], matrix[1], torch.ones(1).expand(4)))
-    check_memory(model(matrix[0], matrix[1], matrix[2:], matrix[2:]))  # buffers may: both rest whole on every rank
+    # buffers may: both rest whole on every rank
+    check_memory(model(matrix[0], matrix[1], matrix[2:], matrix[2:]))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,11 @@ def test_what_shares_no_element_is_right():
         lambda m: (m[:, :5], m[:, 4:]),
         lambda m: (m[::2], m[3:5]),
         lambda m: (m[::2], torch.ones(1), m.view(torch.uint8)[2, 3:4]),  # one byte
-        lambda m: (m[:, :5], m[:, 8:9], m[7, 4:5]),  # the first one's last element; another one begins in between
+        lambda m: (
+            m[:, :5],
+            m[:, 8:9],
+            m[7, 4:5],
+        ),  # the first one's last element; another one begins in between
         lambda m: (m[:1, :1].expand(3, 3), torch.ones(1), m[0]),
     ],
 )

@@ -7,19 +7,23 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_zero3.strategies import optimizers
-from lightning_zero3.strategies.optimizers import Stepping, Tried, stepping
+from lightning_zero3.strategies.optimizers import classify
+from lightning_zero3.strategies.optimizers.classify import Stepping, Tried, stepping
 
 
 class InBlocks(torch.optim.SGD):
-    """Rounds large gradients in blocks, as optimizers with 8-bit state do; small ones not at all."""
+    """Rounds large gradients in blocks, as optimizers with 8-bit state do; small ones not at
+    all.
+    """
 
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.numel() > 4096:
                     blocks = p.grad.flatten().split(256)
-                    p.grad = torch.cat([(b / b.abs().max() * 127).round() for b in blocks]).view_as(p)
+                    p.grad = torch.cat([(b / b.abs().max() * 127).round() for b in blocks]).view_as(
+                        p
+                    )
         return super().step(closure)
 
 
@@ -38,13 +42,19 @@ class ByOption(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
-            for p in group["params"] if group.get("trust") and group["steps"] > group.get("start", 0) else ():
+            for p in (
+                group["params"]
+                if group.get("trust") and group["steps"] > group.get("start", 0)
+                else ()
+            ):
                 p.grad = p.grad / p.grad.norm()
         return super().step(closure)
 
 
 class ByAngle(torch.optim.SGD):
-    """Treats matrices otherwise where their gradient is almost orthogonal to them, which numbers at random never are."""
+    """Treats matrices otherwise where their gradient is almost orthogonal to them, which numbers at
+    random never are.
+    """
 
     def project(self, p):
         return len(p.shape) > 1 and (p * p.grad).sum().abs() < 1e-6 * p.norm() * p.grad.norm()
@@ -71,8 +81,13 @@ class OfItsShape(torch.optim.SGD):
 
 
 TENSORS = {torch.optim.Adafactor, torch.optim.Muon, InBlocks, ByAngle, ByAngleOfData}
-REFUSED = {torch.optim.SparseAdam: "could not be tried", ByGlobalNorm: "combines several parameters"}
-OF_TORCH = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer}
+REFUSED = {
+    torch.optim.SparseAdam: "could not be tried",
+    ByGlobalNorm: "combines several parameters",
+}
+OF_TORCH = {
+    c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer
+}
 
 
 CPU = torch.device("cpu")
@@ -82,9 +97,17 @@ def make(cls):
     return cls(nn.Linear(3, 3, bias=False).parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("cls", sorted((OF_TORCH | TENSORS | {OfItsShape}) - REFUSED.keys(), key=lambda c: c.__name__))
+@pytest.mark.parametrize(
+    "cls", sorted((OF_TORCH | TENSORS | {OfItsShape}) - REFUSED.keys(), key=lambda c: c.__name__)
+)
 def test_what_it_must_see(cls):
-    expected = Stepping.MODEL if cls is torch.optim.LBFGS else Stepping.TENSORS if cls in TENSORS else Stepping.ELEMENTS
+    expected = (
+        Stepping.MODEL
+        if cls is torch.optim.LBFGS
+        else Stepping.TENSORS
+        if cls in TENSORS
+        else Stepping.ELEMENTS
+    )
     assert stepping(make(cls), CPU) is expected
 
 
@@ -105,8 +128,14 @@ def test_it_is_tried_with_the_options_of_its_groups_and_past_their_steps(options
 
 @pytest.mark.parametrize("lr", [0.0, 1e-9, 1e-6, torch.tensor(1e-6)])
 def test_a_warm_up_from_next_to_nothing_shows_nothing_at_first(lr):
-    assert stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=lr, foreach=False), CPU) is Stepping.ELEMENTS
-    assert stepping(ByOption([{"params": nn.Linear(3, 3).parameters(), "trust": True}], lr=lr), CPU) is Stepping.TENSORS
+    assert (
+        stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=lr, foreach=False), CPU)
+        is Stepping.ELEMENTS
+    )
+    assert (
+        stepping(ByOption([{"params": nn.Linear(3, 3).parameters(), "trust": True}], lr=lr), CPU)
+        is Stepping.TENSORS
+    )
 
 
 class ByAttribute(torch.optim.SGD):
@@ -155,7 +184,11 @@ def test_it_is_tried_on_the_device_of_the_shards(monkeypatch):
     with pytest.raises(ValueError, match="could not be tried on small tensors.*capturable"):
         stepping(optimizer, CPU)
     # As on a GPU, which torch does not look for in tensors of the host.
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *args, **kwargs: ["cpu"])
+    monkeypatch.setattr(
+        sys.modules["torch.optim.adam"],
+        "_get_capturable_supported_devices",
+        lambda *args, **kwargs: ["cpu"],
+    )
     assert stepping(optimizer, CPU) is Stepping.ELEMENTS
     torch.set_default_device("meta")  # a user's, for a large model
     try:
@@ -182,14 +215,22 @@ class Rule(torch.optim.SGD):
 
 
 RARE = {  # rules of a moment that no trial has
-    "a gradient that is not finite": lambda p, grad, group: grad if torch.isfinite(grad).all() else grad * 0,
+    "a gradient that is not finite": lambda p, grad, group: (
+        grad if torch.isfinite(grad).all() else grad * 0
+    ),
     "a large norm": lambda p, grad, group: grad * (1e6 / (grad.norm() + 1e-6)).clamp(max=1),
-    "a large norm, by a function": lambda p, grad, group: grad * (1e6 / (torch.linalg.norm(grad) + 1e-6)).clamp(max=1),
-    "a large norm, of a list": lambda p, grad, group: grad * (1e6 / (torch._foreach_norm([grad])[0] + 1e-6)).clamp(max=1),
+    "a large norm, by a function": lambda p, grad, group: (
+        grad * (1e6 / (torch.linalg.norm(grad) + 1e-6)).clamp(max=1)
+    ),
+    "a large norm, of a list": lambda p, grad, group: (
+        grad * (1e6 / (torch._foreach_norm([grad])[0] + 1e-6)).clamp(max=1)
+    ),
     "a large norm, computed before in a list": lambda p, grad, group: (
         grad * (1e6 / (torch._foreach_mul([grad], 2.0)[0].norm() + 1e-6)).clamp(max=1)
     ),
-    "a large norm, of a product with a number": lambda p, grad, group: grad if (torch.tensor(2.0) * grad).norm() < 1e6 else p,
+    "a large norm, of a product with a number": lambda p, grad, group: (
+        grad if (torch.tensor(2.0) * grad).norm() < 1e6 else p
+    ),
     "a large norm, flattened": lambda p, grad, group: grad if grad.flatten().norm() < 1e6 else p,
     "a large maximum": lambda p, grad, group: grad if grad.abs().max() < 1e6 else grad * 0,
     "few elements": lambda p, grad, group: grad.sign() if p.numel() < 3 else grad,
@@ -198,12 +239,16 @@ RARE = {  # rules of a moment that no trial has
     "strides": lambda p, grad, group: grad.sign() if p.stride() == (5,) else grad,
     "an attribute": lambda p, grad, group: grad * 0 if getattr(p, "_frozen", False) else grad,
     "another tensor's values": lambda p, grad, group: grad.sign() if torch.equal(p, grad) else grad,
-    "a norm in one of two groups, at numbers of the group": lambda p, grad, group: grad / max(grad.norm() / group["lr"], 1e9),
+    "a norm in one of two groups, at numbers of the group": lambda p, grad, group: (
+        grad / max(grad.norm() / group["lr"], 1e9)
+    ),
 }
 OF_ELEMENTS = {
     "signs": lambda p, grad, group: grad.sign() * p.abs().clamp(min=0.1),
     "lists": lambda p, grad, group: torch._foreach_add(torch._foreach_mul([grad], 2.0), [p])[0],
-    "a number first": lambda p, grad, group: torch.where(2.0 * grad > 1, grad, torch.zeros_like(grad)),
+    "a number first": lambda p, grad, group: torch.where(
+        2.0 * grad > 1, grad, torch.zeros_like(grad)
+    ),
     "a new tensor": lambda p, grad, group: grad + grad.new_zeros(()) + torch.empty_like(p).fill_(0),
     "questions about types": lambda p, grad, group: (
         grad if p.is_complex() or grad.is_sparse or not p.is_contiguous() else grad * 2
@@ -218,7 +263,9 @@ def test_what_asks_for_more_than_elements_needs_whole_tensors(name):
 
 
 class WithClosure(torch.optim.SGD):
-    """Moves the weights, evaluates again, and steps from where they were; without a closure it is SGD."""
+    """Moves the weights, evaluates again, and steps from where they were; without a closure it is
+    SGD.
+    """
 
     def __init__(self, params, lr, move):
         super().__init__(params, lr=lr)
@@ -256,7 +303,10 @@ def by_loss(parameters, loss):
 
 
 def test_it_is_tried_with_closures():
-    assert stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, extragradient), CPU) is Stepping.ELEMENTS
+    assert (
+        stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, extragradient), CPU)
+        is Stepping.ELEMENTS
+    )
     for move in (sharpness_aware, by_loss):
         with pytest.raises(ValueError, match="combines several parameters"):
             stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, move), CPU)
@@ -275,7 +325,9 @@ class Keeps(torch.optim.SGD):
         return grad
 
     def by_norm(self, grad):
-        assert self.param_groups[0]["params"][0].shape != (3, 3), "the method of the optimizer itself"
+        assert self.param_groups[0]["params"][0].shape != (3, 3), (
+            "the method of the optimizer itself"
+        )
         return grad / grad.norm()
 
     def step(self, closure=None):
@@ -286,9 +338,15 @@ class Keeps(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [({}, Stepping.ELEMENTS), ({"picked": True}, Stepping.TENSORS), ({"normalise": True}, Stepping.TENSORS)],
+    [
+        ({}, Stepping.ELEMENTS),
+        ({"picked": True}, Stepping.TENSORS),
+        ({"normalise": True}, Stepping.TENSORS),
+    ],
 )
-def test_it_is_tried_with_methods_and_dicts_that_it_keeps_and_with_required_arguments(config, expected):
+def test_it_is_tried_with_methods_and_dicts_that_it_keeps_and_with_required_arguments(
+    config, expected
+):
     assert stepping(Keeps(nn.Linear(3, 3).parameters(), 0.1, 100, **config), CPU) is expected
 
 
@@ -307,9 +365,14 @@ class OnlyGroups(torch.optim.Optimizer):
                 p -= group["lr"] * (p.grad / p.grad.norm() if group["normalise"] else p.grad)
 
 
-@pytest.mark.parametrize(("normalise", "expected"), [(False, Stepping.ELEMENTS), (True, Stepping.TENSORS)])
+@pytest.mark.parametrize(
+    ("normalise", "expected"), [(False, Stepping.ELEMENTS), (True, Stepping.TENSORS)]
+)
 def test_it_is_made_again_from_groups(normalise, expected):
-    groups = [{"params": list(nn.Linear(3, 3).parameters()), "lr": 0.1, "normalise": on} for on in (False, normalise)]
+    groups = [
+        {"params": list(nn.Linear(3, 3).parameters()), "lr": 0.1, "normalise": on}
+        for on in (False, normalise)
+    ]
     assert stepping(OnlyGroups(groups), CPU) is expected
 
 
@@ -322,7 +385,10 @@ class Late(torch.optim.SGD):
 
 
 def test_an_optimizer_may_begin_late():
-    assert stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=20.5), CPU) is Stepping.ELEMENTS
+    assert (
+        stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=20.5), CPU)
+        is Stepping.ELEMENTS
+    )
     with pytest.raises(ValueError, match="Late made no update of small tensors in 200 steps"):
         stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=1e9), CPU)
 
@@ -351,7 +417,9 @@ class InState(torch.optim.SGD):
 @pytest.mark.parametrize("kind", InState.kinds)
 def test_state_that_shards_cannot_be_cut_from_needs_whole_tensors(kind):
     optimizer = InState(nn.Linear(3, 3).parameters(), 0.1, kind)
-    assert stepping(optimizer, CPU) is (Stepping.ELEMENTS if kind in ("a tensor", "a number") else Stepping.TENSORS)
+    assert stepping(optimizer, CPU) is (
+        Stepping.ELEMENTS if kind in ("a tensor", "a number") else Stepping.TENSORS
+    )
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -387,7 +455,11 @@ def test_a_trial_leaves_the_optimizer_and_the_hooks_of_all_optimizers_alone():
     handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
     try:
         assert stepping(optimizer, CPU) is Stepping.ELEMENTS
-        assert (seen, optimizer.param_groups[0]["buffer"], optimizer.param_groups[0]["table"]) == ([], [[None, 0]], {"rate": 1})
+        assert (seen, optimizer.param_groups[0]["buffer"], optimizer.param_groups[0]["table"]) == (
+            [],
+            [[None, 0]],
+            {"rate": 1},
+        )
         torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
         assert seen == [1]
     finally:
@@ -398,14 +470,18 @@ def test_options_that_turn_a_rule_on_later_are_tried_then(monkeypatch):
     tried = Tried(ByOption(nn.Linear(3, 3).parameters(), lr=0.1), CPU)
     group = tried.optimizer.param_groups[0]
     trials = []
-    find_out = optimizers._find_out
-    monkeypatch.setattr(optimizers, "_find_out", lambda *args: trials.append(args) or find_out(*args))
+    find_out = classify._find_out
+    monkeypatch.setattr(classify, "_find_out", lambda *args: trials.append(args) or find_out(*args))
     for step in range(5):
         group["lr"], group["steps"], group["weight_decay"] = 0.1 / (step + 1), step, 0.1 * step
         tried.follow()
-    assert len(trials) == 2  # for numbers that were not there or 0; that they change in every step turns nothing on
+    # for numbers that were not there or 0; that they change in every step turns nothing on
+    assert len(trials) == 2
     group["trust"] = True
-    with pytest.raises(ValueError, match=r"ByOption steps on shards.* group 0 has trust=True, with which it looks at whole"):
+    with pytest.raises(
+        ValueError,
+        match=r"ByOption steps on shards.* group 0 has trust=True, with which it looks at whole",
+    ):
         tried.follow()
     del group["trust"]
     tried.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "trust": True})
@@ -414,7 +490,10 @@ def test_options_that_turn_a_rule_on_later_are_tried_then(monkeypatch):
 
 
 def test_options_may_change_where_it_steps_on_whole_tensors():
-    groups = [{"params": nn.Linear(3, 3).parameters()}, {"params": nn.Linear(3, 3).parameters(), "trust": True}]
+    groups = [
+        {"params": nn.Linear(3, 3).parameters()},
+        {"params": nn.Linear(3, 3).parameters(), "trust": True},
+    ]
     tried = Tried(ByOption(groups, lr=0.1), CPU)
     tried.optimizer.param_groups[0]["trust"] = True
     tried.follow()
@@ -430,8 +509,12 @@ class PerDimension(torch.optim.SGD):
         for p in [p for group in self.param_groups for p in group["params"]]:
             for dim in range(p.dim()):
                 assert p.size(dim) < 100, "tried with what is large"
-                matrix = torch.eye(p.size(dim)) + torch.tensordot(p.grad, p.grad, [[d for d in range(p.dim()) if d != dim]] * 2)
-                p.grad = torch.tensordot(torch.linalg.inv(matrix), p.grad.movedim(dim, 0), 1).movedim(0, dim)
+                matrix = torch.eye(p.size(dim)) + torch.tensordot(
+                    p.grad, p.grad, [[d for d in range(p.dim()) if d != dim]] * 2
+                )
+                p.grad = torch.tensordot(
+                    torch.linalg.inv(matrix), p.grad.movedim(dim, 0), 1
+                ).movedim(0, dim)
         super().step()
         return loss
 
@@ -470,9 +553,15 @@ class ClipsItself(SkipsSpikes):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bound": float("inf")}, {"warmup": 20}, {"warmup": 150}, {"bound": 1e8, "warmup": 60}]
+    "options",
+    [{}, {"bound": float("inf")}, {"warmup": 20}, {"warmup": 150}, {"bound": 1e8, "warmup": 60}],
 )
 def test_it_is_tried_with_gradients_that_are_large_or_not_finite(options):
-    with pytest.raises(ValueError, match="combines several parameters.*skips when any gradient is large or not finite"):
+    with pytest.raises(
+        ValueError,
+        match="combines several parameters.*skips when any gradient is large or not finite",
+    ):
         stepping(SkipsSpikes(nn.Linear(3, 3).parameters(), 0.1, **options), CPU)
-    assert stepping(ClipsItself(nn.Linear(3, 3).parameters(), 0.1, **options), CPU) is Stepping.TENSORS
+    assert (
+        stepping(ClipsItself(nn.Linear(3, 3).parameters(), 0.1, **options), CPU) is Stepping.TENSORS
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints on disk: whatever moment a process dies at, a whole one is found and a broken one is named."""
+"""Checkpoints on disk: whatever moment a process dies at, a whole one is found and a broken one is
+named.
+"""
 
 import errno
 import os
@@ -7,8 +9,14 @@ from functools import partial
 import pytest
 
 from lightning_zero3.strategies.checkpoints import storage
-from lightning_zero3.strategies.checkpoints.errors import CheckpointError
-from lightning_zero3.strategies.checkpoints.manifest import MANIFEST, Manifest, changed, damage, measure
+from lightning_zero3.strategies.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    changed,
+    damage,
+    measure,
+)
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 
 class Died(BaseException):
@@ -35,7 +43,8 @@ def write(path, step, world_size=2):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a test needs no protection from power cuts
+    # a test needs no protection from power cuts
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def kill_at(monkeypatch, number):
@@ -75,7 +84,8 @@ def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name, c
         found = storage.last_complete(folder)
         assert found is not None and damage(found) is None and changed(found, 0, 1) is None
         assert Manifest.read(found).global_step in (1, 2)
-        visible = [path for path in folder.iterdir() if path.suffix == ".ckpt"]  # what Lightning looks at
+        # what Lightning looks at
+        visible = [path for path in folder.iterdir() if path.suffix == ".ckpt"]
         assert visible and not any(map(damage, visible))
         assert all(path.name.startswith(name.removesuffix(".ckpt")) for path in visible)
         write(folder / name, 3)  # and the next run is not disturbed
@@ -88,7 +98,8 @@ def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name, c
 
 def test_deleting_is_one_moment(tmp_path, monkeypatch):
     write(tmp_path / "a.ckpt", 1)
-    monkeypatch.setattr(storage.shutil, "rmtree", lambda *_, **__: None)  # killed before anything is deleted
+    # killed before anything is deleted
+    monkeypatch.setattr(storage.shutil, "rmtree", lambda *_, **__: None)
     storage.remove(tmp_path / "a.ckpt")
     assert storage.last_complete(tmp_path) is None and not list(tmp_path.glob("*.ckpt"))
 
@@ -110,7 +121,9 @@ def test_a_full_disk_keeps_nothing_that_could_be_deleted(tmp_path, monkeypatch):
     Manifest(2, 0, 2).write(stage)
     monkeypatch.setattr(os, "mkdir", refuse)
     storage.commit(stage, path)  # there was room for it, and for nothing else
-    assert Manifest.read(path).global_step == 2 and [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+    assert Manifest.read(path).global_step == 2 and [p.name for p in tmp_path.iterdir()] == [
+        "last.ckpt"
+    ]
 
 
 def test_broken_ones_are_named(tmp_path):
@@ -131,14 +144,21 @@ def test_broken_ones_are_named(tmp_path):
         r"another version": lambda: (bad / MANIFEST).write_text('{"version": 7}'),
     }
     for expected, harm in cases.items():
-        with pytest.raises(CheckpointError, match=f"bad.ckpt is .*{expected}.*The last complete one besides it is .*good.ckpt"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"bad.ckpt is .*{expected}.*The last complete one besides it is .*good.ckpt",
+        ):
             storage.choose(broken(harm), newest=False)
     broken(lambda: shard.write_text("step 9, rank 3"))
     assert damage(bad) is None
     assert [changed(bad, part, 3) for part in range(3)].count(None) == 2
-    assert changed(bad, 0, 1) == "damaged: __2_0.distcp does not have the checksum that it was written with"
+    assert (
+        changed(bad, 0, 1)
+        == "damaged: __2_0.distcp does not have the checksum that it was written with"
+    )
     with pytest.raises(
-        CheckpointError, match="There is no checkpoint .*none.ckpt. The last complete one besides it is .*bad.ckpt"
+        CheckpointError,
+        match="There is no checkpoint .*none.ckpt. The last complete one besides it is .*bad.ckpt",
     ):
         storage.choose(tmp_path / "none.ckpt", newest=False)
 
@@ -158,10 +178,19 @@ def test_an_incomplete_last_is_replaced_by_the_last_complete_one(tmp_path):
     (stage / "__0_0.distcp").write_text("")
     chosen = storage.choose(last, newest=True)
     assert chosen.path == tmp_path / "step=6.ckpt"
-    assert chosen.remarks[0] == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were begun)."
+    assert (
+        chosen.remarks[0]
+        == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were"
+        " begun)."
+    )
     lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
-    assert chosen.remarks[1] == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen.path}."
-    with pytest.raises(CheckpointError, match="last.ckpt is incomplete: .* besides it is .*step=6.ckpt"):
+    assert (
+        chosen.remarks[1]
+        == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen.path}."
+    )
+    with pytest.raises(
+        CheckpointError, match="last.ckpt is incomplete: .* besides it is .*step=6.ckpt"
+    ):
         storage.choose(last, newest=False)
 
 
@@ -178,7 +207,9 @@ def test_a_link_leads_to_a_whole_checkpoint_at_any_moment(tmp_path, monkeypatch)
     assert Manifest.read(link).global_step == 2
     storage.retire(old)
     assert {path.name for path in tmp_path.iterdir()} <= {"last.ckpt", "step=2.ckpt", ".removed"}
-    assert storage.last_complete(tmp_path, besides=link) is None, "the link's target is no other checkpoint"
+    assert storage.last_complete(tmp_path, besides=link) is None, (
+        "the link's target is no other checkpoint"
+    )
 
 
 def test_what_the_disk_did_not_take_is_an_error(tmp_path, monkeypatch):

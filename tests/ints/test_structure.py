@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_zero3.strategies.engine.structure import Structure
+from lightning_zero3.strategies.engine.module_tree import Structure
 
 
 def test_a_container_in_the_memory_of_the_one_before():
@@ -14,5 +14,8 @@ def test_a_container_in_the_memory_of_the_one_before():
     new = nn.Linear(4, 4)
     del model.body
     model.body = nn.Sequential(new)
-    with pytest.raises(ValueError, match=r"Parameter 'body\.0\.weight' was added or replaced after the model was sharded"):
+    with pytest.raises(
+        ValueError,
+        match=r"Parameter 'body\.0\.weight' was added or replaced after the model was sharded",
+    ):
         structure.check()

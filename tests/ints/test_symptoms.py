@@ -13,10 +13,28 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_zero3.strategies.collectives import GroupCollectives, LocalCollectives, first_difference
-from lightning_zero3.strategies.position import Activity, Neighbour, Place, Position, machine
-from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, aligned
-from lightning_zero3.strategies.watch import Watch, WatchOptions
+from lightning_zero3.strategies.collectives import (
+    GroupCollectives,
+    LocalCollectives,
+    first_difference,
+)
+from lightning_zero3.strategies.liveness.diagnosis import (
+    ELSEWHERE,
+    ENGINE,
+    Beat,
+    Deadlock,
+    Standstill,
+    Straggler,
+    aligned,
+)
+from lightning_zero3.strategies.liveness.position import (
+    Activity,
+    Neighbour,
+    Place,
+    Position,
+    machine,
+)
+from lightning_zero3.strategies.liveness.watchdog import Watch, WatchOptions
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
 
@@ -37,7 +55,10 @@ def test_a_place_in_words():
 
 
 def test_exchanges_of_one_window_are_compared():
-    rounds = [replace(beat(1), trace=trace) for trace in ([7, 3, 5, 9], [7, 3, 5], [7, 3, 6, 9], [8, 4], [])]
+    rounds = [
+        replace(beat(1), trace=trace)
+        for trace in ([7, 3, 5, 9], [7, 3, 5], [7, 3, 6, 9], [8, 4], [])
+    ]
     assert aligned(rounds) == [[3, 5, 9], [3, 5], [3, 6, 9], [], []]
     said = first_difference(aligned(rounds), "exchange {}".format)
     assert "At exchange 1 of this step rank 0 came to exchange 5, rank 2 to exchange 6." in said
@@ -48,13 +69,17 @@ def test_exchanges_of_one_window_are_compared():
 def test_a_rank_that_waits_for_an_agreement_waits_in_the_engine(monkeypatch):
     gate, of_torch = threading.Event(), {}
     exec(
-        compile("def all_reduce(*args, **options): gate.wait(30)", distributed_c10d.__file__, "exec"), {"gate": gate}, of_torch
+        compile(
+            "def all_reduce(*args, **options): gate.wait(30)", distributed_c10d.__file__, "exec"
+        ),
+        {"gate": gate},
+        of_torch,
     )
     monkeypatch.setattr(dist, "all_reduce", of_torch["all_reduce"])
-    door = GroupCollectives.__new__(GroupCollectives)
-    LocalCollectives.__init__(door)
-    door._control = None
-    thread = threading.Thread(target=door.agree, args=(None,))
+    communicator = GroupCollectives.__new__(GroupCollectives)
+    LocalCollectives.__init__(communicator)
+    communicator._control = None
+    thread = threading.Thread(target=communicator.agree, args=(None,))
     thread.start()
     watch = Watch.__new__(Watch)
     watch._trained = thread.ident
@@ -76,7 +101,10 @@ def test_a_rank_in_the_engine_and_one_elsewhere_never_meet():
 
 
 def test_a_rank_that_has_ended_never_comes():
-    rounds = [[beat(n, exchanges=41), beat(9, activity=Activity.ENDED, waits="", busy=1.0)] for n in range(5)]
+    rounds = [
+        [beat(n, exchanges=41), beat(9, activity=Activity.ENDED, waits="", busy=1.0)]
+        for n in range(5)
+    ]
     assert find(Deadlock(), *rounds) == (0, 1)
 
 
@@ -84,7 +112,9 @@ def test_a_rank_that_has_ended_never_comes():
     "other",
     [
         lambda n: beat(n, exchanges=41),  # both in one exchange: it takes its time
-        lambda n: beat(n, exchanges=41, waits=ELSEWHERE),  # has sent its part of what the other waits for
+        lambda n: beat(
+            n, exchanges=41, waits=ELSEWHERE
+        ),  # has sent its part of what the other waits for
         lambda n: beat(n, busy=0.1, waits=ELSEWHERE),  # moves
         lambda n: beat(n, exchanges=n, waits=ELSEWHERE),  # moves
         lambda n: beat(0, waits=ELSEWHERE),  # an old report
@@ -101,13 +131,22 @@ def outside(number, line, **fields):
 def test_ranks_that_all_wait_at_different_places_are_told_once():
     standstill = Standstill(4)
     rounds = [[outside(n, 7), outside(n, 9), outside(n, 9)] for n in range(9)]
-    said = [standstill.find(beats, str) for beats in rounds for _ in range(2)]  # it looks more often than ranks report
+    # it looks more often than ranks report
+    said = [standstill.find(beats, str) for beats in rounds for _ in range(2)]
     assert [number for number, words in enumerate(said) if words] == [8]
     place = "in forward, unit 1, step 3"
-    assert f"for 4 s. All ranks wait for others, and at different places: rank 0 {place} (train.py:7 in step); " in said[8]
+    assert (
+        f"for 4 s. All ranks wait for others, and at different places: rank 0 {place} (train.py:7"
+        " in step); " in said[8]
+    )
     assert f"ranks 1, 2 {place} (train.py:9 in step). " in said[8]
-    later = [[outside(n, 7, exchanges=50), outside(n, 9, exchanges=50), outside(n, 9, exchanges=50)] for n in range(9, 18)]
-    assert [bool(standstill.find(beats, str)) for beats in later] == [False] * 4 + [True] + [False] * 4
+    later = [
+        [outside(n, 7, exchanges=50), outside(n, 9, exchanges=50), outside(n, 9, exchanges=50)]
+        for n in range(9, 18)
+    ]
+    assert [bool(standstill.find(beats, str)) for beats in later] == [False] * 4 + [True] + [
+        False
+    ] * 4
 
 
 @pytest.mark.parametrize(
@@ -130,16 +169,25 @@ def test_the_rank_that_works_while_others_wait_is_slow_and_named_once():
     straggler = Straggler(4)
     said = [straggler.find([beat(n), beat(n, busy=0.9), beat(n, busy=0.2)], str) for n in range(9)]
     assert said[:3] == [None] * 3 and said[4:] == [None] * 5
-    assert "Rank 1 holds the others up: in the last 4 s it worked 90% of the time, the others 20%" in said[3]
+    assert (
+        "Rank 1 holds the others up: in the last 4 s it worked 90% of the time, the others 20%"
+        in said[3]
+    )
     assert "in forward, unit 1 (train.py:7 in step)" in said[3]
 
 
 def test_the_rank_that_is_slow_is_where_it_worked_while_the_others_waited():
     straggler = Straggler(4)
-    rounds = [[beat(n, busy=1.0), replace(beat(n, busy=1.0), code="train.py:1 in both")] for n in range(4)]
+    rounds = [
+        [beat(n, busy=1.0), replace(beat(n, busy=1.0), code="train.py:1 in both")] for n in range(4)
+    ]
     rounds += [[beat(n), replace(beat(n, busy=0.9), code="train.py:2 in one")] for n in range(4, 6)]
     said = [found for beats in rounds if (found := straggler.find(beats, str))]
-    assert len(said) == 1 and "While they waited it was most often in forward, unit 1 (train.py:2 in one); it is at" in said[0]
+    assert (
+        len(said) == 1
+        and "While they waited it was most often in forward, unit 1 (train.py:2 in one); it is at"
+        in said[0]
+    )
 
 
 def test_ranks_that_all_work_are_not_slow():
@@ -154,28 +202,50 @@ def on_devices(number, *shares, busy=1.0):
 def test_the_rank_whose_device_works_while_those_of_others_wait_is_named_once():
     straggler = Straggler(4)
     # Measured in some seconds only; hosts wait for their own devices, all for as long.
-    rounds = [on_devices(n, 0.6, *((0.98, 0.5) if n % 2 else (None, None)), busy=0.0) for n in range(9)]
+    rounds = [
+        on_devices(n, 0.6, *((0.98, 0.5) if n % 2 else (None, None)), busy=0.0) for n in range(9)
+    ]
     rounds[0][1] = replace(rounds[0][1], code="train.py:1 in start")
     said = [straggler.find(beats, str) for beats in rounds]
     assert said[:3] == [None] * 3 and said[4:] == [None] * 5
-    words = "Rank 1 holds the others up: in the last 4 s its GPU did not wait for theirs 98% of the time, the others 60%."
+    words = (
+        "Rank 1 holds the others up: in the last 4 s its GPU did not wait for theirs 98% of the"
+        " time, the others 60%."
+    )
     assert said[3].startswith(f"{words} That GPU is slower") and "nvidia-smi" in said[3]
     # Hosts that wait for their devices look alike, also one that comes late.
-    assert "or its host hands it work too late (most often it was in forward, unit 1 (train.py:7 in step))" in said[3]
+    assert (
+        "or its host hands it work too late (most often it was in forward, unit 1 (train.py:7 in"
+        " step))" in said[3]
+    )
 
 
 def test_a_host_that_is_nearly_slow_is_not_left_out_where_its_device_is_named():
     straggler = Straggler(3)
-    rounds = [[replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.6, 1.0), (0.7, 0.9), strict=True)] for n in range(9)]
+    rounds = [
+        [replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.6, 1.0), (0.7, 0.9), strict=True)]
+        for n in range(9)
+    ]
     said = [found for beats in rounds if (found := straggler.find(beats, str))]
-    assert len(said) == 1 and "its GPU did not wait for theirs 100% of the time, the others 60%. Its host worked 90%" in said[0]
-    assert "the others 70%: perhaps its host hands it work too late" in said[0] and "nvidia-smi" not in said[0]
+    assert (
+        len(said) == 1
+        and "its GPU did not wait for theirs 100% of the time, the others 60%. Its host worked 90%"
+        in said[0]
+    )
+    assert (
+        "the others 70%: perhaps its host hands it work too late" in said[0]
+        and "nvidia-smi" not in said[0]
+    )
 
 
 def test_devices_that_wait_for_a_host_are_not_slow_themselves():
     straggler = Straggler(3)
-    # Rank 1's device never waits for others, because its host is late; the host is named, and only the host.
-    rounds = [[replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.4, 1.0), (0.2, 0.9), strict=True)] for n in range(9)]
+    # Rank 1's device never waits for others, because its host is late; the host is named, and only
+    # the host.
+    rounds = [
+        [replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.4, 1.0), (0.2, 0.9), strict=True)]
+        for n in range(9)
+    ]
     said = [found for beats in rounds if (found := straggler.find(beats, str))]
     assert len(said) == 1 and "it worked 90% of the time" in said[0]
 
@@ -188,8 +258,14 @@ def test_devices_that_work_alike_or_are_not_measured_are_not_slow(shares):
 
 def test_set_up_does_not_count():
     straggler = Straggler(2)
-    assert not any(straggler.find([beat(n, activity=Activity.SETUP), beat(n, busy=1.0)], str) for n in range(9))
-    assert [bool(straggler.find([beat(n), beat(n, busy=1.0)], str)) for n in range(3)] == [False, True, False]
+    assert not any(
+        straggler.find([beat(n, activity=Activity.SETUP), beat(n, busy=1.0)], str) for n in range(9)
+    )
+    assert [bool(straggler.find([beat(n), beat(n, busy=1.0)], str)) for n in range(3)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd_create and pidfd_open are Linux's")
@@ -217,13 +293,17 @@ def test_the_place_of_a_killed_process_can_be_read():
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="pidfd_open is Linux's")
 @pytest.mark.parametrize(
     "told, known",
-    [("Rank 1 raised a ValueError in set-up.",) * 2, (None, "its own output says why, unless it was killed")],
+    [
+        ("Rank 1 raised a ValueError in set-up.",) * 2,
+        (None, "its own output says why, unless it was killed"),
+    ],
 )
 def test_the_end_of_a_process_that_nobody_could_look_into_is_not_called_a_death(told, known):
     child = os.fork()
     if not child:
         os._exit(1)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is left there: without memory, with its process id
+    # it is left there: without memory, with its process id
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     store = dist.HashStore()
     store.set("1", replace(beat(1, activity=Activity.SETUP), pid=child).pack())
     watch = Watch(WatchOptions(), store, 0, 2)
@@ -232,7 +312,9 @@ def test_the_end_of_a_process_that_nobody_could_look_into_is_not_called_a_death(
             time.sleep(0.3)
             store.set("verdict", json.dumps({"rank": 1, "text": told}))
         assert watch._known.wait(20)
-        assert known in watch._verdict["text"] and "died without a word" not in watch._verdict["text"]
+        assert (
+            known in watch._verdict["text"] and "died without a word" not in watch._verdict["text"]
+        )
     finally:
         watch.stop()
         os.waitpid(child, 0)
@@ -252,7 +334,7 @@ def test_a_roll_call_has_one_answer_and_numbers_of_its_own(monkeypatch):
                 return list(pool.map(answer, range(2)))
 
             assert answers(late=0.0) == [True, True]
-            monkeypatch.setattr("lightning_zero3.strategies.watch.BEAT_S", 0.05)
+            monkeypatch.setattr("lightning_zero3.strategies.liveness.watchdog.BEAT_S", 0.05)
             assert answers(late=1.0) == [False, False]  # rank 0 finds that rank 1 came, and went
         finally:
             for watch in watches:

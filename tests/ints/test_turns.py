@@ -2,7 +2,7 @@
 
 import itertools
 
-from lightning_zero3.strategies.turns import Turn, plan_turns
+from lightning_zero3.strategies.evaluation.uneven_plan import Turn, plan_turns
 
 COUNTS = [counts for ranks in (1, 2, 3, 4) for counts in itertools.product(range(4), repeat=ranks)]
 
@@ -12,13 +12,18 @@ def test_every_step_is_run_or_assisted_by_each_rank():
         least, most = min(everyone), max(everyone)
         for rank, mine in enumerate(everyone):
             turns = plan_turns(everyone, rank)
-            # One for each batch; a rank without any has one in which it helps, if there is somebody to help.
+            # One for each batch; a rank without any has one in which it helps, if there is somebody
+            # to help.
             assert len(turns) == (mine or min(most, 1)), (everyone, rank)
             # Step by step: all run it, some do and are helped, or this rank helps.
             does = []
             for turn in turns:
-                does += ([] if mine == 0 else ["some" if turn.joint else "all"]) + ["helps"] * turn.assist
-            assert does == ["all"] * least + ["some"] * (mine - least) + ["helps"] * (most - mine), (everyone, rank)
+                does += ([] if mine == 0 else ["some" if turn.joint else "all"]) + [
+                    "helps"
+                ] * turn.assist
+            assert does == ["all"] * least + ["some"] * (mine - least) + ["helps"] * (
+                most - mine
+            ), (everyone, rank)
 
 
 def test_what_was_logged_is_shared_once_and_by_all_in_their_last_turn():

@@ -17,13 +17,15 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_zero3.callbacks import memory_ranks
-from lightning_zero3.strategies.position import Activity, Neighbour, Place, machine
-from lightning_zero3.strategies.reports import Reports
-from lightning_zero3.strategies.symptoms import ELSEWHERE, ENGINE, Beat
-from lightning_zero3.strategies.watch import Watch, WatchOptions
+from lightning_zero3.callbacks.memory import ranks
+from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat
+from lightning_zero3.strategies.liveness.heartbeats import Reports
+from lightning_zero3.strategies.liveness.position import Activity, Neighbour, Place, machine
+from lightning_zero3.strategies.liveness.watchdog import Watch, WatchOptions
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes look at each other by /proc and pidfd_open")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="processes look at each other by /proc and pidfd_open"
+)
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
 BEAT = Beat(1, "host", 1, -1, PLACE, 0.0, ENGINE, "train.py:7 in step")
@@ -58,10 +60,14 @@ def test_a_host_is_not_known_by_its_name(same):
     store.set("1", replace(BEAT, machine=there, pid=ended_process()).pack())
     with watching(store) as watch:
         until = time.monotonic() + 20
-        while not (1 in watch._unread if same else 1 in watch._neighbours) and time.monotonic() < until:
+        while (
+            not (1 in watch._unread if same else 1 in watch._neighbours)
+            and time.monotonic() < until
+        ):
             time.sleep(0.01)
         time.sleep(0.05)
-        # Its number is nobody's here: only of a process of this machine does that say that it has ended.
+        # Its number is nobody's here: only of a process of this machine does that say that it has
+        # ended.
         assert watch._neighbours == {1: None} and list(watch._unread) == [1] * same
 
 
@@ -87,7 +93,10 @@ class Unwritable:
         pass
 
 
-ERRORS = [OSError(errno.ENOSPC, "No space left on device"), ValueError("I/O operation on closed file.")]
+ERRORS = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    ValueError("I/O operation on closed file."),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -98,7 +107,9 @@ def test_a_rank_ends_though_nothing_can_be_said(error, monkeypatch):
     store = dist.HashStore()
     with watching(store):
         store.set("1", BEAT.pack())
-        store.set("verdict", json.dumps({"rank": 1, "text": "Rank 1 waits for ever.", "stuck": True}))
+        store.set(
+            "verdict", json.dumps({"rank": 1, "text": "Rank 1 waits for ever.", "stuck": True})
+        )
         assert ended.wait(20)
 
 
@@ -132,17 +143,23 @@ def test_an_error_in_the_making_of_a_beat_is_none_of_the_stores(monkeypatch):
     told = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     beats = iter([BEAT])
-    Reports(dist.HashStore(), 0, 1, lambda: next(beats, None) or int("not a number"))._thread.join(20)
+    Reports(dist.HashStore(), 0, 1, lambda: next(beats, None) or int("not a number"))._thread.join(
+        20
+    )
     assert [args.exc_type for args in told] == [ValueError]
 
 
 def test_the_users_line_is_none_of_this_package(monkeypatch):
-    wait = compile("def wait(look, *args, **kwargs):\n    raise Seen(look())", distributed_c10d.__file__, "exec")
+    wait = compile(
+        "def wait(look, *args, **kwargs):\n    raise Seen(look())",
+        distributed_c10d.__file__,
+        "exec",
+    )
     names = {"Seen": type("Seen", (Exception,), {})}
     exec(wait, names)
     with watching(dist.HashStore()) as watch:
-        monkeypatch.setattr(memory_ranks, "_all_gather", partial(names["wait"], watch._waits))
-        gatherer = memory_ranks.RankGatherer()
+        monkeypatch.setattr(ranks, "_all_gather", partial(names["wait"], watch._waits))
+        gatherer = ranks.RankGatherer()
         gatherer._group = object()
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
         with pytest.raises(names["Seen"]) as seen:

@@ -38,14 +38,6 @@ twice that), on one rank with the program in plain torch itself; those of Lightn
 
 With `reduce_once` four micro-batches send no more than ddp's exchanges and the gathers; by default each one is reduced, which
 sends more and holds no whole gradients.
-
-## Size
-
-`strategies/engine/` has about {lines} lines, comments and docstrings included, and `strategies/residency/` (parameters that are
-right outside of their unit) about {residency}. The aim was about 1,500 for both: unused parameters, uneven evaluation, a single
-rank without copies, full precision where autocast is off, the debug mode and texts of refusals came on top.
-`strategies/collectives/` has about {doors}. No file of `strategies/` or `callbacks/` has more than 400 lines, no function
-more than 40 below its signature (`tests/test_layering.py`).
 """
 
 
@@ -59,7 +51,10 @@ def memory(world_size):
     numels = m.unit_sizes(lambda name: 1)
     total = sum(numels)
     linear = sum(
-        p.numel() for layer in m.Model().blocks.modules() if isinstance(layer, torch.nn.Linear) for p in layer.parameters()
+        p.numel()
+        for layer in m.Model().blocks.modules()
+        if isinstance(layer, torch.nn.Linear)
+        for p in layer.parameters()
     )
 
     def state(options):
@@ -91,8 +86,10 @@ def steps(world_size):
     from helpers.ranks import run_ranks
 
     total = BLOCKS * UNIT_BYTES
-    (freed, *_), (kept, *_) = (run_ranks(a.memory_of_a_step, world_size, lasting) for lasting in (False, True))
-    (calls, *_) = run_ranks(c.calls_of_a_step, world_size)
+    (freed, *_), (kept, *_) = (
+        run_ranks(a.memory_of_a_step, world_size, lasting) for lasting in (False, True)
+    )
+    calls, *_ = run_ranks(c.calls_of_a_step, world_size)
     sent = {kind: max(run_ranks(c.sent, world_size, kind)) for kind in ("once", "each", "ddp")}
     copied = max(run_ranks(c.copies_of_a_step, world_size, False))
     gathers = calls["plain"]["all_gather"]
@@ -106,10 +103,22 @@ def steps(world_size):
 
 
 WHAT = [
-    ("state, AdamW, fp32", "16.016 Ψ/N bytes", "value, gradient and two moments of 4 bytes; padding below 0.1%"),
+    (
+        "state, AdamW, fp32",
+        "16.016 Ψ/N bytes",
+        "value, gradient and two moments of 4 bytes; padding below 0.1%",
+    ),
     ("the same, `bf16-mixed`", "16.016 Ψ/N bytes", "the shards are fp32"),
-    ("a frozen parameter in fp32, in bf16", "4, 2 bytes", "its value alone (the rest of the model's padding counts here)"),
-    ("slots, over the fp32 bytes of two neighbouring units", "1.001", "one unit in use, one gathered ahead; half in bf16"),
+    (
+        "a frozen parameter in fp32, in bf16",
+        "4, 2 bytes",
+        "its value alone (the rest of the model's padding counts here)",
+    ),
+    (
+        "slots, over the fp32 bytes of two neighbouring units",
+        "1.001",
+        "one unit in use, one gathered ahead; half in bf16",
+    ),
     ("reduce buffer, over the largest unit's fp32 gradients", "1.001", "a unit at a time"),
     (
         "most memory in a forward and backward, over gradient shards and the largest parameter",
@@ -122,7 +131,7 @@ WHAT = [
         "gradients are freed between steps",
     ),
     (
-        "calls of the door in a step",
+        "calls of the communicator in a step",
         "the same",
         "two units stay in the slots at the turn: 2U - 2 gathers, U reductions",
     ),
@@ -132,7 +141,11 @@ WHAT = [
         "(8U - 14 + 4U)/U, (8U - 14 + U)/U; 2: times (N-1)/N, and 2%",
         "an exchange sends (N-1)/N of what it moves; labels and votes",
     ),
-    ("bytes copied, over one shard for each gather and one unit for each reduction", "1", "no other copies"),
+    (
+        "bytes copied, over one shard for each gather and one unit for each reduction",
+        "1",
+        "no other copies",
+    ),
 ]
 
 
@@ -140,28 +153,36 @@ def python_rows():
     """Rows of what a step of a unit costs the host."""
     import test_contracts as c
 
-    rows, why = [], {"fp32": "34 tensors saved and read; 9 gradients; 19 for 3 exchanges; 20 for hooks and order. FSDP2: 1223"}
+    rows, why = (
+        [],
+        {
+            "fp32": (
+                "34 tensors saved and read; 9 gradients; 19 for 3 exchanges; 20 for hooks and"
+                " order. FSDP2: 1223"
+            )
+        },
+    )
     why["a group each"] = "the same, with a param group for each unit"
-    why["bf16-mixed"] = "each module asks whether autocast is on, and norms travel by themselves, in fp32"
+    why["bf16-mixed"] = (
+        "each module asks whether autocast is on, and norms travel by themselves, in fp32"
+    )
     for kind, most in c.MOST_CALLS.items():
         calls, _ = c.python_calls(kind)
-        rows.append(f"| Python calls that a unit of nine parameters adds, {kind} | {most} | {why[kind]} | {calls:.0f} | |")
+        rows.append(
+            f"| Python calls that a unit of nine parameters adds, {kind} | {most} | {why[kind]} |"
+            f" {calls:.0f} | |"
+        )
     return rows
-
-
-def count_lines(folder):
-    """Of all files, as `wc -l`."""
-    return sum(len(path.read_text().splitlines()) for path in (ROOT / "strategies" / folder).glob("*.py"))
 
 
 def main():
     from helpers.contracts import BLOCKS
 
     two, four = (memory(n) + steps(n) for n in (2, 4))
-    rows = [f"| {' | '.join(what)} | {a} | {b} |" for what, a, b in zip(WHAT, two, four, strict=True)]
-    folders = {"lines": "engine", "residency": "residency", "doors": "collectives"}
-    sizes = {name: f"{round(count_lines(folder), -2):,}" for name, folder in folders.items()}
-    TABLE.write_text(HEAD.format(blocks=BLOCKS) + "\n".join([*rows, *python_rows()]) + "\n" + TAIL.format(**sizes))
+    rows = [
+        f"| {' | '.join(what)} | {a} | {b} |" for what, a, b in zip(WHAT, two, four, strict=True)
+    ]
+    TABLE.write_text(HEAD.format(blocks=BLOCKS) + "\n".join([*rows, *python_rows()]) + "\n" + TAIL)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""An error that a user catches leaves nothing behind: later forwards compute with the weights that are stored."""
+"""An error that a user catches leaves nothing behind: later forwards compute with the weights that
+are stored.
+"""
 
 import copy
 import ctypes
@@ -41,7 +43,11 @@ def build(*layers, policy=(Doubling,), **options):
     expected = compute(model)
     options = {"slot_dtype": lambda name, parameter: torch.bfloat16} | options
     collectives = make_collectives(dist.group.WORLD, CPU)
-    return model, expected, Zero3Engine(model, device=CPU, collectives=collectives, unit_policy=policy, **options)
+    return (
+        model,
+        expected,
+        Zero3Engine(model, device=CPU, collectives=collectives, unit_policy=policy, **options),
+    )
 
 
 def compute(model):
@@ -52,7 +58,10 @@ def compute(model):
 def in_a_step(rank, world_size):
     model, expected, engine = build()
     model[1].doubles = True  # the last one: nobody else takes its memory
-    with pytest.raises(ResidencyError, match=r"'1\.linear\.weight' was changed in place"), engine.step():
+    with (
+        pytest.raises(ResidencyError, match=r"'1\.linear\.weight' was changed in place"),
+        engine.step(),
+    ):
         compute(model)
     with engine.step():
         assert torch.equal(compute(model), expected)
@@ -63,7 +72,9 @@ def outside_of_steps(rank, world_size):
     model[1].doubles = True
     with pytest.raises(ResidencyError, match=r"'1\.linear\.weight' was changed in place"):
         compute(model)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "the hooks of the step that was none"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
+        "the hooks of the step that was none"
+    )
     assert torch.equal(compute(model), expected)
 
 
@@ -82,7 +93,10 @@ def beside_the_users_own(rank, world_size):
     """The step is abandoned to its end although a part of that raises, too."""
     model, expected, engine = build(Rooted())
     assert [unit.name for unit in engine.units] == ["(root)", "0.inner"]
-    with pytest.raises(ResidencyError, match=r"'0\.weight' was changed in place") as caught, engine.step():
+    with (
+        pytest.raises(ResidencyError, match=r"'0\.weight' was changed in place") as caught,
+        engine.step(),
+    ):
         compute(model)
         with torch.no_grad():
             model[0].weight.mul_(2)
@@ -98,7 +112,10 @@ def written_by_address(rank, world_size):
     model, expected, engine = build(debug=True, slot_dtype=lambda name, parameter: parameter.dtype)
     chunk = engine.units[1].chunks[0]
     (ctypes.c_float * 3).from_address(chunk.slot.data_ptr())[:] = [1.0] * 3
-    with pytest.raises(ResidencyError, match="was written while its parameters rested"), engine.step():
+    with (
+        pytest.raises(ResidencyError, match="was written while its parameters rested"),
+        engine.step(),
+    ):
         compute(model)
     chunk.slot.fill_(float("nan"))
     with engine.step():
@@ -122,10 +139,13 @@ def while_a_backward_runs(rank, world_size):
     plain(batches.flatten(0, 1)).square().mean().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     collectives = make_collectives(dist.group.WORLD, CPU)
-    engine = Zero3Engine(model, [optimizer], device=CPU, collectives=collectives, unit_policy=[nn.Linear])
+    engine = Zero3Engine(
+        model, [optimizer], device=CPU, collectives=collectives, unit_policy=[nn.Linear]
+    )
     with engine.step():
         hidden = model[1](model[0](batches[rank]))
-        hidden.register_hook(fail_elsewhere)  # the last layer has its gradient by then, and the first has none
+        # the last layer has its gradient by then, and the first has none
+        hidden.register_hook(fail_elsewhere)
         loss = model[2](hidden).square().mean()
     with engine.backward():
         loss.backward()
@@ -133,6 +153,9 @@ def while_a_backward_runs(rank, world_size):
         torch.testing.assert_close(ours.grad.as_subclass(torch.Tensor), its.grad)
 
 
-@pytest.mark.parametrize("case", [in_a_step, outside_of_steps, beside_the_users_own, written_by_address, while_a_backward_runs])
+@pytest.mark.parametrize(
+    "case",
+    [in_a_step, outside_of_steps, beside_the_users_own, written_by_address, while_a_backward_runs],
+)
 def test_what_follows_is_right(case):
     run_ranks(case, 2)

@@ -1,4 +1,6 @@
-"""Memory that the engine asks for in a step after the first: gradients on the CPU, nothing on a device."""
+"""Memory that the engine asks for in a step after the first: gradients on the CPU, nothing on a
+device.
+"""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -7,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contracts import BLOCKS, IN_THE_SLOTS, ON_THE_WIRE, UNIT_BYTES, WIDTH, Allocations, Block, build, micro_batch
+from helpers.contracts import (
+    BLOCKS,
+    IN_THE_SLOTS,
+    ON_THE_WIRE,
+    UNIT_BYTES,
+    WIDTH,
+    Allocations,
+    Block,
+    build,
+    micro_batch,
+)
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
@@ -36,7 +48,7 @@ class Spare(Block):
 
 def clip(engine, optimizer):
     """As ``Trainer(gradient_clip_val=0.1)`` does it."""
-    from lightning_zero3.strategies.precision import Zero3Precision
+    from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
     plugin = Zero3Precision(
         sum_over_ranks=engine.collectives.all_reduce,
@@ -71,7 +83,9 @@ def step(model, optimizer, engine, rank, micro_batches, clipped, seed):
 
 
 def memory_of_a_step(rank, world_size, lasting, device="cpu", blocks=BLOCKS):
-    """Variant -> bytes and callers of each allocation of our code in a step after the first, the optimizer's included."""
+    """Variant -> bytes and callers of each allocation of our code in a step after the first, the
+    optimizer's included.
+    """
     found = {}
     for name, (options, micro_batches, clipped) in VARIANTS.items():
         model, optimizer, engine = build(rank, world_size, device=device, blocks=blocks, **options)
@@ -85,7 +99,9 @@ def memory_of_a_step(rank, world_size, lasting, device="cpu", blocks=BLOCKS):
             # The mode works: it sees an allocation that engine code makes outside a step.
             with allocations:
                 engine.units[0].values()
-            assert [caller for nbytes, caller in allocations.found[len(found[name]) :] if nbytes >= 1024] == ["_gather_apart"]
+            assert [
+                caller for nbytes, caller in allocations.found[len(found[name]) :] if nbytes >= 1024
+            ] == ["_gather_apart"]
     return found
 
 
@@ -96,16 +112,24 @@ def large(found):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_on_the_cpu_gradients_alone(world_size):
-    """Once for each group, when a loss begins to be differentiated: before it, when most memory is in use, they are freed."""
+    """Once for each group, when a loss begins to be differentiated: before it, when most memory is
+    in use, they are freed.
+    """
     for found in run_ranks(memory_of_a_step, world_size, False, timeout=60):
-        assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(VARIANTS, Counter(["grad"]))
+        assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(
+            VARIANTS, Counter(["grad"])
+        )
         (nbytes,) = (nbytes for nbytes, _ in found["plain"] if nbytes >= 1024)
         assert nbytes == BLOCKS * UNIT_BYTES // world_size + 16  # and the tail of the group
 
 
 def test_nothing_where_gradients_keep_their_memory():
-    """As they do on a device. What is left are numbers: votes, and norms of runs of a flat gradient."""
-    few, many = (run_ranks(memory_of_a_step, 2, True, "cpu", blocks) for blocks in (BLOCKS, 2 * BLOCKS))
+    """As they do on a device. What is left are numbers: votes, and norms of runs of a flat
+    gradient.
+    """
+    few, many = (
+        run_ranks(memory_of_a_step, 2, True, "cpu", blocks) for blocks in (BLOCKS, 2 * BLOCKS)
+    )
     for rank in range(2):
         for name in VARIANTS:
             assert not large(few[rank][name]) and not large(many[rank][name]), name
@@ -115,7 +139,9 @@ def test_nothing_where_gradients_keep_their_memory():
 
 def test_nothing_on_one_rank():
     (found,) = run_ranks(memory_of_a_step, 1, True, timeout=60)
-    assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(VARIANTS, Counter())
+    assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(
+        VARIANTS, Counter()
+    )
 
 
 @pytest.mark.gpu
@@ -123,4 +149,6 @@ def test_nothing_on_one_rank():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_on_a_gpu(world_size):
     for found in run_ranks(memory_of_a_step, world_size, True, "cuda", timeout=100):
-        assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(VARIANTS, Counter())
+        assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(
+            VARIANTS, Counter()
+        )

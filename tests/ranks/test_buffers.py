@@ -13,7 +13,9 @@ class Graph(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(8, 8)
-        self.register_buffer("adjacency", torch.tril(torch.ones(4, 4)).to_sparse(), persistent=False)
+        self.register_buffer(
+            "adjacency", torch.tril(torch.ones(4, 4)).to_sparse(), persistent=False
+        )
 
     def training_step(self, batch):
         return self.net(self.adjacency @ batch).square().mean()

@@ -1,4 +1,4 @@
-"""The door to the other ranks: its sums, gathers and agreements against what they must be."""
+"""The communicator to the other ranks: its sums, gathers and agreements against what they must be."""
 
 import os
 import random
@@ -22,19 +22,27 @@ from lightning_zero3.strategies.collectives import (
 from lightning_zero3.strategies.engine import Zero3Engine
 
 WORLD_SIZES = [2, 3, 4, 5]
-KINDS = {"shared": SharedMemoryCollectives.open, "pairwise": PairwiseCollectives, "group": GroupCollectives}
+KINDS = {
+    "shared": SharedMemoryCollectives.open,
+    "pairwise": PairwiseCollectives,
+    "group": GroupCollectives,
+}
 SHARDS = [(4, torch.float32), (1024, torch.float32), (40, torch.float64), (16, torch.float32)]
 
 
 def values_of(rank, world_size, k):
     numel, dtype = SHARDS[k]
-    return torch.randn(world_size * numel, dtype=dtype, generator=torch.Generator().manual_seed(100 * k + rank))
+    return torch.randn(
+        world_size * numel, dtype=dtype, generator=torch.Generator().manual_seed(100 * k + rank)
+    )
 
 
 def sums(rank, world_size, kind, together):
     """Every sum of SHARDS, one after another or all in flight together, three times over."""
-    door = KINDS[kind](dist.group.WORLD)
-    memory = door.allocate(sum(world_size * numel * dtype.itemsize for numel, dtype in SHARDS), torch.device("cpu"))
+    communicator = KINDS[kind](dist.group.WORLD)
+    memory = communicator.allocate(
+        sum(world_size * numel * dtype.itemsize for numel, dtype in SHARDS), torch.device("cpu")
+    )
     for _ in range(3):
         buffers, start = [], 0
         for k in range(len(SHARDS)):
@@ -42,10 +50,10 @@ def sums(rank, world_size, kind, together):
             buffers.append(memory[start : start + values.nbytes].view(values.dtype).copy_(values))
             start += values.nbytes
         if together:
-            pending = [door.reduce_scatter(buffer) for buffer in buffers]
+            pending = [communicator.reduce_scatter(buffer) for buffer in buffers]
             totals = [work.wait() for work in pending]
         else:
-            totals = [door.reduce_scatter(buffer).wait() for buffer in buffers]
+            totals = [communicator.reduce_scatter(buffer).wait() for buffer in buffers]
     return [total.clone() for total in totals]
 
 
@@ -65,8 +73,8 @@ def test_reduce_scatter_sums(kind, together, world_size):
 
 
 def gathers(rank, world_size, kind):
-    door = KINDS[kind](dist.group.WORLD)
-    memory = door.allocate(world_size * (1 << 13), torch.device("cpu"))
+    communicator = KINDS[kind](dist.group.WORLD)
+    memory = communicator.allocate(world_size * (1 << 13), torch.device("cpu"))
     buffers, start = [], 0
     for k in range(len(SHARDS)):
         values = values_of(0, world_size, k)
@@ -75,13 +83,20 @@ def gathers(rank, world_size, kind):
             start += values.nbytes
         else:
             buffer = torch.empty_like(values)
-        buffer.fill_(float("nan")).chunk(world_size)[rank].copy_(values_of(rank, world_size, k).chunk(world_size)[rank])
+        buffer.fill_(float("nan")).chunk(world_size)[rank].copy_(
+            values_of(rank, world_size, k).chunk(world_size)[rank]
+        )
         buffers.append(buffer)
-    for work in [door.all_gather(buffer.view(torch.uint8)) for buffer in buffers]:
+    for work in [communicator.all_gather(buffer.view(torch.uint8)) for buffer in buffers]:
         work.wait()
-    farthest = door.agree(torch.tensor([rank, -rank, 7]))
+    farthest = communicator.agree(torch.tensor([rank, -rank, 7]))
     half = torch.full((3,), float(rank), dtype=torch.bfloat16)
-    return buffers, farthest.tolist(), door.broadcast(half).tolist(), door.all_reduce(torch.tensor([rank + 1.0])).item()
+    return (
+        buffers,
+        farthest.tolist(),
+        communicator.broadcast(half).tolist(),
+        communicator.all_reduce(torch.tensor([rank + 1.0])).item(),
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -89,7 +104,9 @@ def gathers(rank, world_size, kind):
 def test_gather_agree_broadcast(kind, world_size):
     for buffers, farthest, half, total in run_ranks(gathers, world_size, kind, timeout=30):
         for k, buffer in enumerate(buffers):
-            expected = torch.cat([values_of(r, world_size, k).chunk(world_size)[r] for r in range(world_size)])
+            expected = torch.cat(
+                [values_of(r, world_size, k).chunk(world_size)[r] for r in range(world_size)]
+            )
             assert torch.equal(buffer, expected)
         assert farthest == [world_size - 1, 0, 7]
         assert half == [0.0, 0.0, 0.0]
@@ -98,20 +115,22 @@ def test_gather_agree_broadcast(kind, world_size):
 
 def kinds(rank, world_size):
     cpu = torch.device("cpu")
-    return type(make_collectives(dist.group.WORLD, cpu)).__name__, type(make_collectives(None, cpu)).__name__
+    return type(make_collectives(dist.group.WORLD, cpu)).__name__, type(
+        make_collectives(None, cpu)
+    ).__name__
 
 
-def test_which_door():
+def test_which_communicator():
     assert run_ranks(kinds, 1, timeout=30) == [("LocalCollectives", "LocalCollectives")]
     assert run_ranks(kinds, 2, timeout=30) == [("SharedMemoryCollectives", "LocalCollectives")] * 2
 
 
 def races(rank, world_size, kind):
     """Ranks that sleep at random, over memory that is used again all the time."""
-    door, chance = KINDS[kind](dist.group.WORLD), random.Random(rank)
+    communicator, chance = KINDS[kind](dist.group.WORLD), random.Random(rank)
     common = random.Random(7)  # all ranks do the same
     nbytes = world_size * (1 << 13)
-    memory, *slots = (door.allocate(nbytes, torch.device("cpu")) for _ in range(4))
+    memory, *slots = (communicator.allocate(nbytes, torch.device("cpu")) for _ in range(4))
     flying, sums = deque(), []
     for step in range(400):
         numel = 4 * common.randrange(1, 512)
@@ -119,17 +138,19 @@ def races(rank, world_size, kind):
             slots.append(slots.pop(0))
             buffer = slots[-1][: 4 * world_size * numel].view(torch.float32)
             buffer.view(world_size, -1)[rank] = float(step * world_size + rank)
-            flying.append((step, buffer, door.all_gather(buffer.view(torch.uint8), step)))
+            flying.append((step, buffer, communicator.all_gather(buffer.view(torch.uint8), step)))
         else:
             buffer = memory[: 4 * world_size * numel].view(torch.float32).fill_(float(step + rank))
-            sums.append((step, door.reduce_scatter(buffer, step).wait().clone()))
+            sums.append((step, communicator.reduce_scatter(buffer, step).wait().clone()))
             buffer.fill_(-1.0)
         if chance.random() < 0.1:
             time.sleep(chance.random() / 200)
         while len(flying) > (1 if step < 399 else 0):
             number, buffer, work = flying.popleft()
             work.wait()
-            expected = (number * world_size + torch.arange(world_size)).repeat_interleave(buffer.numel() // world_size)
+            expected = (number * world_size + torch.arange(world_size)).repeat_interleave(
+                buffer.numel() // world_size
+            )
             assert torch.equal(buffer, expected.float()), number
             buffer.fill_(-1.0)  # as a module may do with its weights
     for step, total in sums:
@@ -143,15 +164,19 @@ def test_memory_that_is_used_again(kind):
 
 
 def different_exchanges(rank, world_size):
-    door = KINDS["shared"](dist.group.WORLD)
-    door.diary.describe = {0: "gather unit a", 1: "gather unit b", Meeting.AGREEMENT: "agree"}.__getitem__
-    messages, slot = [], door.allocate(64, torch.device("cpu"))
+    communicator = KINDS["shared"](dist.group.WORLD)
+    communicator.exchange_log.describe = {
+        0: "gather unit a",
+        1: "gather unit b",
+        Meeting.AGREEMENT: "agree",
+    }.__getitem__
+    messages, slot = [], communicator.allocate(64, torch.device("cpu"))
     for mine in ([0, 1], [0, -1]):
         with pytest.raises(DivergenceError) as caught:
             if mine[rank] < 0:
-                door.agree(torch.tensor([1]))
+                communicator.agree(torch.tensor([1]))
             else:
-                door.all_gather(slot, mine[rank]).wait()
+                communicator.all_gather(slot, mine[rank]).wait()
         messages.append(str(caught.value))
     return messages
 
@@ -166,18 +191,18 @@ def test_ranks_in_different_exchanges_of_shared_memory():
 
 def elsewhere_after_a_gather(rank, world_size):
     """Rank 1 begins a gather that rank 0 ends, and then does something else."""
-    door = KINDS["shared"](dist.group.WORLD)
-    first, second = (door.allocate(64, torch.device("cpu")) for _ in range(2))
+    communicator = KINDS["shared"](dist.group.WORLD)
+    first, second = (communicator.allocate(64, torch.device("cpu")) for _ in range(2))
     first.view(world_size, -1)[rank] = rank + 1
     if rank == 0:
         time.sleep(0.5)  # rank 1 cannot read at once
-    gather = door.all_gather(first, 0)
+    gather = communicator.all_gather(first, 0)
     with pytest.raises(DivergenceError):
         if rank == 0:
             gather.wait()
-            door.all_gather(second, 1).wait()
+            communicator.all_gather(second, 1).wait()
         else:
-            door.agree(torch.tensor([1]))
+            communicator.agree(torch.tensor([1]))
     return first.tolist()
 
 
@@ -186,11 +211,20 @@ def test_ranks_that_part_after_a_gather_has_begun():
 
 
 def apart_while_one_waits(rank, world_size):
-    """Rank 0 finds the difference in the second exchange, and never ends the first, in which rank 1 waits for it."""
-    door = KINDS["shared"](dist.group.WORLD)
-    door.diary.describe = {0: "reduce unit a", 1: "gather unit b", 2: "gather unit c"}.__getitem__
-    blocks = [door.allocate(64, torch.device("cpu")) for _ in range(2)]
-    reduced, gathered = door.reduce_scatter(blocks[0], 0), door.all_gather(blocks[1], 1 + rank)
+    """Rank 0 finds the difference in the second exchange, and never ends the first, in which rank 1
+    waits for it.
+    """
+    communicator = KINDS["shared"](dist.group.WORLD)
+    communicator.exchange_log.describe = {
+        0: "reduce unit a",
+        1: "gather unit b",
+        2: "gather unit c",
+    }.__getitem__
+    blocks = [communicator.allocate(64, torch.device("cpu")) for _ in range(2)]
+    reduced, gathered = (
+        communicator.reduce_scatter(blocks[0], 0),
+        communicator.all_gather(blocks[1], 1 + rank),
+    )
     with pytest.raises(DivergenceError) as caught:
         (reduced if rank else gathered).wait()
     return str(caught.value)
@@ -203,19 +237,23 @@ def test_a_rank_that_waits_learns_that_another_has_parted():
 
 
 def left_alone(rank, world_size):
-    door = KINDS["shared"](dist.group.WORLD)
-    slot = door.allocate(64, torch.device("cpu"))
+    communicator = KINDS["shared"](dist.group.WORLD)
+    slot = communicator.allocate(64, torch.device("cpu"))
     if rank == 1:
         os._exit(0)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"connection to rank 1 is lost: its process \d+ has ended while rank 0 waited"):
-        door.all_gather(slot, 0).wait()
+    with pytest.raises(
+        RuntimeError,
+        match=r"connection to rank 1 is lost: its process \d+ has ended while rank 0 waited",
+    ):
+        communicator.all_gather(slot, 0).wait()
     Path(os.environ["FOUND"]).write_text(str(time.monotonic() - began))
 
 
 def test_a_rank_that_dies_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setenv("FOUND", str(tmp_path / "seconds"))
-    with pytest.raises(AssertionError, match="left_alone: rank 0 of 2 failed"):  # at the barrier after it
+    # at the barrier after it
+    with pytest.raises(AssertionError, match="left_alone: rank 0 of 2 failed"):
         run_ranks(left_alone, 2, timeout=30)
     assert float((tmp_path / "seconds").read_text()) < 5
 
@@ -225,7 +263,13 @@ def trains(rank, world_size, kind):
     cpu = torch.device("cpu")
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
     optimizer = torch.optim.Adam(model.parameters())
-    engine = Zero3Engine(model, [optimizer], device=cpu, collectives=KINDS[kind](dist.group.WORLD), unit_policy=["Linear"])
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=cpu,
+        collectives=KINDS[kind](dist.group.WORLD),
+        unit_policy=["Linear"],
+    )
     for step in range(4):
         with engine.step():
             x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -238,9 +282,11 @@ def trains(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_training_is_bitwise_the_same_through_both_doors(world_size):
+def test_training_is_bitwise_the_same_through_both_communicators(world_size):
     for shared, pairwise in zip(
-        run_ranks(trains, world_size, "shared"), run_ranks(trains, world_size, "pairwise"), strict=True
+        run_ranks(trains, world_size, "shared"),
+        run_ranks(trains, world_size, "pairwise"),
+        strict=True,
     ):
         assert shared.keys() == pairwise.keys()
         assert all(torch.equal(shared[name], pairwise[name]) for name in shared)
@@ -257,7 +303,9 @@ def train(rank, world_size, kind, default):
             generator = torch.Generator("cpu").manual_seed(number)
             parameter.copy_(torch.randn(parameter.shape, device="cpu", generator=generator))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Zero3Engine(model, [optimizer], device=torch.device("cpu"), collectives=KINDS[kind](dist.group.WORLD))
+    engine = Zero3Engine(
+        model, [optimizer], device=torch.device("cpu"), collectives=KINDS[kind](dist.group.WORLD)
+    )
     losses = []
     for _ in range(3):
         with engine.step():

@@ -1,4 +1,6 @@
-"""What a step may cost, counted: exchanges and their bytes, Python calls, copies. Allocations are in test_allocations.py."""
+"""What a step may cost, counted: exchanges and their bytes, Python calls, copies. Allocations are
+in test_allocations.py.
+"""
 
 import subprocess
 import sys
@@ -14,16 +16,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.contracts import BLOCKS, ON_THE_WIRE, UNIT_BYTES, WIDTH, Block, build, count_calls, micro_batch
+from helpers.contracts import (
+    BLOCKS,
+    ON_THE_WIRE,
+    UNIT_BYTES,
+    WIDTH,
+    Block,
+    build,
+    count_calls,
+    micro_batch,
+)
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 
 
 def exchanges(rank, world_size, micro_batches, **options):
-    """(gathers, bytes gathered, reductions, bytes reduced) of one optimizer step after the first."""
+    """(gathers, bytes gathered, reductions, bytes reduced) of one optimizer step after the
+    first.
+    """
     model, optimizer, engine = build(rank, world_size, **options)
-    door, counts = engine.collectives, [0, 0, 0, 0]
-    gather, reduce, swap = door.all_gather, door.reduce_scatter, door.all_to_all
+    communicator, counts = engine.collectives, [0, 0, 0, 0]
+    gather, reduce, swap = (
+        communicator.all_gather,
+        communicator.reduce_scatter,
+        communicator.all_to_all,
+    )
 
     def counted(exchange, at):
         def call(buffer, *args):
@@ -35,7 +52,11 @@ def exchanges(rank, world_size, micro_batches, **options):
 
     for step in range(3):
         if step == 2:
-            door.all_gather, door.reduce_scatter, door.all_to_all = counted(gather, 0), counted(reduce, 2), counted(swap, 2)
+            communicator.all_gather, communicator.reduce_scatter, communicator.all_to_all = (
+                counted(gather, 0),
+                counted(reduce, 2),
+                counted(swap, 2),
+            )
         for micro in range(micro_batches):
             with engine.accumulate() if micro < micro_batches - 1 else nullcontext():
                 micro_batch(model, engine, rank, micro_batches * step + micro)
@@ -55,8 +76,9 @@ def in_bf16(rank, world_size, micro_batches):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_exchanges_of_a_step(world_size, micro_batches):
-    # Two units stay in the arena at each turn: the last two from forward to backward, and the first two from a backward to
-    # the forward of the next micro-batch. Each of these saves two gathers of the 2 * BLOCKS of a micro-batch.
+    # Two units stay in the arena at each turn: the last two from forward to backward, and the first
+    # two from a backward to the forward of the next micro-batch. Each of these saves two gathers of
+    # the 2 * BLOCKS of a micro-batch.
     gathers = micro_batches * 2 * BLOCKS - 2 * micro_batches - 2 * (micro_batches - 1)
     reductions = micro_batches * BLOCKS
     expected = [gathers, gathers * UNIT_BYTES, reductions, reductions * UNIT_BYTES]
@@ -81,19 +103,30 @@ def test_exchanges_in_bf16_have_half_the_bytes(world_size):
 
 GATHERS = 2 * BLOCKS - 2  # see test_exchanges_of_a_step
 ONCE_THROUGH = {"all_gather": GATHERS, "reduce_scatter": BLOCKS, "agree": 1}
-# Name -> what the engine is built with, micro-batches, all that is asked of the door in a step after the first.
+# Name -> what the engine is built with, micro-batches, all that is asked of the communicator in a step
+# after the first.
 STEPS = {
     "plain": (dict, 1, ONCE_THROUGH),
-    "accumulation": (dict, 3, {"all_gather": 3 * 2 * BLOCKS - 2 * 3 - 2 * 2, "reduce_scatter": 3 * BLOCKS, "agree": 3}),
+    "accumulation": (
+        dict,
+        3,
+        {"all_gather": 3 * 2 * BLOCKS - 2 * 3 - 2 * 2, "reduce_scatter": 3 * BLOCKS, "agree": 3},
+    ),
     "reduced once": (
         lambda: {"reduce_once": True},
         3,
         {"all_gather": 3 * 2 * BLOCKS - 2 * 3 - 2 * 2, "reduce_scatter": BLOCKS, "agree": 3},
     ),
-    "bf16": (lambda: ON_THE_WIRE, 1, {"all_gather": GATHERS, "reduce_scatter_in": BLOCKS, "agree": 1}),
+    "bf16": (
+        lambda: ON_THE_WIRE,
+        1,
+        {"all_gather": GATHERS, "reduce_scatter_in": BLOCKS, "agree": 1},
+    ),
     # Buffers that changed come from rank 0, all in one message.
     "statistics": (
-        lambda: {"tail": (nn.BatchNorm1d(WIDTH, affine=False), nn.BatchNorm1d(WIDTH, affine=False))},
+        lambda: {
+            "tail": (nn.BatchNorm1d(WIDTH, affine=False), nn.BatchNorm1d(WIDTH, affine=False))
+        },
         1,
         {**ONCE_THROUGH, "broadcast": 1},
     ),
@@ -116,13 +149,13 @@ def calls_of_a_step(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_call_of_the_door(world_size):
+def test_every_call_of_the_communicator(world_size):
     expected = {name: calls for name, (_, _, calls) in STEPS.items()}
     assert run_ranks(calls_of_a_step, world_size) == [expected] * world_size
 
 
 class Counted(pl.LightningModule):
-    """Counts what is asked of the door, and of torch.distributed, in its third step."""
+    """Counts what is asked of the communicator, and of torch.distributed, in its third step."""
 
     def __init__(self):
         super().__init__()
@@ -131,8 +164,18 @@ class Counted(pl.LightningModule):
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 2:
-            self.counting, self.counted = count_calls(self.trainer.strategy.engine.collectives), Counter()
-            for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier"):
+            self.counting, self.counted = (
+                count_calls(self.trainer.strategy.engine.collectives),
+                Counter(),
+            )
+            for name in (
+                "all_reduce",
+                "broadcast",
+                "all_gather",
+                "all_gather_object",
+                "broadcast_object_list",
+                "barrier",
+            ):
                 setattr(dist, name, self.noting(name, getattr(dist, name)))
 
     def noting(self, name, function):
@@ -165,8 +208,8 @@ def calls_of_a_trainer(rank, world_size):
 
 
 def test_every_call_of_a_step_of_the_trainer():
-    # One more for the norm that gradients are clipped by. Beside the door the ranks compare, while they go on, whether any of
-    # them was asked to stop.
+    # One more for the norm that gradients are clipped by. Beside the communicator the ranks compare, while
+    # they go on, whether any of them was asked to stop.
     expected = {**ONCE_THROUGH, "all_reduce": 1}, {"all_reduce": 1 + 1}
     assert run_ranks(calls_of_a_trainer, 2) == [expected] * 2
 
@@ -181,13 +224,17 @@ def sent(rank, world_size, kind):
     """Bytes that a rank really sends in a step of four micro-batches."""
     if kind == "ddp":
         torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(*[Block() for _ in range(BLOCKS)]))
+        model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(*[Block() for _ in range(BLOCKS)])
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         from lightning_zero3.strategies.collectives import PairwiseCollectives
 
         options = ON_THE_WIRE if kind == "bf16" else {"reduce_once": kind == "once"}
-        model, optimizer, engine = build(rank, world_size, PairwiseCollectives(dist.group.WORLD), **options)
+        model, optimizer, engine = build(
+            rank, world_size, PairwiseCollectives(dist.group.WORLD), **options
+        )
     for step in range(3):
         dist.barrier()
         before = written_bytes()
@@ -203,14 +250,19 @@ def sent(rank, world_size, kind):
     return written_bytes() - before
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what Linux says a process has written")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="counts what Linux says a process has written"
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_of_an_accumulation_window(world_size):
     total, share = BLOCKS * UNIT_BYTES, (world_size - 1) / world_size
     gathers = (4 * 2 * BLOCKS - 2 * 4 - 2 * 3) * UNIT_BYTES * share
-    ddp, once, each, bf16 = (max(run_ranks(sent, world_size, kind)) for kind in ("ddp", "once", "each", "bf16"))
+    ddp, once, each, bf16 = (
+        max(run_ranks(sent, world_size, kind)) for kind in ("ddp", "once", "each", "bf16")
+    )
     overhead = 1.02  # labels, votes, and gloo's own headers
-    assert 2 * total * share <= ddp <= overhead * 2 * total * share  # an all-reduce: a reduce-scatter and a gather
+    # an all-reduce: a reduce-scatter and a gather
+    assert 2 * total * share <= ddp <= overhead * 2 * total * share
     assert gathers + total * share <= once <= overhead * (gathers + total * share)
     assert gathers + 4 * total * share <= each <= overhead * (gathers + 4 * total * share)
     assert gathers + 4 * total * share <= 2 * bf16 <= 1.04 * (gathers + 4 * total * share)
@@ -234,7 +286,9 @@ def copies_of_a_step(rank, world_size, shared):
             return func(*args, **(kwargs or {}))
 
     copied = 0
-    model, optimizer, engine = build(rank, world_size, None if shared else PairwiseCollectives(dist.group.WORLD))
+    model, optimizer, engine = build(
+        rank, world_size, None if shared else PairwiseCollectives(dist.group.WORLD)
+    )
     for step in range(3):
         with Copies() if step == 2 else nullcontext():
             micro_batch(model, engine, rank, step)
@@ -245,12 +299,16 @@ def copies_of_a_step(rank, world_size, shared):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_copied_in_a_step(world_size):
-    # For a gather a rank puts its shard into the slot, and nothing is copied after; each gradient is copied once, into the
-    # reduce buffer. In shared memory the copy of the other shards is the exchange itself.
+    # For a gather a rank puts its shard into the slot, and nothing is copied after; each gradient
+    # is copied once, into the reduce buffer. In shared memory the copy of the other shards is the
+    # exchange itself.
     gathers, reductions = 2 * BLOCKS - 2, BLOCKS
     shards, gradients = gathers * UNIT_BYTES // world_size, reductions * UNIT_BYTES
     assert run_ranks(copies_of_a_step, world_size, False) == [shards + gradients] * world_size
-    assert run_ranks(copies_of_a_step, world_size, True) == [shards * world_size + gradients] * world_size
+    assert (
+        run_ranks(copies_of_a_step, world_size, True)
+        == [shards * world_size + gradients] * world_size
+    )
 
 
 CALLS = """
@@ -259,7 +317,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
-from lightning_zero3.strategies.precision import gather_dtypes
+from lightning_zero3.strategies.numerics.precision import gather_dtypes
 
 kind = sys.argv[1]
 precision = kind if kind == "bf16-mixed" else "32-true"
@@ -324,13 +382,18 @@ print(*(more[1] - less[1] for less, more in zip(ours, ours[1:])))
 """
 
 
-# Python calls that a unit of nine parameters adds to a step, at most 150. FSDP2 adds 1223 in fp32 (torch 2.13).
+# Python calls that a unit of nine parameters adds to a step, at most 150. FSDP2 adds 1223 in fp32
+# (torch 2.13).
 MOST_CALLS = {"fp32": 116, "a group each": 129, "bf16-mixed": 148}
 
 
 def python_calls(kind):
-    """Calls of a step that a unit adds, and lines that the engine runs for two more units, of three and of five."""
-    done = subprocess.run([sys.executable, "-c", CALLS, kind], capture_output=True, text=True, timeout=300)
+    """Calls of a step that a unit adds, and lines that the engine runs for two more units, of three
+    and of five.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, kind], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     calls, *lines = map(float, done.stdout.split())
     return calls, lines
@@ -339,9 +402,10 @@ def python_calls(kind):
 @pytest.mark.parametrize("kind", MOST_CALLS)
 def test_python_calls_per_unit_and_step(kind):
     calls, lines = python_calls(kind)
-    # In fp32 68 are autograd asking about each tensor it saves and reads. In bf16-mixed four more are for each module whose
-    # weights are gathered in bf16, to see whether autocast is on there, and its norms travel by themselves, in fp32.
+    # In fp32 68 are autograd asking about each tensor it saves and reads. In bf16-mixed four more
+    # are for each module whose weights are gathered in bf16, to see whether autocast is on there,
+    # and its norms travel by themselves, in fp32.
     assert calls <= MOST_CALLS[kind]
-    # Two units more cost the same whether there are three or five: nothing looks at all units, or at all
-    # param groups, for each unit or saved tensor.
+    # Two units more cost the same whether there are three or five: nothing looks at all units, or
+    # at all param groups, for each unit or saved tensor.
     assert lines[0] == lines[1]

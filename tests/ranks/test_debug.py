@@ -24,7 +24,9 @@ class Block(nn.Module):
 
 
 class ReadsMemory(nn.Sequential):
-    """Reads a parameter outside of its block in a way that asks nobody, as a C++ extension would."""
+    """Reads a parameter outside of its block in a way that asks nobody, as a C++ extension
+    would.
+    """
 
     def forward(self, x):
         x = super().forward(x)
@@ -33,7 +35,9 @@ class ReadsMemory(nn.Sequential):
 
 
 class WritesMemory(nn.Sequential):
-    """Writes to where a parameter was while its block was in use, as an extension that has kept the address would."""
+    """Writes to where a parameter was while its block was in use, as an extension that has kept the
+    address would.
+    """
 
     def forward(self, x):
         x = super().forward(x)
@@ -52,8 +56,15 @@ def train(rank, world_size, container, wiped, debug):
     model = container(*[Block(k == wiped) for k in range(BLOCKS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = torch.device("cpu")
-    doors = make_collectives(dist.group.WORLD, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=doors, unit_policy=[Block], debug=debug)
+    communicators = make_collectives(dist.group.WORLD, device)
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=device,
+        collectives=communicators,
+        unit_policy=[Block],
+        debug=debug,
+    )
     losses = []
     for step in range(3):
         batch = torch.randn(2, 48, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -78,7 +89,11 @@ def test_debug_changes_no_number():
 
 def test_a_write_past_torch_is_an_error_that_names_the_parameter():
     for _, message in run_ranks(train, 2, nn.Sequential, 2, True):
-        assert message.startswith("ResidencyError") and "2.linear.weight" in message and "no_grad" in message
+        assert (
+            message.startswith("ResidencyError")
+            and "2.linear.weight" in message
+            and "no_grad" in message
+        )
 
 
 def test_stale_memory_reads_nan():
@@ -88,7 +103,9 @@ def test_stale_memory_reads_nan():
 
 def test_a_write_to_memory_that_was_given_up_is_an_error_that_names_the_unit():
     for _, message in run_ranks(train, 2, WritesMemory, None, True):
-        assert message.startswith("ResidencyError: The memory of unit 0 was written while its parameters rested"), message
+        assert message.startswith(
+            "ResidencyError: The memory of unit 0 was written while its parameters rested"
+        ), message
 
 
 def overlap(rank, world_size):
@@ -119,7 +136,9 @@ def overlap(rank, world_size):
 
 def test_two_owners_of_a_slot_are_an_error_that_names_the_second():
     for _, message in run_ranks(overlap, 2):
-        assert message.startswith("ResidencyError: The memory of unit 2 was written while its parameters rested"), message
+        assert message.startswith(
+            "ResidencyError: The memory of unit 2 was written while its parameters rested"
+        ), message
 
 
 class Ordered(nn.Sequential):

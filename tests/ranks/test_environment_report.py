@@ -16,12 +16,18 @@ import torch.distributed as dist
 
 from helpers.ranks import free_port, run_ranks
 from lightning_zero3.__main__ import main
-from lightning_zero3.strategies import environment_report
-from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.environment_report import differences
-from lightning_zero3.strategies.world import Devices
+from lightning_zero3.strategies.launch import env_command
+from lightning_zero3.strategies.launch.detect import detect
+from lightning_zero3.strategies.launch.env_command import differences
+from lightning_zero3.strategies.launch.world import Devices
 
-PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+PLACE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
 def report(*options):
@@ -53,8 +59,15 @@ def test_ranks_come_into_one_table_and_differences_are_marked():
     assert [found["ranks"][r]["process"]["rank"] for r in "01"] == [0, 1]
     assert found["ranks"]["1"]["why"]["rank"] == "RANK=1"
     lines = [" ".join(line.replace("│", " ").split()) for line in table.splitlines()]
-    assert "differs OMP_NUM_THREADS 0: 1" in lines and lines[lines.index("differs OMP_NUM_THREADS 0: 1") + 1] == "1: 2"
-    assert "rank 0: 0 0: RANK=0" in lines and "NCCL_DEBUG WARN" in lines and "world_size 2 WORLD_SIZE=2" in lines
+    assert (
+        "differs OMP_NUM_THREADS 0: 1" in lines
+        and lines[lines.index("differs OMP_NUM_THREADS 0: 1") + 1] == "1: 2"
+    )
+    assert (
+        "rank 0: 0 0: RANK=0" in lines
+        and "NCCL_DEBUG WARN" in lines
+        and "world_size 2 WORLD_SIZE=2" in lines
+    )
     assert sum("differs" in line for line in lines) == 1
 
 
@@ -63,10 +76,26 @@ def test_alone_it_shows_the_machine(alone):
     facts = json.loads(text)["ranks"]["0"]
     assert code == 0 and facts["process"]["launcher"] == "single"
     assert facts["addresses"]["lo"] == "127.0.0.1" and "lo" in facts["network"]
-    assert facts["versions"].keys() >= {"lightning_zero3", "lightning", "torch", "cuda", "nccl", "python"}
-    assert facts["versions"]["torch"] == torch.__version__ and facts["versions"]["cuda"] == torch.version.cuda
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:]))
-    seen = [item.partition(":")[0] for item in (facts["host"]["numa_nodes"] or "").split(", ") if ":" in item]
+    assert facts["versions"].keys() >= {
+        "lightning_zero3",
+        "lightning",
+        "torch",
+        "cuda",
+        "nccl",
+        "python",
+    }
+    assert (
+        facts["versions"]["torch"] == torch.__version__
+        and facts["versions"]["cuda"] == torch.version.cuda
+    )
+    nodes = sorted(
+        Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:])
+    )
+    seen = [
+        item.partition(":")[0]
+        for item in (facts["host"]["numa_nodes"] or "").split(", ")
+        if ":" in item
+    ]
     assert seen == [node.name[4:] for node in nodes if (node / "cpulist").read_text().strip()]
     assert facts["host"]["cpus"] >= facts["host"]["cpus_allowed"] == len(os.sched_getaffinity(0))
     with open("/proc/meminfo") as file:
@@ -99,23 +128,43 @@ def test_missing_ranks_are_named(monkeypatch):
 
 
 def test_what_ranks_have_for_themselves_is_no_difference():
-    own = {0: {"process": {"rank": 0, "pid": 1}, "variables": {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0"}}}
-    own[1] = {"process": {"rank": 1, "pid": 2}, "variables": {"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "1"}}
+    own = {
+        0: {
+            "process": {"rank": 0, "pid": 1},
+            "variables": {"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0"},
+        }
+    }
+    own[1] = {
+        "process": {"rank": 1, "pid": 2},
+        "variables": {"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "1"},
+    }
     assert differences(own) == []
     own[1]["process"]["backend"] = "nccl"
     assert differences(own) == ["process.backend"]
 
 
 def test_torchrun_brings_all_ranks_into_one_report():
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m lightning_zero3 env --json"
+    torchrun = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m lightning_zero3 env --json"
+    )
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, *torchrun.split()], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *torchrun.split()],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # of rank 0 alone
     assert found["problem"] is None and found["differs"] == []
-    places = [(facts["process"]["launcher"], facts["process"]["rank"]) for facts in found["ranks"].values()]
+    places = [
+        (facts["process"]["launcher"], facts["process"]["rank"])
+        for facts in found["ranks"].values()
+    ]
     assert places == [("torchrun", 0), ("torchrun", 1)]
-    assert found["ranks"]["1"]["variables"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torchrun serves the store
+    # torchrun serves the store
+    assert found["ranks"]["1"]["variables"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0", "1e12", "soon"])
@@ -139,19 +188,30 @@ def test_without_standard_output_nothing_is_shown(alone, monkeypatch, options):
 
 def test_a_gpu_that_another_process_has_does_not_end_the_report(monkeypatch):
     gpu = SimpleNamespace(
-        major=9, minor=0, name="H200", total_memory=144 * 2**30, pci_domain_id=0, pci_bus_id=1, pci_device_id=0
+        major=9,
+        minor=0,
+        name="H200",
+        total_memory=144 * 2**30,
+        pci_domain_id=0,
+        pci_bus_id=1,
+        pci_device_id=0,
     )
 
     def refuse(device):
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
+        raise RuntimeError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
+        )
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
     world = detect({}, Devices("cuda", 1, "nccl"))
-    found = environment_report._devices(world)
+    found = env_command._devices(world)
     assert found["cuda:0"].startswith("H200, 144.0 GiB, compute 9.0")
-    assert found["free_gib"] == "unknown: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    assert (
+        found["free_gib"]
+        == "unknown: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    )
 
 
 class Gone:
@@ -165,9 +225,9 @@ class Gone:
 
 
 def test_a_rank_that_finds_rank_0_gone_has_been_heard(monkeypatch):
-    monkeypatch.setattr(environment_report, "open_store", lambda world, timeout: None)
+    monkeypatch.setattr(env_command, "open_store", lambda world, timeout: None)
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: Gone())
     world = detect({**PLACE, "MASTER_PORT": "29500"}, Devices())
-    assert environment_report._gather(world, {}, 5.0) == {1: {}}
+    assert env_command._gather(world, {}, 5.0) == {1: {}}
     with pytest.raises(dist.DistNetworkError):
-        environment_report._gather(replace(world, rank=0, local_rank=0), {}, 5.0)
+        env_command._gather(replace(world, rank=0, local_rank=0), {}, 5.0)

@@ -1,4 +1,6 @@
-"""One rank: what is done to the gradients in `optimizer.param_groups`, which are flat, against plain torch."""
+"""One rank: what is done to the gradients in `optimizer.param_groups`, which are flat, against
+plain torch.
+"""
 
 import pickle
 import sys
@@ -146,7 +148,11 @@ def parameter_cleared_then_looped(t):
 
 
 def views_kept(t):
-    views = [t.net.a.weight.grad.view(-1), t.net.a.bias.grad[1:], torch.from_numpy(t.net.b.weight.grad.numpy()).flatten()]
+    views = [
+        t.net.a.weight.grad.view(-1),
+        t.net.a.bias.grad[1:],
+        torch.from_numpy(t.net.b.weight.grad.numpy()).flatten(),
+    ]
     for p in t.groups:
         p.grad.copy_(torch.ones_like(p))
     t.optimizer.step()
@@ -180,7 +186,9 @@ def flat_kept(t):
 
 
 def flat_kept_of_what_is_assigned(t):
-    """It was `p.grad`, before parameters got others, one changes of its own, and the step scales them."""
+    """It was `p.grad`, before parameters got others, one changes of its own, and the step scales
+    them.
+    """
     before = [p.grad for p in t.groups]
     for p in t.net.parameters():
         if p.grad is not None:
@@ -532,11 +540,22 @@ def pickled(t):
     pickle.dumps(t.optimizer)
 
 
-ASSIGNED = r"assigned to the gradient of parameters 'empty' to 'b.bias'.*p.grad.copy_.*module.parameters\(\): p.grad ="
+ASSIGNED = (
+    r"assigned to the gradient of parameters 'empty' to"
+    r" 'b.bias'.*p.grad.copy_.*module.parameters\(\): p.grad ="
+)
 REFUSED = {
-    the_last_cleared: r"'empty' to 'b.bias' were cleared in.*and others not.*Do it to all of a param group",
-    its_memory_replaced: r"The memory of flat gradients of parameters 'empty' to 'b.bias' cannot be exchanged.*p.grad.copy_",
-    set_in_place: r"The memory of flat gradients of parameters 'empty' to 'b.bias' cannot be exchanged.*p.grad.copy_",
+    the_last_cleared: (
+        r"'empty' to 'b.bias' were cleared in.*and others not.*Do it to all of a param group"
+    ),
+    its_memory_replaced: (
+        r"The memory of flat gradients of parameters 'empty' to 'b.bias' cannot be"
+        r" exchanged.*p.grad.copy_"
+    ),
+    set_in_place: (
+        r"The memory of flat gradients of parameters 'empty' to 'b.bias' cannot be"
+        r" exchanged.*p.grad.copy_"
+    ),
     replaced: ASSIGNED,
     given: ASSIGNED,
     put_back: ASSIGNED,
@@ -544,13 +563,30 @@ REFUSED = {
     kept_and_put_back: ASSIGNED,
     strided: ASSIGNED,
     swapped: ASSIGNED,
-    sparse: r"`to_sparse` would be of the gradients of parameters 'empty' to 'b.bias'.*Use the module's parameters",
-    decayed_beside_assigned: r"Values in.*while parameter 'empty' has no gradient and others have one.*strategy.gathered",
-    stepped_by_hand: r"Values in.*while parameter 'b.bias' has no gradient and others have one.*strategy.gathered",
-    kept_while_one_was_cleared: r"'empty' to 'b.bias' was kept, and parameters in it had no gradient.*Read `p.grad` again",
-    kept_while_one_was_assigned: r"'empty' to 'b.bias' was kept, and parameters in it had no gradient.*Read `p.grad` again",
-    pickled: r"holds flat shards of parameters 'empty' to 'b.bias' was pickled.*state_dict.*save_checkpoint",
-    a_list_of_before: r"'empty' to 'b.bias' was kept, and is not in.*Read the param groups each time",
+    sparse: (
+        r"`to_sparse` would be of the gradients of parameters 'empty' to 'b.bias'.*Use the module's"
+        r" parameters"
+    ),
+    decayed_beside_assigned: (
+        r"Values in.*while parameter 'empty' has no gradient and others have one.*strategy.gathered"
+    ),
+    stepped_by_hand: (
+        r"Values in.*while parameter 'b.bias' has no gradient and others have"
+        r" one.*strategy.gathered"
+    ),
+    kept_while_one_was_cleared: (
+        r"'empty' to 'b.bias' was kept, and parameters in it had no gradient.*Read `p.grad` again"
+    ),
+    kept_while_one_was_assigned: (
+        r"'empty' to 'b.bias' was kept, and parameters in it had no gradient.*Read `p.grad` again"
+    ),
+    pickled: (
+        r"holds flat shards of parameters 'empty' to 'b.bias' was"
+        r" pickled.*state_dict.*save_checkpoint"
+    ),
+    a_list_of_before: (
+        r"'empty' to 'b.bias' was kept, and is not in.*Read the param groups each time"
+    ),
 }
 
 
@@ -574,10 +610,14 @@ class Half(nn.Module):
 
 
 def lines_of_a_step(layers):
-    """That the package runs while gradients are replaced, for the optimizer's step and `zero_grad`, on one rank."""
+    """That the package runs while gradients are replaced, for the optimizer's step and `zero_grad`,
+    on one rank.
+    """
     net = nn.Sequential(*[Half() for _ in range(layers)])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    engine = Zero3Engine(net, [optimizer], device=torch.device("cpu"), collectives=LocalCollectives())
+    engine = Zero3Engine(
+        net, [optimizer], device=torch.device("cpu"), collectives=LocalCollectives()
+    )
     lines = 0
 
     def trace(frame, event, argument):

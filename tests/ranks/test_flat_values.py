@@ -16,14 +16,25 @@ CPU = torch.device("cpu")
 def pair():
     """Two networks of two units each, with an optimizer for each."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for name in ("made", "judged")})
+    model = nn.ModuleDict(
+        {
+            name: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+            for name in ("made", "judged")
+        }
+    )
     return model, [torch.optim.SGD(model[name].parameters(), lr=0.5) for name in ("made", "judged")]
 
 
 def sharded():
     model, optimizers = pair()
-    door = make_collectives(dist.group.WORLD if dist.is_initialized() else None, CPU)
-    return model, optimizers, Zero3Engine(model, optimizers, device=CPU, collectives=door, unit_policy=["Linear"])
+    communicator = make_collectives(dist.group.WORLD if dist.is_initialized() else None, CPU)
+    return (
+        model,
+        optimizers,
+        Zero3Engine(
+            model, optimizers, device=CPU, collectives=communicator, unit_policy=["Linear"]
+        ),
+    )
 
 
 def batch(rank, step):
@@ -35,7 +46,9 @@ def score(model, x):
 
 
 def in_turns(model, optimizers, batches, differentiate):
-    """Adversarial training: an optimizer steps between the forwards of one step. Returns losses, of one batch each."""
+    """Adversarial training: an optimizer steps between the forwards of one step. Returns losses, of
+    one batch each.
+    """
     made, judged = optimizers
     losses = []
     for x in batches:
@@ -74,7 +87,9 @@ def test_an_optimizer_steps_in_the_middle_of_a_step(world_size):
     expected = torch.tensor(in_turns(model, optimizers, batches, lambda loss: loss.backward()))
     assert not torch.allclose(expected[0], expected[2])
     for rank, found in enumerate(run_ranks(train, world_size)):
-        torch.testing.assert_close(torch.tensor(found), expected[:, [rank, world_size + rank]], rtol=RTOL, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(found), expected[:, [rank, world_size + rank]], rtol=RTOL, atol=1e-6
+        )
 
 
 def write(optimizer):
@@ -85,7 +100,9 @@ def write(optimizer):
 
 
 def written(rank, world_size):
-    """Losses before and after all values are halved in the middle of a step, and after; once more after all that."""
+    """Losses before and after all values are halved in the middle of a step, and after; once more
+    after all that.
+    """
     model, optimizers, engine = sharded()
     x, losses = batch(rank, 0), []
     for _ in range(2):
@@ -101,13 +118,19 @@ def test_a_forward_sees_what_was_written_to_flat_tensors(world_size):
     for rank, found in enumerate(run_ranks(written, world_size)):
         model, optimizers = pair()
         for loss in found:
-            torch.testing.assert_close(loss, score(model, batch(rank, 0)).item(), rtol=RTOL, atol=1e-6)
+            torch.testing.assert_close(
+                loss, score(model, batch(rank, 0)).item(), rtol=RTOL, atol=1e-6
+            )
             write(optimizers[1])
 
 
 def written_before_backward(rank, world_size):
     for explicit in (False, True):
-        for other in (False, True):  # whether a network whose values nobody wrote to runs in between
+        # whether a network whose values nobody wrote to runs in between
+        for other in (
+            False,
+            True,
+        ):
             model, optimizers, engine = sharded()
             with engine.step():
                 loss = score(model, batch(rank, 0))
@@ -120,7 +143,11 @@ def written_before_backward(rank, world_size):
                         loss.backward()
                 else:
                     loss.backward()
-            told = "modified by an inplace operation" if world_size == 1 else "(unit judged.2) as it was in forward"
+            told = (
+                "modified by an inplace operation"
+                if world_size == 1
+                else "(unit judged.2) as it was in forward"
+            )
             assert told in str(error.value), (explicit, other)
             engine.abandon()
             with engine.step():  # what was not written to is as good as before

@@ -1,4 +1,6 @@
-"""Gradients that are read, kept or assigned around backwards, beside threads: against plain torch on the joined batch."""
+"""Gradients that are read, kept or assigned around backwards, beside threads: against plain torch
+on the joined batch.
+"""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +19,38 @@ DIM, CPU = 8, torch.device("cpu")
 
 
 def build(groups=1):
-    """A model with its optimizer and engine, a plain copy with its own, and batches [step, rank, rows, DIM]."""
+    """A model with its optimizer and engine, a plain copy with its own, and batches [step, rank,
+    rows, DIM].
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    model = nn.Sequential(
+        nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+    )
     plain = copy.deepcopy(model)
 
     def optimizer_of(module):
-        by_dim = [[p for p in module.parameters() if p.dim() > 1], [p for p in module.parameters() if p.dim() < 2]]
-        return torch.optim.SGD([{"params": params} for params in by_dim] if groups == 2 else module.parameters(), lr=0.1)
+        by_dim = [
+            [p for p in module.parameters() if p.dim() > 1],
+            [p for p in module.parameters() if p.dim() < 2],
+        ]
+        return torch.optim.SGD(
+            [{"params": params} for params in by_dim] if groups == 2 else module.parameters(),
+            lr=0.1,
+        )
 
     optimizer, collectives = optimizer_of(model), make_collectives(dist.group.WORLD, CPU)
     policy = [nn.Linear, nn.LayerNorm]
-    engine = Zero3Engine(model, [optimizer], device=CPU, collectives=collectives, unit_policy=policy)
-    return model, optimizer, engine, plain, optimizer_of(plain), torch.randn(3, collectives.world_size, 4, DIM)
+    engine = Zero3Engine(
+        model, [optimizer], device=CPU, collectives=collectives, unit_policy=policy
+    )
+    return (
+        model,
+        optimizer,
+        engine,
+        plain,
+        optimizer_of(plain),
+        torch.randn(3, collectives.world_size, 4, DIM),
+    )
 
 
 def require_alike(model, plain):
@@ -62,7 +83,9 @@ def read_in_hooks_of_activations(rank, world_size):
         first = module[1](module[0](batch))
         second = module[2](first)
         for hidden in (first, second) if module[1].bias.grad is not None else ():
-            hidden.register_hook(lambda grad: seen[id(module)].append(module[1].bias.grad.norm().item()))
+            hidden.register_hook(
+                lambda grad: seen[id(module)].append(module[1].bias.grad.norm().item())
+            )
         return module[3](second).square().mean()
 
     for batch in batches:
@@ -93,7 +116,8 @@ def buffer_reused_after_the_step(rank, world_size):
         model[0].bias.grad = buffer.copy_(model[0].bias.grad)
         optimizer.step()
         its.step()
-        buffer.fill_(rank)  # each rank's own, and no gradient any more when the next backward begins
+        # each rank's own, and no gradient any more when the next backward begins
+        buffer.fill_(rank)
     step(engine, model, optimizer, plain, its, batches[0], rank)
     require_alike(model, plain)
 
@@ -144,7 +168,9 @@ def assigned_then_reduced(rank, world_size):
 
 
 def own_values_that_nobody_reads(rank, world_size):
-    """Gradients that each rank assigns for itself and clears, and weights that it writes and writes again."""
+    """Gradients that each rank assigns for itself and clears, and weights that it writes and writes
+    again.
+    """
     model, optimizer, engine, plain, its, batches = build()
     for batch in batches:
         for p in model.parameters():
@@ -186,7 +212,9 @@ def kept_over_a_backward(rank, world_size):
 
     def look(grad):
         for touch in (kept.norm, lambda: kept.mul_(2)):
-            with pytest.raises(ResidencyError, match=r"'3\.bias' was read in a backward that has computed it"):
+            with pytest.raises(
+                ResidencyError, match=r"'3\.bias' was read in a backward that has computed it"
+            ):
                 touch()
             refused.append(touch)
 
@@ -252,9 +280,13 @@ def zeroed_after_an_exception(rank, world_size):
 
 
 def cleared_while_held(rank, world_size):
-    """By the module's `zero_grad` of either kind: who holds them has what they were, or zeros, as in torch."""
+    """By the module's `zero_grad` of either kind: who holds them has what they were, or zeros, as
+    in torch.
+    """
     model, _, engine, plain, _, batches = build()
-    for batch, to_none, with_graph in zip(batches, (True, False, False), (False, False, True), strict=True):
+    for batch, to_none, with_graph in zip(
+        batches, (True, False, False), (False, False, True), strict=True
+    ):
         held = None
         for _ in range(2):  # the second adds to what is held
             with engine.step():
@@ -282,7 +314,10 @@ def one_tensor_for_two(rank, world_size):
     other.step()
     with engine.step():
         loss = model(batches[0][rank]).square().mean()
-    with pytest.raises(ResidencyError, match="'0.bias' and '2.bias' were one tensor"), engine.backward():
+    with (
+        pytest.raises(ResidencyError, match="'0.bias' and '2.bias' were one tensor"),
+        engine.backward(),
+    ):
         loss.backward()
 
 
@@ -297,14 +332,19 @@ def changed_in_a_backward(rank, world_size):
         held.mul_(7)
 
     model[0].bias.register_hook(change)
-    with pytest.raises(ResidencyError, match="'0.bias' was read or assigned, then a backward"), engine.backward():
+    with (
+        pytest.raises(ResidencyError, match="'0.bias' was read or assigned, then a backward"),
+        engine.backward(),
+    ):
         loss.backward()
 
 
 def zeroed_by_the_module(rank, world_size):
-    """Gathers nothing where nothing was read, else units that were, but for the last, which still is."""
+    """Gathers nothing where nothing was read, else units that were, but for the last, which still
+    is.
+    """
     model, _, engine, _, _, batches = build()
-    exchanges = engine.collectives.diary.progress
+    exchanges = engine.collectives.exchange_log.progress
 
     def train():
         with engine.step():

@@ -1,4 +1,6 @@
-"""Tensors that users hold of gradients: with gradients that ranks hold back, and let go when nobody has them."""
+"""Tensors that users hold of gradients: with gradients that ranks hold back, and let go when nobody
+has them.
+"""
 
 import weakref
 
@@ -23,8 +25,19 @@ def net():
 def sharded(**options):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    door = make_collectives(dist.group.WORLD, CPU)
-    return model, optimizer, Zero3Engine(model, [optimizer], device=CPU, collectives=door, unit_policy=["Linear"], **options)
+    communicator = make_collectives(dist.group.WORLD, CPU)
+    return (
+        model,
+        optimizer,
+        Zero3Engine(
+            model,
+            [optimizer],
+            device=CPU,
+            collectives=communicator,
+            unit_policy=["Linear"],
+            **options,
+        ),
+    )
 
 
 def batch(rank, number):
@@ -41,7 +54,9 @@ def assign(parameter):
 
 
 def accumulate(model, optimizer, backward, hold):
-    """Two steps of three micro-batches; gradients that were held after the first are scaled after each. Returns their norms."""
+    """Two steps of three micro-batches; gradients that were held after the first are scaled after
+    each. Returns their norms.
+    """
     norms = []
     for step in range(2):
         held = []
@@ -81,7 +96,9 @@ def test_they_follow_and_are_stored_in_every_micro_batch(hold, reduce_once):
 
     expected = accumulate(model, torch.optim.SGD(model.parameters(), lr=0.5), backward, hold)
     for found in run_ranks(accumulate_sharded, 2, hold, reduce_once):
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=RTOL, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(expected), rtol=RTOL, atol=1e-6
+        )
 
 
 def count_gathers(rank, world_size, keeps):
@@ -109,11 +126,15 @@ def test_only_those_that_somebody_has_are_gathered_again():
         assert gathered == 4
         model = net()
         (sum(model(batch(rank, 0)).square().mean() for rank in range(2)) / 2).backward()
-        assert norm == pytest.approx(sum(p.grad.norm().item() for p in model.parameters()), rel=1e-5)
+        assert norm == pytest.approx(
+            sum(p.grad.norm().item() for p in model.parameters()), rel=1e-5
+        )
 
 
 def let_go(rank, world_size):
-    """Whether gradients that were assigned are still in memory after they were stored, and what is there."""
+    """Whether gradients that were assigned are still in memory after they were stored, and what is
+    there.
+    """
     model, _, engine = sharded()
     with engine.step(), engine.backward():
         model(batch(rank, 0)).square().mean().backward()
@@ -122,7 +143,9 @@ def let_go(rank, world_size):
         p.grad = 2 * p.grad
         assigned.append(weakref.ref(p.grad))
     engine.adopt_gradients()
-    return [grad() is not None for grad in assigned], sum(p.grad.norm().item() for p in model.parameters())
+    return [grad() is not None for grad in assigned], sum(
+        p.grad.norm().item() for p in model.parameters()
+    )
 
 
 def test_on_one_rank_what_nobody_has_is_freed():
@@ -130,4 +153,6 @@ def test_on_one_rank_what_nobody_has_is_freed():
     assert there == [False] * 4
     model = net()
     model(batch(0, 0)).square().mean().backward()
-    assert norm == pytest.approx(2 * sum(p.grad.norm().item() for p in model.parameters()), rel=1e-5)
+    assert norm == pytest.approx(
+        2 * sum(p.grad.norm().item() for p in model.parameters()), rel=1e-5
+    )

@@ -1,4 +1,6 @@
-"""`torch.compile` with its default backend, which makes C++ of the blocks: the numbers are those of one plain process."""
+"""`torch.compile` with its default backend, which makes C++ of the blocks: the numbers are those of
+one plain process.
+"""
 
 import shutil
 
@@ -13,7 +15,9 @@ from lightning_zero3.strategies.engine import Zero3Engine
 
 STEPS, DIM = 3, 16
 pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"
+    ),
     pytest.mark.timeout(600),
 ]
 
@@ -21,7 +25,11 @@ pytestmark = [
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, 2 * DIM),
+            nn.Linear(2 * DIM, DIM),
+        )
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -38,11 +46,17 @@ def batch(step, rank):
 
 
 def compiled(rank, world_size, whole):
-    """Losses and final values where each block is compiled, or (``whole``) the module around all of them."""
+    """Losses and final values where each block is compiled, or (``whole``) the module around all of
+    them.
+    """
     model, optimizer = make()
     cpu = torch.device("cpu")
     engine = Zero3Engine(
-        model, [optimizer], device=cpu, collectives=make_collectives(dist.group.WORLD, cpu), unit_policy=[Block]
+        model,
+        [optimizer],
+        device=cpu,
+        collectives=make_collectives(dist.group.WORLD, cpu),
+        unit_policy=[Block],
     )
     for module in [model] if whole else model:
         module.compile()
@@ -70,7 +84,9 @@ def test_compiled_is_plain(whole):
         optimizer.step()
         losses.append(loss.item())
     first, second = run_ranks(compiled, 2, whole, timeout=500)
-    torch.testing.assert_close([(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)], losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)], losses, rtol=1e-5, atol=0
+    )
     for _, values in (first, second):
         for name, p in model.named_parameters():
             torch.testing.assert_close(values[name], p.detach(), rtol=1e-5, atol=1e-6)

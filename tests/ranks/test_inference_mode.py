@@ -33,7 +33,9 @@ def built(rank, world_size, **options):
 
 
 def between_steps(rank, world_size):
-    """Values are read and written, gradients read, kept, written and assigned; then all of them are used."""
+    """Values are read and written, gradients read, kept, written and assigned; then all of them are
+    used.
+    """
     model, alone, engine = built(rank, world_size)
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
@@ -68,7 +70,9 @@ def test_values_and_gradients_between_steps():
 
 
 def full_precision(rank, world_size):
-    """Slots hold bfloat16, and there is no autocast: weights in use are copies of full precision."""
+    """Slots hold bfloat16, and there is no autocast: weights in use are copies of full
+    precision.
+    """
     model, alone, engine = built(rank, world_size, **IN_THE_SLOTS)
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
     with torch.inference_mode(), engine.step():
@@ -77,7 +81,10 @@ def full_precision(rank, world_size):
     micro_batch(model, engine, rank, 0)
     model[1].writes = True
     with (
-        pytest.raises(ResidencyError, match=r"'1\.first\.bias' was changed in place while it is gathered in torch\.bfloat16"),
+        pytest.raises(
+            ResidencyError,
+            match=r"'1\.first\.bias' was changed in place while it is gathered in torch\.bfloat16",
+        ),
         torch.inference_mode(),
         engine.step(),
     ):
@@ -90,7 +97,9 @@ def test_weights_of_full_precision():
 
 
 def saved_weight(rank, world_size):
-    """A weight that autograd has saved is looked up under `inference_mode` first, and then by a backward with a graph."""
+    """A weight that autograd has saved is looked up under `inference_mode` first, and then by a
+    backward with a graph.
+    """
     model, alone, engine = built(rank, world_size)
     gradients = []
     for each in (model, alone):
@@ -98,7 +107,9 @@ def saved_weight(rank, world_size):
         with engine.step():
             each(x)
         with torch.inference_mode():
-            torch.testing.assert_close(each[0].hidden.grad_fn._saved_mat2, alone[0].first.weight.t())
+            torch.testing.assert_close(
+                each[0].hidden.grad_fn._saved_mat2, alone[0].first.weight.t()
+            )
         (first,) = torch.autograd.grad(each[0].hidden.square().sum(), x, create_graph=True)
         gradients += [first, *torch.autograd.grad(first.square().sum(), x)]
     torch.testing.assert_close(gradients[:2], gradients[2:])
@@ -110,12 +121,17 @@ def test_weights_that_autograd_has_saved():
 
 
 def exchange(rank, world_size):
-    """The door keeps memory for the next time."""
-    door, found = PairwiseCollectives(dist.group.WORLD), []
+    """The communicator keeps memory for the next time."""
+    communicator, found = PairwiseCollectives(dist.group.WORLD), []
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            door.meet(Meeting.GATHERED)
-            found.append((door.agree(torch.tensor([rank])).item(), door.reduce_scatter(torch.ones(4)).wait().tolist()))
+            communicator.meet(Meeting.GATHERED)
+            found.append(
+                (
+                    communicator.agree(torch.tensor([rank])).item(),
+                    communicator.reduce_scatter(torch.ones(4)).wait().tolist(),
+                )
+            )
     return found
 
 
@@ -126,7 +142,7 @@ def test_exchanges():
 def allocated_in_inference_mode(rank, world_size):
     _, _, engine = build(rank, world_size)
     with torch.inference_mode():
-        tensors = [engine.groups[0].grad, engine.reducer._lane.room]
+        tensors = [engine.groups[0].grad, engine.reducer._stream.room]
         assert engine.groups[0].written_by_others == 0
     return [tensor.is_inference() for tensor in tensors]
 

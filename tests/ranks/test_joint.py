@@ -6,7 +6,11 @@ from torch import nn
 
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives, make_collectives
+from lightning_zero3.strategies.collectives import (
+    DivergenceError,
+    GroupCollectives,
+    make_collectives,
+)
 from lightning_zero3.strategies.engine import Zero3Engine, compare_notes
 from lightning_zero3.strategies.residency import ResidencyError
 
@@ -69,14 +73,18 @@ def _input(rank, step):
 
 
 def _evaluate_and_train(rank, world_size, of_group):
-    """For each evaluation: another number of steps on each rank, then a training step; returns all results."""
+    """For each evaluation: another number of steps on each rank, then a training step; returns all
+    results.
+    """
     group, device = torch.distributed.group.WORLD, torch.device("cpu")
     collectives = GroupCollectives(group) if of_group else make_collectives(group, device)
     steps, found = STEPS[:world_size], []
     for evaluation in EVALUATIONS:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+        engine = Zero3Engine(
+            model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
+        )
         results = []
         for step in range(steps[rank]):
             context = engine.step()
@@ -97,23 +105,36 @@ def _evaluate_and_train(rank, world_size, of_group):
 def test_every_rank_evaluates_its_own_steps(world_size, of_group):
     everyone = run_ranks(_evaluate_and_train, world_size, of_group, timeout=30)
     model = _model()
-    (sum(model(_input(rank, 9)).square().mean() for rank in range(world_size)) / world_size).backward()
+    (
+        sum(model(_input(rank, 9)).square().mean() for rank in range(world_size)) / world_size
+    ).backward()
     expected = model[1].up.weight.grad
     for rank, found in enumerate(everyone):
         for evaluation, (results, gradient) in zip(EVALUATIONS, found, strict=True):
             assert len(results) == STEPS[rank]
             for step, result in enumerate(results):
-                torch.testing.assert_close(result, evaluation(_model(), _input(rank, step)), rtol=RTOL, atol=1e-6)
+                torch.testing.assert_close(
+                    result, evaluation(_model(), _input(rank, step)), rtol=RTOL, atol=1e-6
+                )
             torch.testing.assert_close(gradient, expected, rtol=RTOL, atol=1e-6)
 
 
 def _read_gradients(rank, world_size, of_group, once):
-    """Gradients of a training step, held back or not, read in evaluation steps that not all ranks run, and then by all."""
+    """Gradients of a training step, held back or not, read in evaluation steps that not all ranks
+    run, and then by all.
+    """
     group, device = torch.distributed.group.WORLD, torch.device("cpu")
     model, steps, found = _model(), STEPS[:world_size], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     collectives = GroupCollectives(group) if of_group else make_collectives(group, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block], reduce_once=once)
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=device,
+        collectives=collectives,
+        unit_policy=[Block],
+        reduce_once=once,
+    )
     with engine.accumulate():
         with engine.step():
             loss = model(_input(rank, 9)).square().mean()
@@ -139,21 +160,29 @@ def _read_gradients(rank, world_size, of_group, once):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_are_read_in_steps_that_not_all_ranks_run(world_size, once, of_group):
     model = _model()
-    (sum(model(_input(rank, 9)).square().mean() for rank in range(world_size)) / world_size).backward()
+    (
+        sum(model(_input(rank, 9)).square().mean() for rank in range(world_size)) / world_size
+    ).backward()
     expected = [model[k].up.weight.grad for k in (1, 3)]
-    for rank, found in enumerate(run_ranks(_read_gradients, world_size, of_group, once, timeout=60)):
+    for rank, found in enumerate(
+        run_ranks(_read_gradients, world_size, of_group, once, timeout=60)
+    ):
         assert len(found) == STEPS[rank]
         for gradients in found:
             torch.testing.assert_close(gradients, expected, rtol=RTOL, atol=1e-6)
 
 
 def _differentiate(rank, world_size, set_to_none):
-    """A backward in each step, read and cleared there, by the module; ranks that assist have nothing to clear."""
+    """A backward in each step, read and cleared there, by the module; ranks that assist have
+    nothing to clear.
+    """
     model, steps, found = _model(), STEPS[:world_size], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = torch.device("cpu")
     collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
+    )
     for step in range(steps[rank]):
         context = engine.step()
         with engine.joint.run(context) if step >= min(steps) else context:
@@ -201,12 +230,16 @@ def _one_block_again(model, x):
 
 
 def _clear_before(rank, world_size, evaluation, lasting):
-    """Gradients of training are there when evaluation steps begin, of which rank 0 has one and rank 1 three."""
+    """Gradients of training are there when evaluation steps begin, of which rank 0 has one and rank
+    1 three.
+    """
     model, found = _model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = torch.device("cpu")
     collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
+    )
     engine.reducer.lasting = lasting  # as on a GPU
 
     def train():
@@ -240,7 +273,9 @@ def test_gradients_that_are_cleared_before_a_backward_that_not_all_ranks_run(eva
     alone = [_model() for _ in range(world_size)]  # each has the gradients of one rank
 
     def require(found):
-        for parameters, gradient in zip(zip(*(m.parameters() for m in alone), strict=True), found, strict=True):
+        for parameters, gradient in zip(
+            zip(*(m.parameters() for m in alone), strict=True), found, strict=True
+        ):
             expected = sum(p.grad for p in parameters if p.grad is not None) / world_size
             torch.testing.assert_close(gradient, expected, rtol=RTOL, atol=1e-6)
 
@@ -249,7 +284,9 @@ def test_gradients_that_are_cleared_before_a_backward_that_not_all_ranks_run(eva
     for step in range(max(STEPS[:world_size])):
         for rank, model in enumerate(alone):
             # A rank that assists has a loss of nothing: it clears what the others clear.
-            evaluation(model, _input(rank, step)) if STEPS[rank] > step else evaluation(model, torch.zeros(0, 6))
+            evaluation(model, _input(rank, step)) if STEPS[rank] > step else evaluation(
+                model, torch.zeros(0, 6)
+            )
         for rank, found in enumerate(everyone):
             if STEPS[rank] > step:
                 require(found[step])
@@ -265,14 +302,22 @@ def _change(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = torch.device("cpu")
     collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
-    with pytest.raises(DivergenceError, match="changed in place .* in a step of an evaluation that not all ranks run"):
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
+    )
+    with pytest.raises(
+        DivergenceError,
+        match="changed in place .* in a step of an evaluation that not all ranks run",
+    ):
         if rank == 0:
             engine.joint.assist(1)
         else:
             with engine.joint.run(engine.step()):
                 model(_input(rank, 0)).square().mean().backward()
-                with pytest.raises(ResidencyError, match="'0.up.weight' was assigned or changed in a step of an evaluation"):
+                with pytest.raises(
+                    ResidencyError,
+                    match="'0.up.weight' was assigned or changed in a step of an evaluation",
+                ):
                     model[0].up.weight.grad.mul_(2)
                 optimizer.zero_grad(set_to_none=False)
 
@@ -287,7 +332,9 @@ def _step_alone(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = torch.device("cpu")
     collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=[Block])
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
+    )
     if rank == 0:
         engine.joint.assist(1)
     else:
@@ -295,7 +342,10 @@ def _step_alone(rank, world_size):
             model(_input(rank, 0)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    with pytest.raises(DivergenceError, match="Param group 0 of SGD had gradients .* on rank 1 alone; rank 0 did not"):
+    with pytest.raises(
+        DivergenceError,
+        match="Param group 0 of SGD had gradients .* on rank 1 alone; rank 0 did not",
+    ):
         compare_notes(collectives)
 
 

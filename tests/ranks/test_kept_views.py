@@ -1,4 +1,6 @@
-"""Views of weights that outlive their unit's use, and arrays of weights: read as in plain torch, or an error."""
+"""Views of weights that outlive their unit's use, and arrays of weights: read as in plain torch, or
+an error.
+"""
 
 import gc
 import re
@@ -38,7 +40,9 @@ VARIANTS = {
 
 
 def count_looks():
-    """A list that has one item for each generation of objects that was looked through, and for each collection."""
+    """A list that has one item for each generation of objects that was looked through, and for each
+    collection.
+    """
     from lightning_zero3.strategies.engine import kept_views
 
     looks = []
@@ -78,14 +82,26 @@ def keep_in_evaluation(rank, world_size):
     with torch.no_grad(), engine.step():
         model(torch.ones(2, WIDTH))
     told = r"A view \(shape \(3,\)\) of parameter '0.first.bias' \(unit 0\) was kept"
-    kept, uses = model[0].kept, [lambda view: view + 1, lambda view: view.tolist(), lambda view: view.zero_()]
-    for use in (*uses, lambda view: view.data, lambda view: view.data_ptr(), lambda view: torch.ones(3).copy_(view)):
+    kept, uses = (
+        model[0].kept,
+        [lambda view: view + 1, lambda view: view.tolist(), lambda view: view.zero_()],
+    )
+    for use in (
+        *uses,
+        lambda view: view.data,
+        lambda view: view.data_ptr(),
+        lambda view: torch.ones(3).copy_(view),
+    ):
         with pytest.raises(RuntimeError, match=told):
             use(kept)
     assert "RestingView" in repr(kept) and kept.shape == (3,)
     micro_batch(model, engine, rank, 0)
     with torch.no_grad(), engine.step():
-        for use in (lambda view: view.zero_(), lambda view: view.data, lambda view: torch.add(view, 1, out=view)):
+        for use in (
+            lambda view: view.zero_(),
+            lambda view: view.data,
+            lambda view: torch.add(view, 1, out=view),
+        ):
             with pytest.raises(RuntimeError, match=told):
                 use(kept)
     return True
@@ -96,7 +112,9 @@ def test_one_that_an_evaluation_keeps_cannot_be_read_outside_of_a_step():
 
 
 def read_later(rank, world_size):
-    """Views that the first step leaves, read in the next ones: they follow their weights, as in plain torch."""
+    """Views that the first step leaves, read in the next ones: they follow their weights, as in
+    plain torch.
+    """
     model, optimizer, engine = build(rank, world_size, block=Kept)
     torch.manual_seed(0)
     alone = nn.Sequential(*[Kept() for _ in range(len(model))])
@@ -148,9 +166,11 @@ def emptied(weight):
 
 
 def pass_on(rank, world_size, make):
-    """The first layer leaves something to the last, which uses and drops it: autograd saves nothing of it, and nobody keeps it.
+    """The first layer leaves something to the last, which uses and drops it: autograd saves nothing
+    of it, and nobody keeps it.
 
-    Beside a graph that ends in the layer's forward, so that fewer tensors view the weight than were saved.
+    Beside a graph that ends in the layer's forward, so that fewer tensors view the weight than were
+    saved.
     """
     model, _, engine = build(rank, world_size)
     torch.manual_seed(0)
@@ -184,13 +204,19 @@ def test_one_that_another_layer_reads(make):
 
 class Returning(Block):
     def forward(self, x):
-        return super().forward(x), [self.first.bias[:3], {"same": self.first.bias[:3]}], self.first.bias
+        return (
+            super().forward(x),
+            [self.first.bias[:3], {"same": self.first.bias[:3]}],
+            self.first.bias,
+        )
 
 
 def return_views(rank, world_size):
     model, _, engine = build(rank, world_size, block=Returning, blocks=2)
     looks, collected = count_looks(), []
-    model[0].register_forward_pre_hook(lambda module, args: collected.append(module.first.bias.detach()[:3]))
+    model[0].register_forward_pre_hook(
+        lambda module, args: collected.append(module.first.bias.detach()[:3])
+    )
     with engine.step():
         _, (first, second), bias = model[0](torch.ones(2, WIDTH))
         searched = len(looks)
@@ -235,7 +261,9 @@ class Jagged(Block):
     """A nested tensor that is made of a weight."""
 
     def forward(self, x):
-        nested = torch.nested.nested_tensor_from_jagged(self.first.weight, torch.tensor([0, 2, len(self.first.weight)]))
+        nested = torch.nested.nested_tensor_from_jagged(
+            self.first.weight, torch.tensor([0, 2, len(self.first.weight)])
+        )
         return super().forward(x + 0.01 * (torch.tanh(2 * nested) * nested).values().mean(0))
 
 
@@ -246,7 +274,9 @@ def test_what_autograd_saves_in_other_ways_may_stay(block):
 
 
 def keep_graph(rank, world_size):
-    """Two forwards in steps of their own, and one backward of both, beside one rank's whole model."""
+    """Two forwards in steps of their own, and one backward of both, beside one rank's whole
+    model.
+    """
     model, optimizer, engine = build(rank, world_size)
     torch.manual_seed(0)
     alone = nn.Sequential(*[Block() for _ in range(len(model))])
@@ -294,7 +324,9 @@ class InClosure(Block):
     def forward(self, x):
         weight, bias = self.first.weight[:WIDTH], self.first.bias[:WIDTH]
         views = {"bias": [bias]}
-        return super().forward(checkpoint(lambda t: t @ weight.t() + views["bias"][0], x, use_reentrant=self.reentrant))
+        return super().forward(
+            checkpoint(lambda t: t @ weight.t() + views["bias"][0], x, use_reentrant=self.reentrant)
+        )
 
 
 class InReentrantClosure(InClosure):
@@ -302,7 +334,9 @@ class InReentrantClosure(InClosure):
 
 
 def keep_in_graphs(rank, world_size, block):
-    """Losses of two graphs, one of which lives while the other is differentiated, beside plain torch."""
+    """Losses of two graphs, one of which lives while the other is differentiated, beside plain
+    torch.
+    """
     gc.disable()  # nobody else frees their cycles
     model, optimizer, engine = build(rank, world_size, block=block)
     torch.manual_seed(0)
@@ -329,14 +363,21 @@ def keep_in_graphs(rank, world_size, block):
 @pytest.mark.parametrize("block", [OfFunction, InClosure, InReentrantClosure])
 def test_what_a_graph_holds_may_stay(block):
     for looks in run_ranks(keep_in_graphs, 2, block):
-        assert looks == 48, "of three units, in two forwards and (two of them, as the other's run first) their backward"
+        assert looks == 48, (
+            "of three units, in two forwards and (two of them, as the other's run first) their"
+            " backward"
+        )
 
 
 class InACycle(Block):
-    """Nobody is told of a parameter that is a view, and nobody but the garbage collector finds that it is not held."""
+    """Nobody is told of a parameter that is a view, and nobody but the garbage collector finds that
+    it is not held.
+    """
 
     def forward(self, x):
-        box = SimpleNamespace(view=nn.Parameter(self.first.weight[:2].detach(), requires_grad=False))
+        box = SimpleNamespace(
+            view=nn.Parameter(self.first.weight[:2].detach(), requires_grad=False)
+        )
         box.itself = box
         return super().forward(x)
 
@@ -415,7 +456,10 @@ def keep_beside_graph(rank, world_size, way):
     with torch.no_grad(), engine.step():
         found = next(kept[-1]) if way == "generator" else kept[-1]
         assert torch.equal(found, 0 * expected if way == "generator" else expected)
-    with pytest.raises(RuntimeError, match=r"A view \(shape \(3,\)\) of parameter '1.first.bias' \(unit 1\) was kept"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"A view \(shape \(3,\)\) of parameter '1.first.bias' \(unit 1\) was kept",
+    ):
         next(kept[0]) if way == "generator" else kept[0].sum()
     return True
 
@@ -473,7 +517,9 @@ class Saving(torch.autograd.Function):
 
 
 class Giving(torch.autograd.Function):
-    """The sum of products, if that of its gradient is 1: two outputs' gradients are views, and flow into other operations."""
+    """The sum of products, if that of its gradient is 1: two outputs' gradients are views, and flow
+    into other operations.
+    """
 
     @staticmethod
     def forward(ctx, x, y, weight):
@@ -505,10 +551,15 @@ def by_checkpoint(x, view, reentrant):
     return checkpoint(lambda x, view: torch.tanh(x) * view, x, view, use_reentrant=reentrant)
 
 
-# What a step does with views that earlier layers have kept: x [2, WIDTH], the vectors, the matrices, a model.
+# What a step does with views that earlier layers have kept: x [2, WIDTH], the vectors, the
+# matrices, a model.
 USES = {
-    "beside a copy": lambda x, v, m, model: x * v[0] + model[1].second.weight.detach()[:2, :WIDTH] * v[2],
-    "matrix beside a parameter": lambda x, v, m, model: nn.functional.linear(x, m[0], model[1].second.bias[:WIDTH]),
+    "beside a copy": lambda x, v, m, model: (
+        x * v[0] + model[1].second.weight.detach()[:2, :WIDTH] * v[2]
+    ),
+    "matrix beside a parameter": lambda x, v, m, model: nn.functional.linear(
+        x, m[0], model[1].second.bias[:WIDTH]
+    ),
     "two": lambda x, v, m, model: nn.functional.linear(x, m[0], v[1]) @ m[2],
     "named tuple": lambda x, v, m, model: x * torch.stack(Pair(v[0], v[1])),
     "saved": lambda x, v, m, model: Saving.apply(x, v[0]) + Saving.apply(x, v[1]),
@@ -517,16 +568,32 @@ USES = {
     "gradient by it": lambda x, v, m, model: (
         torch.autograd.grad((x * v[0]).square().sum(), v[0], create_graph=True)[0] * x / 100
     ),
-    "gradient given": lambda x, v, m, model: torch.autograd.grad((x * x).sum(0), x, v[0], create_graph=True)[0],
-    "given by a Function": lambda x, v, m, model: Giving.apply(torch.tanh(x[0] * 2) * x[1], x[:1] * 3, v[0]) + 0 * x,
+    "gradient given": lambda x, v, m, model: torch.autograd.grad(
+        (x * x).sum(0), x, v[0], create_graph=True
+    )[0],
+    "given by a Function": lambda x, v, m, model: (
+        Giving.apply(torch.tanh(x[0] * 2) * x[1], x[:1] * 3, v[0]) + 0 * x
+    ),
     "given by a hook": lambda x, v, m, model: by_hook(torch.tanh(x @ m[1]), v[0]),
-    "parameter given by a hook": lambda x, v, m, model: by_hook(torch.tanh(x @ m[1]), model[1].second.bias),
-    "given by a module's hook": lambda x, v, m, model: by_module_hook(torch.tanh(x @ m[1]), v[0], pre=False),
-    "given by a module's pre-hook": lambda x, v, m, model: by_module_hook(torch.tanh(x @ m[1]), v[0], pre=True),
+    "parameter given by a hook": lambda x, v, m, model: by_hook(
+        torch.tanh(x @ m[1]), model[1].second.bias
+    ),
+    "given by a module's hook": lambda x, v, m, model: by_module_hook(
+        torch.tanh(x @ m[1]), v[0], pre=False
+    ),
+    "given by a module's pre-hook": lambda x, v, m, model: by_module_hook(
+        torch.tanh(x @ m[1]), v[0], pre=True
+    ),
     "of a class": lambda x, v, m, model: x * v[0].as_subclass(Own),
-    "tensor": lambda x, v, m, model: x * torch.tensor([v[0][0], v[0][1]]).sum() + torch.as_tensor(v[1].detach()),
-    "nested": lambda x, v, m, model: x * torch.nested.nested_tensor([v[0].detach(), v[1].detach()])[1],
-    "vmap": lambda x, v, m, model: torch.vmap(lambda row: row * v[0])(x) * torch.vmap(lambda one: one * 2)(v[1]),
+    "tensor": lambda x, v, m, model: (
+        x * torch.tensor([v[0][0], v[0][1]]).sum() + torch.as_tensor(v[1].detach())
+    ),
+    "nested": lambda x, v, m, model: (
+        x * torch.nested.nested_tensor([v[0].detach(), v[1].detach()])[1]
+    ),
+    "vmap": lambda x, v, m, model: (
+        torch.vmap(lambda row: row * v[0])(x) * torch.vmap(lambda one: one * 2)(v[1])
+    ),
     "loops": lambda x, v, m, model: x * sum(one for one in v[0]) + float(v[1].sum()),
 }
 
@@ -547,11 +614,18 @@ def use_kept(rank, world_size, names):
                 with engine.step() if each is model else nullcontext():
                     out = each(x.clone().requires_grad_()) + x
                     out = USES[name](out, [b.kept for b in each], [b.matrix for b in each], each)
-                    losses.append(torch.as_tensor(out).square().mean() if name != "given by a Function" else out.mean())
+                    losses.append(
+                        torch.as_tensor(out).square().mean()
+                        if name != "given by a Function"
+                        else out.mean()
+                    )
             with engine.backward():
                 losses[0].backward()
             losses[1].backward()
-            pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)] + [losses]
+            pairs = [
+                (p.grad, q.grad)
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+            ] + [losses]
             assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
             worst = max([worst, *((p - q).abs().max().item() for p, q in pairs if q is not None)])
             for each in (optimizer, plain):
@@ -581,7 +655,9 @@ def refuse_uses(rank, world_size):
             lambda: view.untyped_storage(),
         ]
         for use in uses:
-            with pytest.raises(RuntimeError, match=r"A view .* of parameter '0.first.bias' .* was kept.*clone"):
+            with pytest.raises(
+                RuntimeError, match=r"A view .* of parameter '0.first.bias' .* was kept.*clone"
+            ):
                 use()
     engine.close()
     with pytest.raises(RuntimeError, match="was kept longer than its model, or than the run"):
@@ -614,7 +690,11 @@ def keep_more(rank, world_size):
     model, _, engine = build(rank, world_size, block=Replaced)
     with torch.no_grad(), engine.step():
         model(torch.ones(2, WIDTH))
-    with pytest.raises(RuntimeError, match="Memory of unit 0 .* was kept"), torch.no_grad(), engine.step():
+    with (
+        pytest.raises(RuntimeError, match="Memory of unit 0 .* was kept"),
+        torch.no_grad(),
+        engine.step(),
+    ):
         model(torch.ones(2, WIDTH))
     assert torch.equal(model[0].kept, torch.zeros(3))
     model, _, engine = build(rank, world_size, block=ReturnedAndKept)
@@ -650,9 +730,17 @@ def nest(rank, world_size):
         found = [block(torch.ones(2, WIDTH))[1] for block in model]
         values = [nested.values().clone() for nested in found]
     with gathered(model, modify=False):
-        assert all(torch.equal(block.first.weight, value) for block, value in zip(model, values, strict=True))
+        assert all(
+            torch.equal(block.first.weight, value)
+            for block, value in zip(model, values, strict=True)
+        )
     model[0].keep = True
-    with pytest.raises(RuntimeError, match="'0.first.weight'.* was kept .* is a part of a NestedTensor"), engine.step():
+    with (
+        pytest.raises(
+            RuntimeError, match="'0.first.weight'.* was kept .* is a part of a NestedTensor"
+        ),
+        engine.step(),
+    ):
         model[0](torch.ones(2, WIDTH))
     return True
 
@@ -674,9 +762,13 @@ def keep_in_backward(rank, world_size):
     with gathered(model, modify=False):
         expected = [block.first.bias[:3].clone() for block in model]
     with torch.no_grad(), engine.step():
-        assert all(torch.equal(block.kept, value) for block, value in zip(model, expected, strict=True))
+        assert all(
+            torch.equal(block.kept, value) for block, value in zip(model, expected, strict=True)
+        )
     for block in model:
-        with pytest.raises(RuntimeError, match=r"A view .* of parameter '.*.first.bias' .* was kept"):
+        with pytest.raises(
+            RuntimeError, match=r"A view .* of parameter '.*.first.bias' .* was kept"
+        ):
             block.kept + 1
     return True
 
@@ -706,7 +798,9 @@ class KeptStorage(Stateful):
 
 class KeptSparse(Stateful):
     def keep(self, of):
-        return torch.sparse_csr_tensor(torch.tensor([0, 2]), torch.tensor([0, 1]), of[0, :2], (1, 2), check_invariants=True)
+        return torch.sparse_csr_tensor(
+            torch.tensor([0, 2]), torch.tensor([0, 1]), of[0, :2], (1, 2), check_invariants=True
+        )
 
 
 class KeptParameter(Stateful):
@@ -732,7 +826,10 @@ def keep_otherwise(rank, world_size, block):
     [
         (KeptArray, r"parameter '0.first.weight' \(unit 0\) was kept .* is an array .*clone"),
         (KeptStorage, "Memory of unit 0 .*'0.first.weight'.* was kept .*clone"),
-        (KeptSparse, r"parameter '0.first.weight' \(unit 0\) was kept .* is a part of a Tensor.*clone"),
+        (
+            KeptSparse,
+            r"parameter '0.first.weight' \(unit 0\) was kept .* is a part of a Tensor.*clone",
+        ),
         (KeptParameter, "Memory of unit 0 .*'0.first.weight'.* was kept .*clone"),
     ],
 )
@@ -742,7 +839,9 @@ def test_what_nobody_could_be_kept_from_reading_is_an_error_at_once(block, messa
 
 
 def write_to_arrays(rank, world_size, options):
-    """Values that a forward wrote to an array of a weight: of the model, and of a copy in plain torch."""
+    """Values that a forward wrote to an array of a weight: of the model, and of a copy in plain
+    torch.
+    """
     model, _, engine = build(rank, world_size, **options)
     torch.manual_seed(0)
     alone = nn.Sequential(*[Block() for _ in range(len(model))])
@@ -750,19 +849,25 @@ def write_to_arrays(rank, world_size, options):
     def write(module, args):
         weight = module.first.weight.detach().numpy()  # also looked at, and left alone
         if rank == 0:  # a write would have to be the same on all ranks
-            print(module.second.weight.detach().numpy(), module.second.weight[:, 1].detach().numpy())
+            print(
+                module.second.weight.detach().numpy(), module.second.weight[:, 1].detach().numpy()
+            )
         module.first.bias.detach().numpy()[5:7] = weight[0, 0] + 2.0
 
     with torch.no_grad(), gathered(model, modify=True):
         model[1].second.weight[0, 0] = alone[1].second.weight[0, 0] = torch.nan
     for blocks in (model, alone):
         blocks[1].register_forward_pre_hook(write)
-        blocks[2].register_forward_pre_hook(lambda module, args: print(module.second.weight.detach().numpy().sum()))
+        blocks[2].register_forward_pre_hook(
+            lambda module, args: print(module.second.weight.detach().numpy().sum())
+        )
     alone(torch.ones(2, WIDTH))
     micro_batch(model, engine, rank, 0)
     with gathered(model, modify=False):
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                mine.detach(), theirs.detach(), rtol=0, atol=0, equal_nan=True
+            )
     with gathered(model, modify=True):
         if rank == 0:
             model[1].first.bias.detach().numpy()[:] = 3.0
@@ -798,7 +903,9 @@ class Remembering(Scaled):
 
 def buffer_of_root(rank, world_size):
     model, _, engine = build(rank, world_size, block=Remembering, blocks=1, unit_policy=[Block])
-    with pytest.raises(RuntimeError, match="Buffer '0.last' was set to a view of a sharded parameter.*clone"):
+    with pytest.raises(
+        RuntimeError, match="Buffer '0.last' was set to a view of a sharded parameter.*clone"
+    ):
         micro_batch(model, engine, rank, 0)
     return True
 
@@ -819,9 +926,11 @@ def step_after_arrays(rank, world_size, wire, write):
     alone.load_state_dict(model.state_dict())
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone))
     place = torch.device("cpu")
-    doors = make_collectives(dist.group.WORLD, place)
+    communicators = make_collectives(dist.group.WORLD, place)
     options = {"wire_dtype": lambda name, parameter: torch.bfloat16} if wire else {}
-    engine = Zero3Engine(model, [optimizer], device=place, collectives=doors, unit_policy=[Block], **options)
+    engine = Zero3Engine(
+        model, [optimizer], device=place, collectives=communicators, unit_policy=[Block], **options
+    )
 
     def train(module, stepping, backward):
         array = module.scale.detach().numpy()
@@ -850,7 +959,9 @@ def test_an_optimizer_may_step_while_there_is_an_array(wire, write):
 def write_rounded(rank, world_size):
     model, _, engine = build(rank, world_size, slot_dtype=lambda name, parameter: torch.float16)
     for write in (print, lambda array: array.fill(1.0)):
-        hook = model[1].register_forward_pre_hook(lambda module, args, write=write: write(module.first.bias.detach().numpy()))
+        hook = model[1].register_forward_pre_hook(
+            lambda module, args, write=write: write(module.first.bias.detach().numpy())
+        )
         told = "'1.first.bias' was changed in place while it is gathered in torch.float16"
         with nullcontext() if write is print else pytest.raises(RuntimeError, match=told):
             with torch.autocast("cpu", torch.float16), torch.no_grad(), engine.step():
@@ -864,7 +975,8 @@ def test_one_of_a_rounded_weight_can_be_read_and_a_write_is_an_error():
 
 
 def test_what_a_thread_holds_for_a_moment_is_waited_for():
-    # Those of a process group hold what they have exchanged, in C++, a moment after they have said that they are done.
+    # Those of a process group hold what they have exchanged, in C++, a moment after they have said
+    # that they are done.
     from lightning_zero3.strategies.engine.kept_views import _is_free_soon
 
     held = [5, 5, 4]

@@ -1,4 +1,6 @@
-"""Optimizers that begin to do something else after some steps, and count the steps of each parameter by itself."""
+"""Optimizers that begin to do something else after some steps, and count the steps of each
+parameter by itself.
+"""
 
 import math
 
@@ -32,7 +34,9 @@ def make():
     torch.manual_seed(0)
     model = Branches()
     # The large eps keeps the update a smooth function of the gradient: rounding is not amplified.
-    return model, torch.optim.RAdam(model.parameters(), lr=0.05, betas=BETAS, eps=1e-2, weight_decay=0.1)
+    return model, torch.optim.RAdam(
+        model.parameters(), lr=0.05, betas=BETAS, eps=1e-2, weight_decay=0.1
+    )
 
 
 def batch(rank, step):
@@ -42,8 +46,10 @@ def batch(rank, step):
 def train(rank, world_size):
     model, optimizer = make()
     cpu = torch.device("cpu")
-    doors = make_collectives(dist.group.WORLD, cpu)
-    engine = Zero3Engine(model, [optimizer], device=cpu, collectives=doors, unit_policy=["Linear"])
+    communicators = make_collectives(dist.group.WORLD, cpu)
+    engine = Zero3Engine(
+        model, [optimizer], device=cpu, collectives=communicators, unit_policy=["Linear"]
+    )
     found = []
     for step in range(STEPS):
         with engine.step():
@@ -52,7 +58,9 @@ def train(rank, world_size):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append({name: value.clone() for unit in engine.units for name, value in unit.values().items()})
+        found.append(
+            {name: value.clone() for unit in engine.units for name, value in unit.values().items()}
+        )
     return found
 
 

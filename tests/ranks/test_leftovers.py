@@ -1,4 +1,6 @@
-"""Nothing stays behind: no gradient of a backward that raised, no NaN between parameters, no model that nobody uses."""
+"""Nothing stays behind: no gradient of a backward that raised, no NaN between parameters, no model
+that nobody uses.
+"""
 
 import gc
 import warnings
@@ -10,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.checkpoints.gradients import sliced_gradients
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.state_dicts.gradients import sliced_gradients
 
 
 class Raise(torch.autograd.Function):
@@ -41,7 +43,9 @@ def _engine(make=make_collectives):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = torch.device("cpu")
     group = dist.group.WORLD if dist.is_initialized() else None
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=make(group, device), unit_policy=[Block])
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=make(group, device), unit_policy=[Block]
+    )
     return model, optimizer, engine
 
 
@@ -87,7 +91,7 @@ def _padding(engine, group):
 
 
 def _padding_after_nan(rank, world_size):
-    from lightning_zero3.strategies.precision import Zero3Precision
+    from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
     model, optimizer, engine = _engine()
     clipping = Zero3Precision(
@@ -104,7 +108,8 @@ def _padding_after_nan(rank, world_size):
     optimizer.zero_grad()
     _backward(engine, model, x if rank else x * torch.nan, explicit=True)
     clipping.clip_gradients(optimizer, 0.1)
-    assert group.grad[~padding].isnan().all() and not group.grad[padding].any()  # all was scaled by NaN
+    # all was scaled by NaN
+    assert group.grad[~padding].isnan().all() and not group.grad[padding].any()
     optimizer.zero_grad()  # the step is skipped, as a scaler would
     _backward(engine, model, x, explicit=True)
     assert not group.grad[padding].any()
@@ -125,7 +130,13 @@ def _gradients_without_an_optimizer(rank, world_size):
     optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)
     device = torch.device("cpu")
     group = dist.group.WORLD if dist.is_initialized() else None
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=make_collectives(group, device), unit_policy=[Block])
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=device,
+        collectives=make_collectives(group, device),
+        unit_policy=[Block],
+    )
     said = []
     for step in range(4):
         if step == 2:
@@ -148,7 +159,12 @@ def test_one_rank_keeps_gradients_that_no_optimizer_has():
     model, _, engine = _engine()
     plain = _engine()[0]
     engine.close()
-    engine = Zero3Engine(model, [], device=torch.device("cpu"), collectives=make_collectives(None, torch.device("cpu")))
+    engine = Zero3Engine(
+        model,
+        [],
+        device=torch.device("cpu"),
+        collectives=make_collectives(None, torch.device("cpu")),
+    )
     for _ in range(2):
         _backward(engine, model, torch.ones(2, 6), explicit=True)
         plain(torch.ones(2, 6)).square().mean().backward()
@@ -178,7 +194,9 @@ def _train_and_forget(rank, world_size):
     model, optimizer, engine = _engine()
     _backward(engine, model, torch.ones(2, 6), explicit=True)
     optimizer.step()
-    references = [weakref.ref(x) for x in (model, engine, engine.groups[0].data, next(model.parameters()))]
+    references = [
+        weakref.ref(x) for x in (model, engine, engine.groups[0].data, next(model.parameters()))
+    ]
     del model, optimizer, engine
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
@@ -192,22 +210,35 @@ def test_a_model_is_freed_with_its_engine(world_size):
 def test_one_rank_keeps_the_memory_of_gradients_that_nobody_keeps():
     """And no longer than somebody does: then the next gradients have other memory."""
     model, optimizer, engine = _engine()
-    parameters, (flat,) = list(model.parameters()), (group for group in engine.groups if group.trained)
+    parameters, (flat,) = (
+        list(model.parameters()),
+        (group for group in engine.groups if group.trained),
+    )
 
     def step(explicit):
         optimizer.zero_grad()
         _backward(engine, model, torch.randn(4, 6), explicit)
         nn.utils.clip_grad_norm_(parameters, 0.1)
-        assert all(p.grad[0].abs().sum() + p.grad.view(-1).max() > 0 for p in parameters if p.grad.any())
+        assert all(
+            p.grad[0].abs().sum() + p.grad.view(-1).max() > 0 for p in parameters if p.grad.any()
+        )
         optimizer.step()
-        return [id(p.grad) for p in parameters], [p.grad.data_ptr() for p in parameters], flat.grad.data_ptr()
+        return (
+            [id(p.grad) for p in parameters],
+            [p.grad.data_ptr() for p in parameters],
+            flat.grad.data_ptr(),
+        )
 
     first = step(True)
     assert step(False) == step(True) == first
     weight = model[2].up.weight
     kept, values = weight.grad, weight.grad.clone()
     objects, addresses, memory = step(True)
-    assert (addresses, memory) == first[1:] and weight.grad is not kept and kept.data_ptr() not in addresses
+    assert (
+        (addresses, memory) == first[1:]
+        and weight.grad is not kept
+        and kept.data_ptr() not in addresses
+    )
     assert sum(new != old for new, old in zip(objects, first[0], strict=True)) == 1
     torch.testing.assert_close(kept, values, rtol=0, atol=0)
     view, values = weight.grad.detach().view(-1), weight.grad.flatten().clone()

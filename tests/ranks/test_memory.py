@@ -1,4 +1,6 @@
-"""Bytes that a rank holds, counted over all live tensor storages of the process, against the ZeRO formula."""
+"""Bytes that a rank holds, counted over all live tensor storages of the process, against the ZeRO
+formula.
+"""
 
 import gc
 import re
@@ -58,7 +60,9 @@ def live_storages():
 
 
 def shared_memory():
-    """(start, stop, rank whose it is) of every mapping of memory that ranks share, as the kernel lists them."""
+    """(start, stop, rank whose it is) of every mapping of memory that ranks share, as the kernel
+    lists them.
+    """
     pattern = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .* /memfd:lightning_zero3 rank (\d+) ")
     found = map(pattern.match, Path("/proc/self/maps").read_text().splitlines())
     return [(int(m[1], 16), int(m[2], 16), int(m[3])) for m in found if m]
@@ -79,7 +83,11 @@ class Training:
             for module in self.model.blocks.requires_grad_(False).modules():
                 if isinstance(module, nn.Linear):  # autocast leaves norms in fp32
                     module.to(frozen)
-        self.autocast = torch.autocast(device, torch.bfloat16) if mixed or frozen == torch.bfloat16 else nullcontext()
+        self.autocast = (
+            torch.autocast(device, torch.bfloat16)
+            if mixed or frozen == torch.bfloat16
+            else nullcontext()
+        )
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
         self.engine = Zero3Engine(
             self.model,
@@ -109,15 +117,31 @@ def count(rank, world_size, options):
     for _ in range(2):
         training.step()
     engine = training.engine
-    storages = {address: nbytes for address, nbytes in live_storages().items() if address not in before}
-    scratch = {"reduce": engine.reducer.buffer, "staging": getattr(engine.collectives, "_staging", torch.empty(0))}
-    sizes = {name: storages.pop(tensor.untyped_storage().data_ptr(), 0) for name, tensor in scratch.items()}
+    storages = {
+        address: nbytes for address, nbytes in live_storages().items() if address not in before
+    }
+    scratch = {
+        "reduce": engine.reducer.buffer,
+        "staging": getattr(engine.collectives, "_staging", torch.empty(0)),
+    }
+    sizes = {
+        name: storages.pop(tensor.untyped_storage().data_ptr(), 0)
+        for name, tensor in scratch.items()
+    }
     arena = engine.arena.memory.untyped_storage()  # storages of slots are parts of it
-    sizes["slots"], whole = arena.nbytes(), range(arena.data_ptr(), arena.data_ptr() + arena.nbytes())
+    sizes["slots"], whole = (
+        arena.nbytes(),
+        range(arena.data_ptr(), arena.data_ptr() + arena.nbytes()),
+    )
     storages = {address: nbytes for address, nbytes in storages.items() if address not in whole}
     storages.pop(training.tokens.untyped_storage().data_ptr())
-    owners = {address: owner for address in storages for low, high, owner in shared_memory() if low <= address < high}
-    sizes["boards"] = sum(storages[address] for address, owner in owners.items() if owner == rank)
+    owners = {
+        address: owner
+        for address in storages
+        for low, high, owner in shared_memory()
+        if low <= address < high
+    }
+    sizes["flags"] = sum(storages[address] for address, owner in owners.items() if owner == rank)
     # Memory of other ranks is mapped here, and counted there.
     return sum(nbytes for address, nbytes in storages.items() if address not in owners), sizes
 
@@ -126,7 +150,11 @@ def unit_sizes(nbytes):
     """Of each unit: the bytes of its parameters, one of which takes ``nbytes(name)``."""
     model = Model()
     return [
-        sum(nbytes(f"{n}.{k}") * p.numel() for n in names for k, p in model.get_submodule(n).named_parameters())
+        sum(
+            nbytes(f"{n}.{k}") * p.numel()
+            for n in names
+            for k, p in model.get_submodule(n).named_parameters()
+        )
         for names in UNITS
     ]
 
@@ -134,20 +162,27 @@ def unit_sizes(nbytes):
 def check_state(found, world_size, mixed, ends=1):
     numels = unit_sizes(lambda name: 1)
     slots = unit_sizes(lambda name: 2 if mixed and in_bfloat16(name) else 4)
-    pairs = [max(a + b for a, b in zip(sizes, sizes[1:], strict=False)) for sizes in (slots, [4 * n for n in numels])]
+    pairs = [
+        max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
+        for sizes in (slots, [4 * n for n in numels])
+    ]
     for rank, (state, scratch) in enumerate(found):
         ratio = state / (16 * sum(numels) / world_size)
-        print(f"rank {rank} of {world_size}: {state} bytes, {ratio:.5f} of 16 * {sum(numels)} / {world_size}; {scratch}")
+        print(
+            f"rank {rank} of {world_size}: {state} bytes, {ratio:.5f} of 16 * {sum(numels)} /"
+            f" {world_size}; {scratch}"
+        )
         assert 1.0 <= ratio <= 1.001
         if world_size == 1:
-            assert scratch == {"slots": 0, "reduce": 0, "staging": 0, "boards": 0}
+            assert scratch == {"slots": 0, "reduce": 0, "staging": 0, "flags": 0}
             continue
-        assert 1.0 <= scratch["slots"] / pairs[0] <= 1.001  # neighbours: one in use, one gathered ahead
+        # neighbours: one in use, one gathered ahead
+        assert 1.0 <= scratch["slots"] / pairs[0] <= 1.001
         # One unit's gradients in fp32; two where their reduction overlaps the next unit's backward.
         assert 1.0 <= scratch["reduce"] / (4 * max(numels) if ends == 1 else pairs[1]) <= 1.001
         # What is gathered and added up is read where it lies.
         assert scratch["staging"] == 0
-        assert scratch["boards"] <= 80 * 1024
+        assert scratch["flags"] <= 80 * 1024
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -161,14 +196,24 @@ def test_state_is_16_bytes_per_parameter_over_the_ranks(mixed, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_state_on_a_gpu(mixed, world_size):
-    check_state(run_ranks(count, world_size, {"mixed": mixed, "device": "cuda"}, timeout=100), world_size, mixed, ends=2)
+    check_state(
+        run_ranks(count, world_size, {"mixed": mixed, "device": "cuda"}, timeout=100),
+        world_size,
+        mixed,
+        ends=2,
+    )
 
 
 def frozen_bytes(dtype):
     """Of all ranks, where the blocks keep their values alone."""
     model = Model()
     whole = dict.fromkeys(model.parameters(), 16) | dict.fromkeys(model.blocks.parameters(), 4)
-    low = {p: dtype.itemsize for m in model.blocks.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
+    low = {
+        p: dtype.itemsize
+        for m in model.blocks.modules()
+        if isinstance(m, nn.Linear)
+        for p in m.parameters()
+    }
     return sum(nbytes * p.numel() for p, nbytes in (whole | low).items())
 
 
@@ -181,7 +226,9 @@ def test_frozen_parameters_cost_their_own_bytes(frozen, world_size):
 
 
 def most_in_a_backward(rank, world_size, options):
-    """The most bytes that the allocator had given out at once in a forward and backward, over those before."""
+    """The most bytes that the allocator had given out at once in a forward and backward, over those
+    before.
+    """
     training = Training(rank, **options)
     for _ in range(2):
         training.step()
@@ -198,11 +245,15 @@ def most_in_a_backward(rank, world_size, options):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_gradient_at_a_time(world_size):
-    """Of activations there is next to nothing here, and slots and the reduce buffer are there from the start."""
+    """Of activations there is next to nothing here, and slots and the reduce buffer are there from
+    the start.
+    """
     model = Model()
-    shards = 4 * sum(p.numel() for p in model.parameters()) / world_size  # of gradients, which are freed between the steps
+    # of gradients, which are freed between the steps
+    shards = 4 * sum(p.numel() for p in model.parameters()) / world_size
     largest = 4 * max(p.numel() for p in model.parameters())
-    activations = 4 * 2 * (2 * VOCAB + DEPTH * 20 * WIDTH)  # of two tokens: less than the smallest weight
+    # of two tokens: less than the smallest weight
+    activations = 4 * 2 * (2 * VOCAB + DEPTH * 20 * WIDTH)
     assert activations < 4 * min(p.numel() for p in model.parameters() if p.ndim > 1)
     for now, most in run_ranks(most_in_a_backward, world_size, {}, timeout=60):
         assert 1.0 <= now / shards <= 1.001 + activations / shards

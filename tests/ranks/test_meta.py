@@ -34,7 +34,9 @@ def test_norm_layers_start_from_meta(world_size):
 
 
 def test_buffers_stay_each_module_s_own_where_moving_them_makes_copies(monkeypatch):
-    """As on a GPU: the tensors that were moved die, and a later module's new ones may get their addresses."""
+    """As on a GPU: the tensors that were moved die, and a later module's new ones may get their
+    addresses.
+    """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.BatchNorm1d(4, affine=False) for _ in range(64)))
     copies = {  # made now, so that they do not take the addresses
@@ -42,7 +44,9 @@ def test_buffers_stay_each_module_s_own_where_moving_them_makes_copies(monkeypat
         torch.int64: [torch.empty((), dtype=torch.int64) for _ in range(64)],
     }
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", lambda tensor, device: copies[tensor.dtype].pop().copy_(tensor))
+        patch.setattr(
+            torch.Tensor, "to", lambda tensor, device: copies[tensor.dtype].pop().copy_(tensor)
+        )
         Buffers(model, LocalCollectives(), torch.device("cpu"))
     assert len({id(buffer) for norm in model for buffer in norm._buffers.values()}) == 3 * 64
     for norm in model:
@@ -85,7 +89,9 @@ def _tied(rank, world_size):
     assert model.head.weight is model.embed.weight and not model.embed.weight.is_meta
     with engine.step(), torch.no_grad():
         out = model(torch.arange(11))
-    return {name: value.clone() for unit in engine.units for name, value in unit.values().items()}, out
+    return {
+        name: value.clone() for unit in engine.units for name, value in unit.values().items()
+    }, out
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -111,7 +117,8 @@ def test_a_parameter_that_nothing_initialises_is_refused():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), Gain())
     expected = (
-        r"Parameter '1\.gain' is on the meta device and Gain has no `reset_parameters\(\)`.*or create the module on the CPU"
+        r"Parameter '1\.gain' is on the meta device and Gain has no `reset_parameters\(\)`.*or"
+        r" create the module on the CPU"
     )
     with pytest.raises(ValueError, match=expected):
         _engine(model)

@@ -1,4 +1,5 @@
-"""On a device what the other files count and compare on the CPU: one rank, and two that share it with gloo between them.
+"""On a device what the other files count and compare on the CPU: one rank, and two that share it
+with gloo between them.
 
 `pytest -m gpu tests/ranks` runs this with all else here that has a variant for a device.
 """
@@ -6,7 +7,15 @@
 import pytest
 import torch
 
-from helpers.contracts import BLOCKS, IN_THE_SLOTS, ON_THE_WIRE, UNIT_BYTES, build, count_calls, micro_batch
+from helpers.contracts import (
+    BLOCKS,
+    IN_THE_SLOTS,
+    ON_THE_WIRE,
+    UNIT_BYTES,
+    build,
+    count_calls,
+    micro_batch,
+)
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
 
@@ -15,7 +24,11 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 
 def calls_of_a_step(rank, world_size):
     found = {}
-    for name, options in {"fp32": {}, "on the wire": ON_THE_WIRE, "in the slots": IN_THE_SLOTS}.items():
+    for name, options in {
+        "fp32": {},
+        "on the wire": ON_THE_WIRE,
+        "in the slots": IN_THE_SLOTS,
+    }.items():
         model, optimizer, engine = build(rank, world_size, device="cuda", **options)
         with torch.autocast("cuda", torch.bfloat16, enabled=name == "in the slots"):
             for step in range(3):
@@ -34,4 +47,6 @@ def test_exchanges_and_memory_of_two_ranks():
             reductions = "reduce_scatter_in" if name == "on the wire" else "reduce_scatter"
             assert calls == {"all_gather": gathers, reductions: BLOCKS, "agree": 1}, name
             assert both / (2 if name == "in the slots" else 1) <= slots <= 1.01 * both
-            assert both <= reduce <= 1.01 * both, "one unit's gradients travel while the next one's come"
+            assert both <= reduce <= 1.01 * both, (
+                "one unit's gradients travel while the next one's come"
+            )

@@ -1,4 +1,6 @@
-"""Optimizer state that comes back from a checkpoint, or was made with the optimizer, has the dtypes that it had."""
+"""Optimizer state that comes back from a checkpoint, or was made with the optimizer, has the dtypes
+that it had.
+"""
 
 import pytest
 import torch
@@ -6,10 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.checkpoints.gather import gather_on_rank_zero
-from lightning_zero3.strategies.checkpoints.optimizer_state import load_optimizer_state, sliced_optimizer_state, take_over_state
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.state_dicts.gather import gather_on_rank_zero
+from lightning_zero3.strategies.state_dicts.optimizer_state import (
+    load_optimizer_state,
+    sliced_optimizer_state,
+    take_over_state,
+)
 
 
 class Mixed(nn.Module):
@@ -27,7 +33,11 @@ def _engine():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     device = torch.device("cpu")
     group = dist.group.WORLD if dist.is_initialized() else None
-    return model, optimizer, Zero3Engine(model, [optimizer], device=device, collectives=make_collectives(group, device))
+    return (
+        model,
+        optimizer,
+        Zero3Engine(model, [optimizer], device=device, collectives=make_collectives(group, device)),
+    )
 
 
 def _step(model, optimizer, engine):
@@ -63,10 +73,14 @@ def test_a_model_of_two_dtypes_resumes(world_size):
 def _take_over(rank, world_size):
     model, optimizer, engine = _engine()
     masters = {name: torch.full(p.shape, 1 + 2.0**-12) for name, p in model.named_parameters()}
-    take_over_state(engine, 0, optimizer, {name: {"master": master} for name, master in masters.items()})
+    take_over_state(
+        engine, 0, optimizer, {name: {"master": master} for name, master in masters.items()}
+    )
     whole = gather_on_rank_zero(sliced_optimizer_state(engine, 0, optimizer), rank)
     for name, state in whole["state"].items() if whole else ():
-        assert state["master"].dtype == torch.float32 and torch.equal(state["master"], masters[name])
+        assert state["master"].dtype == torch.float32 and torch.equal(
+            state["master"], masters[name]
+        )
 
 
 def test_fp32_copies_of_narrow_weights_stay_fp32():

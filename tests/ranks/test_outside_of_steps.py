@@ -37,7 +37,9 @@ def _input_gradient(rank, world_size):
     expected = gradient()
     device = torch.device("cpu")
     group = dist.group.WORLD if dist.is_initialized() else None
-    Zero3Engine(model, device=device, collectives=make_collectives(group, device), unit_policy=[Block])
+    Zero3Engine(
+        model, device=device, collectives=make_collectives(group, device), unit_policy=[Block]
+    )
     torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
     with pytest.raises(AttributeError):
         model(x)  # raises inside a unit, whose hooks must not stay

@@ -1,4 +1,6 @@
-"""Flat gradients, whose memory is new in each step, lie in large pages, as the kernel lists them."""
+"""Flat gradients, whose memory is new in each step, lie in large pages, as the kernel lists
+them.
+"""
 
 import re
 from pathlib import Path
@@ -12,12 +14,15 @@ from helpers.ranks import run_ranks
 from lightning_zero3.strategies.engine.huge_pages import advise_huge_pages
 
 pytestmark = pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has pages of one size only"
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="the kernel has pages of one size only",
 )
 
 
 def is_advised(address):
-    """Whether the mapping with ``address`` was advised to have huge pages ("hg" in the manual of proc)."""
+    """Whether the mapping with ``address`` was advised to have huge pages ("hg" in the manual of
+    proc).
+    """
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -28,7 +33,8 @@ def is_advised(address):
 
 
 def gradients(rank, world_size):
-    with patch.object(test_memory, "VOCAB", 4000):  # above 4 MiB: whatever its address, its middle is in a whole page
+    # above 4 MiB: whatever its address, its middle is in a whole page
+    with patch.object(test_memory, "VOCAB", 4000):
         training = test_memory.Training(rank)
     for _ in range(2):
         training.step()

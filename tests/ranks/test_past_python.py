@@ -17,10 +17,17 @@ from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, gathe
 CPU = torch.device("cpu")
 
 
-def build(model, door=None, **options):
+def build(model, communicator=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    door = door or make_collectives(dist.group.WORLD, CPU)
-    return optimizer, Zero3Engine(model, [optimizer], device=CPU, collectives=door, unit_policy=lambda m: list(m), **options)
+    communicator = communicator or make_collectives(dist.group.WORLD, CPU)
+    return optimizer, Zero3Engine(
+        model,
+        [optimizer],
+        device=CPU,
+        collectives=communicator,
+        unit_policy=lambda m: list(m),
+        **options,
+    )
 
 
 def function(weight):
@@ -36,7 +43,9 @@ TRANSFORMS = {
     "hessian": lambda p: torch.func.hessian(function)(p),
     "jvp": lambda p: torch.func.jvp(function, (p,), (torch.ones(p.shape),)),
     "in a dict": lambda p: torch.func.grad(lambda weights: function(weights["p"]))({"p": p}),
-    "by name": lambda p: torch.func.grad(lambda x, weight: (x * weight).sum())(torch.ones(p.shape), weight=p),
+    "by name": lambda p: torch.func.grad(lambda x, weight: (x * weight).sum())(
+        torch.ones(p.shape), weight=p
+    ),
 }
 
 
@@ -45,7 +54,9 @@ def transformed(rank, world_size):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     build(model)
     for name, transform in TRANSFORMS.items():
-        with pytest.raises(ResidencyError, match="'0.weight' is sharded over the ranks and was read outside a step"):
+        with pytest.raises(
+            ResidencyError, match="'0.weight' is sharded over the ranks and was read outside a step"
+        ):
             transform(model[0].weight)
             print(name)  # pytest does not say it
 
@@ -55,7 +66,9 @@ def test_transforms_that_differentiate_are_told_what_rests():
 
 
 def moved_weights(rank, world_size):
-    """Two recurrent layers whose `flatten_parameters` does what it does on CUDA: it moves the weights to new memory."""
+    """Two recurrent layers whose `flatten_parameters` does what it does on CUDA: it moves the
+    weights to new memory.
+    """
 
     def flatten(self):
         moved.append(self)
@@ -73,11 +86,14 @@ def moved_weights(rank, world_size):
     def train(sharded):
         torch.manual_seed(0)
         model = nn.Sequential(Layer(4, 4), Layer(4, 4), Layer(4, 4))
-        optimizer, engine = build(model) if sharded else (torch.optim.SGD(model.parameters(), lr=0.1), None)
+        optimizer, engine = (
+            build(model) if sharded else (torch.optim.SGD(model.parameters(), lr=0.1), None)
+        )
         moved.clear()
         losses = []
         for step in range(3):
-            batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+            # the same on all ranks
+            batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
             if sharded:
                 model[1].flatten_parameters()
                 with engine.step():
@@ -124,11 +140,15 @@ def scripted_norm(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -
 
 def constructed(x):
     values = torch.tensor([1.0, 2.0]).sum() + torch.as_tensor(3.0) + torch.asarray([4.0]).sum()
-    return nn.functional.batch_norm(x, None, None, training=True) * values + torch.tensor(x.shape[0], dtype=x.dtype)
+    return nn.functional.batch_norm(x, None, None, training=True) * values + torch.tensor(
+        x.shape[0], dtype=x.dtype
+    )
 
 
 def wrapped(rank, world_size, compiled_before):
-    """What goes by the identity of a function of torch does so, whether it was asked before functions are wrapped or after."""
+    """What goes by the identity of a function of torch does so, whether it was asked before
+    functions are wrapped or after.
+    """
     x = torch.linspace(-1, 1, 8).view(4, 2)
     zeros, ones = torch.zeros(2), torch.ones(2)
     expected = constructed(x), scripted_norm(x, zeros.clone(), ones.clone())
@@ -139,14 +159,19 @@ def wrapped(rank, world_size, compiled_before):
     before = torch.tensor
     build(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     assert torch.tensor is not before
-    compiled, scripted = torch.compile(constructed, backend="aot_eager", fullgraph=True), torch.jit.script(scripted_norm)
+    compiled, scripted = (
+        torch.compile(constructed, backend="aot_eager", fullgraph=True),
+        torch.jit.script(scripted_norm),
+    )
     torch.testing.assert_close((compiled(x), scripted(x, zeros, ones)), expected)
     assert not torch.equal(ones, torch.ones(2)), "running statistics stayed as they were"
     mode = torch.device("meta")
     with mode:
         made = torch.tensor(1.0), torch.as_tensor([1.0]), torch.asarray([1.0])
     assert all(tensor.device == mode for tensor in made)
-    assert torch.tensor([1, 2]).tolist() == [1, 2] and torch.equal(torch.tensor(data=1.0), torch.ones(()))
+    assert torch.tensor([1, 2]).tolist() == [1, 2] and torch.equal(
+        torch.tensor(data=1.0), torch.ones(())
+    )
 
 
 @pytest.mark.parametrize("compiled_before", [True, False])
@@ -161,7 +186,11 @@ def own_exchanges(rank, world_size):
     asked = []
     for name in ("send", "recv"):
         method = getattr(dist.ProcessGroup, name)
-        setattr(dist.ProcessGroup, name, lambda *args, method=method, name=name: asked.append(name) or method(*args))
+        setattr(
+            dist.ProcessGroup,
+            name,
+            lambda *args, method=method, name=name: asked.append(name) or method(*args),
+        )
     with engine.step():
         loss = model(torch.ones(2, 4)).sum()
     with engine.backward():
@@ -198,7 +227,9 @@ def constructors(rank, world_size):
     with engine.step():
         scaled = Scaled(model[0].weight, 2.0)
         assert type(scaled) is Scaled and torch.equal(torch.stack(scaled.unbind()), 2 * weight)
-        with pytest.raises(ResidencyError, match=r"`torch\.Tensor` would touch the memory of parameter '0\.weight'"):
+        with pytest.raises(
+            ResidencyError, match=r"`torch\.Tensor` would touch the memory of parameter '0\.weight'"
+        ):
             torch.Tensor(model[0].weight)
         model(torch.ones(1, 4))
 
@@ -209,11 +240,30 @@ def test_constructors_of_users_are_what_they_were():
 
 def named():
     tensor = torch.Tensor
-    functions = torch.tensor, torch.as_tensor, torch.asarray, torch.batch_norm, torch.sparse_coo_tensor
-    return *functions, tensor.new, tensor.new_tensor, tensor.numpy, tensor.set_, nn.RNNBase.flatten_parameters
+    functions = (
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        torch.batch_norm,
+        torch.sparse_coo_tensor,
+    )
+    return (
+        *functions,
+        tensor.new,
+        tensor.new_tensor,
+        tensor.numpy,
+        tensor.set_,
+        nn.RNNBase.flatten_parameters,
+    )
 
 
-TABLE = dict(zip(named(), "tensor as_tensor asarray norm sparse new new_tensor numpy set_ flatten".split(), strict=True))
+TABLE = dict(
+    zip(
+        named(),
+        "tensor as_tensor asarray norm sparse new new_tensor numpy set_ flatten".split(),
+        strict=True,
+    )
+)
 TABLE |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "data ="}
 
 
@@ -243,9 +293,15 @@ def keep_names(rank, world_size):
     now = named()
     assert asked == ask() == ("data", "numpy", "new_tensor", "new", "data =", "norm")
     assert {function.__module__ for function in now} == {"torch", "torch.nn.modules.rnn"}
-    assert all(map(operator.is_, pickle.loads(pickle.dumps(now)), now)) and pickle.loads(pickled) == now
+    assert (
+        all(map(operator.is_, pickle.loads(pickle.dumps(now)), now))
+        and pickle.loads(pickled) == now
+    )
     assert dict.fromkeys(now) == dict.fromkeys(before) and len({*now, *before}) == len(now)
-    with pytest.raises(ResidencyError, match=r"`parameter\.data = \.\.\.` would touch the memory of parameter '0\.weight'"):
+    with pytest.raises(
+        ResidencyError,
+        match=r"`parameter\.data = \.\.\.` would touch the memory of parameter '0\.weight'",
+    ):
         torch.ones(4, 4).data = model[0].weight
 
 
@@ -255,7 +311,9 @@ def test_functions_that_are_wrapped_keep_their_names_and_their_places_in_tables(
 
 SHARED = {
     "storage": lambda tensor: tensor.storage(),
-    "untyped_storage": lambda tensor: tensor.untyped_storage().copy_(tensor.clone().untyped_storage()),
+    "untyped_storage": (
+        lambda tensor: tensor.untyped_storage().copy_(tensor.clone().untyped_storage())
+    ),
     "__dlpack__": np.from_dlpack,
     "to_dlpack": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),  # by what it is now
     "set_": lambda tensor: torch.empty(0).set_(tensor),
@@ -270,26 +328,34 @@ def shared(rank, world_size):
     with engine.step():
         loss, value = model(torch.ones(2, 4)).sum(), model[0].weight.detach()
         for name, way in SHARED.items():
-            told = rf"`{name}` would share the memory of a copy of the value of parameter '0\.weight'.*`\.clone\(\)`"
+            told = (
+                rf"`{name}` would share the memory of a copy of the value of parameter"
+                r" '0\.weight'.*`\.clone\(\)`"
+            )
             with pytest.raises(ResidencyError, match=told):
                 way(value)
             way(value.clone())
             print(name)
         assert value.untyped_storage().nbytes() == 64 == len(value.untyped_storage().clone())
         assert not hasattr(value, "__cuda_array_interface__") and value.is_shared() is False
-        with pytest.raises(ResidencyError, match="`mul_` would change a copy of the value of parameter '0.weight'"):
+        with pytest.raises(
+            ResidencyError, match="`mul_` would change a copy of the value of parameter '0.weight'"
+        ):
             copy.copy(value).mul_(2)
         with pytest.raises(TypeError):
             torch.empty(0).set_(value.untyped_storage())
         for way in (torch.to_dlpack, torch.Tensor.__dlpack__):
-            with pytest.raises(ResidencyError, match="dlpack.*would touch the memory of parameter '0.weight'"):
+            with pytest.raises(
+                ResidencyError, match="dlpack.*would touch the memory of parameter '0.weight'"
+            ):
                 way(model[0].weight)
     with engine.backward():
         loss.backward()
     grad = model[0].weight.grad
     for name, way in SHARED.items():
         with pytest.raises(
-            ResidencyError, match=rf"`{name}` would share .* gradient of parameter '0\.weight'.*parameter\.grad = "
+            ResidencyError,
+            match=rf"`{name}` would share .* gradient of parameter '0\.weight'.*parameter\.grad = ",
         ):
             way(grad)
 
@@ -303,12 +369,29 @@ def use_types_of_old(rank, world_size):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     _, engine = build(model)
     kind = torch.FloatTensor
-    assert kind is not own[0] and kind == own[0] and own[0] == kind and {kind, own[0]} == {kind} <= torch._tensor_classes
-    assert (repr(kind), torch.typename(kind), kind.__name__) == (repr(own[0]), "torch.FloatTensor", "FloatTensor")
-    assert kind.dtype is torch.float32 and kind.mul is own[0].mul and pickle.loads(pickle.dumps(kind)) is kind
+    assert (
+        kind is not own[0]
+        and kind == own[0]
+        and own[0] == kind
+        and {kind, own[0]} == {kind} <= torch._tensor_classes
+    )
+    assert (repr(kind), torch.typename(kind), kind.__name__) == (
+        repr(own[0]),
+        "torch.FloatTensor",
+        "FloatTensor",
+    )
+    assert (
+        kind.dtype is torch.float32
+        and kind.mul is own[0].mul
+        and pickle.loads(pickle.dumps(kind)) is kind
+    )
     x = kind([1, 2])
     assert x.tolist() == [1, 2] and kind(2, 3).shape == (2, 3) and not kind().numel()
-    assert isinstance(x, kind) and isinstance(x, (torch.HalfTensor, kind)) and not isinstance(x, torch.LongTensor)
+    assert (
+        isinstance(x, kind)
+        and isinstance(x, (torch.HalfTensor, kind))
+        and not isinstance(x, torch.LongTensor)
+    )
     assert (
         issubclass(own[0], kind)
         and issubclass(kind, kind)
@@ -316,17 +399,24 @@ def use_types_of_old(rank, world_size):
         and not issubclass(kind, torch.Tensor)
     )
     assert (
-        x.type() == "torch.FloatTensor" and x.type(torch.HalfTensor).dtype is nn.Linear(1, 1).type(torch.HalfTensor).bias.dtype
+        x.type() == "torch.FloatTensor"
+        and x.type(torch.HalfTensor).dtype is nn.Linear(1, 1).type(torch.HalfTensor).bias.dtype
     )
     torch.set_default_tensor_type(torch.DoubleTensor)
     assert torch.tensor(1.0).dtype is torch.float64
     torch.set_default_tensor_type(kind)
     assert torch.tensor(1.0).dtype is torch.float32
     compiled = torch.compile(
-        lambda x: x.type(torch.DoubleTensor) if isinstance(x, torch.FloatTensor) else x, backend="aot_eager"
+        lambda x: x.type(torch.DoubleTensor) if isinstance(x, torch.FloatTensor) else x,
+        backend="aot_eager",
     )
     assert compiled(x).dtype is torch.float64
-    with engine.step(), pytest.raises(ResidencyError, match=r"`FloatTensor` would touch the memory of parameter '0\.weight'"):
+    with (
+        engine.step(),
+        pytest.raises(
+            ResidencyError, match=r"`FloatTensor` would touch the memory of parameter '0\.weight'"
+        ),
+    ):
         kind(model[0].weight)
 
 
@@ -336,8 +426,14 @@ def test_types_of_old_are_those_of_torch_but_for_parameters_that_rest():
 
 
 def changed_number(rank, world_size):
-    """What torch reads of a number that it asked for, before and after it was changed beside another parameter of its unit."""
-    model, x, found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.arange(8.0).view(2, 4), []
+    """What torch reads of a number that it asked for, before and after it was changed beside
+    another parameter of its unit.
+    """
+    model, x, found = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)),
+        torch.arange(8.0).view(2, 4),
+        [],
+    )
     model[0].count = nn.Parameter(torch.tensor(1), requires_grad=False)
     _, engine = build(model)
     for count in (2, 3):

@@ -1,4 +1,6 @@
-"""Random programs that read, keep, assign, change and clear gradients, of parameters and in param groups."""
+"""Random programs that read, keep, assign, change and clear gradients, of parameters and in param
+groups.
+"""
 
 import random
 
@@ -20,7 +22,12 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.unused, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.a, self.unused, self.b, self.c = (
+            nn.Linear(3, 3),
+            nn.Linear(3, 3),
+            nn.Linear(3, 3),
+            nn.Linear(3, 2),
+        )
         self.empty = nn.Parameter(torch.empty(0))
 
     def forward(self, x, shortcut):
@@ -46,7 +53,10 @@ class Training:
     def __init__(self, collectives, groups, momentum):
         torch.manual_seed(0)
         self.net = net = Net()
-        halves = [[*net.a.parameters(), *net.unused.parameters(), net.empty], [*net.b.parameters(), *net.c.parameters()]]
+        halves = [
+            [*net.a.parameters(), *net.unused.parameters(), net.empty],
+            [*net.b.parameters(), *net.c.parameters()],
+        ]
         params = halves if groups == 2 else [sum(halves, [])]
         self.optimizer = Halving([{"params": each} for each in params], lr=0.01, momentum=momentum)
         options = {"device": torch.device("cpu"), "collectives": collectives}
@@ -147,7 +157,9 @@ class Training:
         self.kept_flats = [(p.grad, self.owned(p, group)) for p in self.flats(group)]
 
     def look_at_all_kept(self):
-        total = sum((grad.pow(2) * owned).as_subclass(torch.Tensor).sum() for grad, owned in self.kept_flats)
+        total = sum(
+            (grad.pow(2) * owned).as_subclass(torch.Tensor).sum() for grad, owned in self.kept_flats
+        )
         self.seen.append(self.added(torch.as_tensor(total)))
 
     def write_to_all_kept(self):
@@ -173,7 +185,9 @@ class Training:
         if self.engine:
             self.engine.adopt_gradients()
         with torch._C.DisableTorchFunctionSubclass():
-            flats = [p.grad for p in self.optimizer.param_groups[group]["params"] if p.grad is not None]
+            flats = [
+                p.grad for p in self.optimizer.param_groups[group]["params"] if p.grad is not None
+            ]
             norm = self.added(sum((grad.pow(2).sum() for grad in flats), torch.zeros(()))).sqrt()
         for p in self.flats(group):
             p.grad.mul_(0.5 / (norm + 1e-6))
@@ -187,8 +201,14 @@ class Training:
 
 
 def write(rng, groups, world_size):
-    """A program: names of methods, with arguments. On several ranks without what the guide tells to be different there."""
-    a_name, a_flag, a_value = lambda: rng.choice(NAMES), lambda: rng.random() < 0.5, lambda: rng.randint(1, 9)
+    """A program: names of methods, with arguments. On several ranks without what the guide tells to
+    be different there.
+    """
+    a_name, a_flag, a_value = (
+        lambda: rng.choice(NAMES),
+        lambda: rng.random() < 0.5,
+        lambda: rng.randint(1, 9),
+    )
     of_a_group = "scale", "shift", "multiply", "shift_and_clip", "take_away"
     arguments = {
         **dict.fromkeys(("clip", "look_at_kept", "write_to_kept", "write_to_held"), ()),
@@ -207,8 +227,16 @@ def write(rng, groups, world_size):
         **dict.fromkeys(of_a_group, (lambda: rng.randrange(groups),)),
         "set": (lambda: rng.randrange(groups), a_value),
     }
-    if rng.random() < 0.3:  # of parameters nothing is kept or assigned: else flat gradients that are kept refuse to be used
-        for name in [name for name in arguments if name.startswith(("assign", "write", "change", "clear_", "replace"))]:
+    if (
+        rng.random() < 0.3
+        # of parameters nothing is kept or assigned: else flat gradients that are kept refuse to be
+        # used
+    ):
+        for name in [
+            name
+            for name in arguments
+            if name.startswith(("assign", "write", "change", "clear_", "replace"))
+        ]:
             del arguments[name]
         del arguments["clear"]
         arguments |= {"clear_optimizer": (a_flag,), "look_at_all_kept": (), "write_to_all_kept": ()}
@@ -218,10 +246,16 @@ def write(rng, groups, world_size):
         name = rng.choice(list(arguments))
         call = name, *(argument() for argument in arguments[name])
         if world_size > 1:
-            flat = name != "backward" and (flat or name in (*of_a_group, "set", "clear_optimizer", "write_to_all_kept"))
-            lost |= flat and (name in ("take_away", "assign") or name.startswith(("clear", "replace")))
+            flat = name != "backward" and (
+                flat or name in (*of_a_group, "set", "clear_optimizer", "write_to_all_kept")
+            )
+            lost |= flat and (
+                name in ("take_away", "assign") or name.startswith(("clear", "replace"))
+            )
             if lost and name in ("look_at_kept", "write_to_kept"):
-                continue  # refused: changed in param groups, and then cleared or replaced, before these had followed
+                # refused: changed in param groups, and then cleared or replaced, before these had
+                # followed
+                continue
             if flat and name in ("look_at_kept", "write_to_kept", "write_to_held"):
                 continue  # these show it when the next backward ends
             held = name == "assign_and_hold" or (held and name != "replace_by_what_they_were")
@@ -240,7 +274,9 @@ def run(collectives, groups, momentum, program):
         grads = [None if p.grad is None else p.grad.clone() for p in parameters]
         with gathered(t.net, modify=False):
             return [*t.seen, *grads, *(p.detach().clone() for p in parameters)]
-    finally:  # an engine on one rank is told of all backwards until it is freed, and looks for what was assigned
+    finally:
+        # an engine on one rank is told of all backwards until it is freed, and looks for what was
+        # assigned
         for p in [*parameters, *(p for group in t.optimizer.param_groups for p in group["params"])]:
             p.grad = None
 
@@ -257,7 +293,11 @@ def compare(rank, world_size, groups, programs):
     for _ in range(programs):
         program, momentum = write(rng, groups, world_size), rng.choice([0, 0.9])
         expected = run(None, groups, momentum, program)
-        collectives = LocalCollectives() if world_size == 1 else make_collectives(dist.group.WORLD, torch.device("cpu"))
+        collectives = (
+            LocalCollectives()
+            if world_size == 1
+            else make_collectives(dist.group.WORLD, torch.device("cpu"))
+        )
         try:
             found = run(collectives, groups, momentum, program)
         except Exception as error:
@@ -265,7 +305,13 @@ def compare(rank, world_size, groups, programs):
         for have, want in zip(found, expected, strict=True):
             assert (have is None) == (want is None), program
             if want is not None:
-                torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6, msg=lambda m, program=program: f"{m}\n{program}")
+                torch.testing.assert_close(
+                    have,
+                    want,
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda m, program=program: f"{m}\n{program}",
+                )
 
 
 @pytest.mark.parametrize("groups", [1, 2])

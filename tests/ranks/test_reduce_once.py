@@ -1,4 +1,6 @@
-"""Gradients that are reduced once for several backward passes: whatever comes between, the optimizer sees the whole sum."""
+"""Gradients that are reduced once for several backward passes: whatever comes between, the
+optimizer sees the whole sum.
+"""
 
 from contextlib import nullcontext
 
@@ -25,16 +27,20 @@ class Net(nn.Module):
 
     def forward(self, x, skip=()):
         for k, block in enumerate(self.blocks):
-            out = torch.tanh(block(x))  # also where it is skipped: all ranks must run the same modules
+            # also where it is skipped: all ranks must run the same modules
+            out = torch.tanh(block(x))
             x = x if k in skip else x + out
         return x * self.scale
 
 
 def batch(rank, step, micro, device="cpu"):
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).to(device)
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    ).to(device)
 
 
-# What happens in the micro-batches of a window: blocks that are not used, on rank 0 or on all ranks.
+# What happens in the micro-batches of a window: blocks that are not used, on rank 0 or on all
+# ranks.
 SKIPPED = {
     "all used": lambda rank, micro: (),
     "unused in the last": lambda rank, micro: (1, 3) if micro == MICRO_BATCHES - 1 else (),
@@ -49,7 +55,12 @@ def make():
     torch.manual_seed(0)
     model = Net()
     optimizers = [
-        torch.optim.SGD(list(model.blocks[:2].parameters()) + [model.scale], lr=0.1, momentum=0.9, weight_decay=0.1),
+        torch.optim.SGD(
+            list(model.blocks[:2].parameters()) + [model.scale],
+            lr=0.1,
+            momentum=0.9,
+            weight_decay=0.1,
+        ),
         torch.optim.SGD(model.blocks[2:].parameters(), lr=0.2),
     ]
     return model, optimizers
@@ -66,7 +77,10 @@ def reference(world_size, skipped, cleared_before):
             if micro == cleared_before:
                 optimizers[0].zero_grad()
             for rank in range(world_size):
-                (model(batch(rank, step, micro), SKIPPED[skipped](rank, micro)).square().mean() / world_size).backward()
+                (
+                    model(batch(rank, step, micro), SKIPPED[skipped](rank, micro)).square().mean()
+                    / world_size
+                ).backward()
         for optimizer in optimizers:
             optimizer.step()
         states.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -79,18 +93,23 @@ class Sharded:
     def __init__(self, device="cpu"):
         self.model, self.optimizers = make()
         self.device = torch.device(device)
-        doors = make_collectives(dist.group.WORLD, self.device)
+        communicators = make_collectives(dist.group.WORLD, self.device)
         units = lambda model: [model, *model.blocks]  # noqa: E731
         self.engine = Zero3Engine(
-            self.model, self.optimizers, device=self.device, collectives=doors, unit_policy=units, reduce_once=True
+            self.model,
+            self.optimizers,
+            device=self.device,
+            collectives=communicators,
+            unit_policy=units,
+            reduce_once=True,
         )
-        self.reductions, reduce = 0, doors.reduce_scatter
+        self.reductions, reduce = 0, communicators.reduce_scatter
 
         def counted(*args):
             self.reductions += 1
             return reduce(*args)
 
-        doors.reduce_scatter = counted
+        communicators.reduce_scatter = counted
 
     def micro_batch(self, rank, step, micro, skip=(), hold=True):
         with self.engine.accumulate() if hold else nullcontext():
@@ -100,7 +119,11 @@ class Sharded:
                 loss.backward()
 
     def values(self):
-        return {name: value.to("cpu", copy=True) for unit in self.engine.units for name, value in unit.values().items()}
+        return {
+            name: value.to("cpu", copy=True)
+            for unit in self.engine.units
+            for name, value in unit.values().items()
+        }
 
 
 def train(rank, world_size, cases, device="cpu"):
@@ -114,7 +137,10 @@ def train(rank, world_size, cases, device="cpu"):
                 if micro == cleared_before:
                     run.optimizers[0].zero_grad(set_to_none=look != "zeroed")
                     if look == "read cleared":
-                        assert run.model.blocks[1].weight.grad is None and run.model.blocks[3].weight.grad is not None
+                        assert (
+                            run.model.blocks[1].weight.grad is None
+                            and run.model.blocks[3].weight.grad is not None
+                        )
                 # "step": the optimizer comes while everything is still held.
                 hold = micro < MICRO_BATCHES - 1 or look == "step"
                 run.micro_batch(rank, step, micro, SKIPPED[skipped](rank, micro), hold)
@@ -148,7 +174,9 @@ CASES = [
 def test_a_window_is_the_sum_of_its_micro_batches(world_size):
     for results in run_ranks(train, world_size, CASES, timeout=60):
         for (skipped, cleared_before, look), (states, reductions) in results.items():
-            torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(
+                states, reference(world_size, skipped, cleared_before), rtol=2e-6, atol=2e-6
+            )
             extra = {"read": 2, "clear": 2, "read cleared": 2}.get(look, 1)
             assert reductions == (0 if world_size == 1 else 3 * 5 * extra), (skipped, look)
 
@@ -160,7 +188,9 @@ def test_a_window_on_a_gpu(world_size):
     for results in run_ranks(train, world_size, CASES, "cuda", timeout=100):
         for (skipped, cleared_before, _), (states, _) in results.items():
             # The matrices of a GPU add up in another order.
-            torch.testing.assert_close(states, reference(world_size, skipped, cleared_before), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                states, reference(world_size, skipped, cleared_before), rtol=1e-5, atol=1e-5
+            )
 
 
 class Stop(Exception):
@@ -172,11 +202,15 @@ def stop(grad):
 
 
 def failing(rank, world_size, at_once):
-    """An exception in the backward of the third micro-batch: before it adds anything, or in the middle."""
+    """An exception in the backward of the third micro-batch: before it adds anything, or in the
+    middle.
+    """
     run = Sharded()
     for micro in range(2):
         run.micro_batch(rank, 0, micro)
-    handle = run.model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+    handle = run.model.blocks[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(stop) and None
+    )
     with pytest.raises(Stop), run.engine.accumulate():
         with run.engine.step():
             loss = run.model(batch(rank, 0, 2)).square().mean()
@@ -214,8 +248,15 @@ def scaled(rank, world_size):
     run.micro_batch(rank, 0, 0, hold=False)
     kept = [p.grad for p in run.optimizers[0].param_groups[0]["params"] if p.grad is not None]
     run.micro_batch(rank, 0, 1)
-    told = r"A flat gradient of parameters 'scale' to 'blocks.1.bias' was kept.*is held.*Read `p.grad` again"
-    for use in (lambda: kept[0].fill_(0.5), lambda: torch._foreach_mul_(kept, 0.5), lambda: 2 * kept[0]):
+    told = (
+        r"A flat gradient of parameters 'scale' to 'blocks.1.bias' was kept.*is held.*Read `p.grad`"
+        r" again"
+    )
+    for use in (
+        lambda: kept[0].fill_(0.5),
+        lambda: torch._foreach_mul_(kept, 0.5),
+        lambda: 2 * kept[0],
+    ):
         with pytest.raises(ResidencyError, match=told):
             use()
     run.optimizers[0].zero_grad(set_to_none=False)
@@ -232,7 +273,9 @@ def doubled(rank, world_size):
     run = Sharded()
     run.micro_batch(rank, 0, 0)
     for optimizer in run.optimizers:
-        for p in [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]:
+        for p in [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]:
             p.grad.mul_(2)
     run.micro_batch(rank, 0, 1, hold=False)
     for optimizer in run.optimizers:
@@ -256,13 +299,17 @@ def test_a_change_in_param_groups_is_of_what_is_held():
 
 
 def toggled(rank, world_size):
-    """The first optimizer is switched off when a backward of the other fails; its gradients were held with that one's."""
+    """The first optimizer is switched off when a backward of the other fails; its gradients were
+    held with that one's.
+    """
     run = Sharded()
     run.micro_batch(rank, 0, 0)
     flat = [p for group in run.optimizers[0].param_groups for p in group["params"]]
     for p in flat:
         p.requires_grad_(False)
-    handle = run.model.blocks[2].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+    handle = run.model.blocks[2].register_forward_hook(
+        lambda module, args, output: output.register_hook(stop) and None
+    )
     with pytest.raises(Stop):
         run.micro_batch(rank, 0, 1)
     handle.remove()
@@ -284,4 +331,5 @@ def memory(rank, world_size):
 def test_it_costs_a_full_size_fp32_gradient():
     parameters = sum(p.numel() for p in Net().parameters())
     for nbytes in run_ranks(memory, 2):
-        assert 4 * parameters <= nbytes <= 4 * parameters + 5 * 256  # each unit starts at a multiple of 256 bytes
+        # each unit starts at a multiple of 256 bytes
+        assert 4 * parameters <= nbytes <= 4 * parameters + 5 * 256

@@ -12,7 +12,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine, gathered
-from lightning_zero3.strategies.param_groups import ParamGroups
+from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from lightning_zero3.strategies.residency import ResidencyError
 
 CPU = torch.device("cpu")
@@ -31,8 +31,14 @@ def engine_of(*layers, optimizer=torch.optim.SGD, **options):
     torch.manual_seed(0)
     model = nn.Sequential(*(layers or (nn.Linear(6, 6), nn.Linear(6, 6))))
     built = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    doors = make_collectives(dist.group.WORLD, CPU)
-    return model, built, Zero3Engine(model, [built], device=CPU, collectives=doors, unit_policy=list, **options)
+    communicators = make_collectives(dist.group.WORLD, CPU)
+    return (
+        model,
+        built,
+        Zero3Engine(
+            model, [built], device=CPU, collectives=communicators, unit_policy=list, **options
+        ),
+    )
 
 
 def loss_of(model, engine):
@@ -85,7 +91,9 @@ def model_gone():
 
 
 def regrouped_beside_lbfgs():
-    model, optimizer, engine = engine_of(nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), optimizer=torch.optim.LBFGS)
+    model, optimizer, engine = engine_of(
+        nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), optimizer=torch.optim.LBFGS
+    )
     groups = ParamGroups([optimizer], lambda: engine, CPU)
     groups.start(engine, [{}])
     optimizer.add_param_group({"params": [model[1].weight.requires_grad_()]})
@@ -169,21 +177,47 @@ SHARDED = [
         ResidencyError,
         r"`copy_` would touch .*'0\.weight'.*under `torch\.no_grad\(\)`",
     ),
-    (flat_gradients_added_up, ResidencyError, r"`allreduce` would be of the gradients of parameters '0\.weight' to '0\.bias'"),
+    (
+        flat_gradients_added_up,
+        ResidencyError,
+        r"`allreduce` would be of the gradients of parameters '0\.weight' to '0\.bias'",
+    ),
     (
         flat_gradient_kept_while_one_was_cleared,
         ResidencyError,
-        r"A flat gradient of .*'0\.weight' to '0\.bias' was kept, and parameters in it had no gradient\. Read `p\.grad` again",
+        (
+            r"A flat gradient of .*'0\.weight' to '0\.bias' was kept, and parameters in it had no"
+            r" gradient\. Read `p\.grad` again"
+        ),
     ),
     (
         flat_gradient_kept_while_others_were_put_back,
         ResidencyError,
-        r"A flat gradient of .*'0\.weight' to '0\.bias' was kept, and the gradient of parameter '0\.weight' was assigned",
+        (
+            r"A flat gradient of .*'0\.weight' to '0\.bias' was kept, and the gradient of parameter"
+            r" '0\.weight' was assigned"
+        ),
     ),
-    (flat_values_sent, ResidencyError, r"`broadcast` would be of the values of parameters '0\.weight' to '0\.bias'"),
-    (flat_tensor_sent, ResidencyError, r"`broadcast` would be of the values of parameters '0\.weight' to '0\.bias'"),
-    (gradient_of_another_shape, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
-    (gradient_turned, RuntimeError, r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)"),
+    (
+        flat_values_sent,
+        ResidencyError,
+        r"`broadcast` would be of the values of parameters '0\.weight' to '0\.bias'",
+    ),
+    (
+        flat_tensor_sent,
+        ResidencyError,
+        r"`broadcast` would be of the values of parameters '0\.weight' to '0\.bias'",
+    ),
+    (
+        gradient_of_another_shape,
+        RuntimeError,
+        r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)",
+    ),
+    (
+        gradient_turned,
+        RuntimeError,
+        r"'0\.weight' has shape \(4, 6\) and was given a gradient of shape \(6, 4\)",
+    ),
     (gathered_in_its_forward, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
     (gathered_twice, ResidencyError, r"Parameter '0\.weight' .*`gathered`"),
     (
@@ -196,9 +230,17 @@ SHARDED = [
         ResidencyError,
         r"gradient of parameter '0\.weight' .* middle of a backward.*`reduce_once=True`",
     ),
-    (model_gone, ResidencyError, r"Parameter '0\.weight' \(unit 0\) outlived the model.*strategy\.gathered"),
+    (
+        model_gone,
+        ResidencyError,
+        r"Parameter '0\.weight' \(unit 0\) outlived the model.*strategy\.gathered",
+    ),
     (regrouped_beside_lbfgs, ValueError, "Param groups cannot be edited beside LBFGS: its history"),
-    (median_of_a_vector, NotImplementedError, "LBFGS takes the `median` of a vector that is sharded over the ranks"),
+    (
+        median_of_a_vector,
+        NotImplementedError,
+        "LBFGS takes the `median` of a vector that is sharded over the ranks",
+    ),
 ]
 
 
@@ -227,5 +269,8 @@ def test_a_layer_without_autocast_is_told_at_the_users_line():
 
 @pytest.mark.parametrize("option", ["gather_dtype", "reduce_dtype"])
 def test_a_dtype_that_nothing_travels_in(option):
-    with pytest.raises(ValueError, match="gather_dtype and reduce_dtype of Zero3Strategy are 'bf16' or None, not 'fp16'"):
+    with pytest.raises(
+        ValueError,
+        match="gather_dtype and reduce_dtype of Zero3Strategy are 'bf16' or None, not 'fp16'",
+    ):
         Zero3Strategy(**{option: "fp16"})

@@ -1,4 +1,6 @@
-"""Processes that meet, and what they say when they cannot: on every process that is there, and long before a time-out."""
+"""Processes that meet, and what they say when they cannot: on every process that is there, and long
+before a time-out.
+"""
 
 import socket
 import time
@@ -11,12 +13,18 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import free_port, run_ranks
-from lightning_zero3.strategies import rendezvous
-from lightning_zero3.strategies.environment import detect
-from lightning_zero3.strategies.rendezvous import current_world, end_process_group, listen, serve_at, start_process_group
-from lightning_zero3.strategies.rollcall import _compare, describe_process, roll_call
-from lightning_zero3.strategies.signals import _Notes
-from lightning_zero3.strategies.world import Devices, LaunchError
+from lightning_zero3.strategies.launch import rendezvous
+from lightning_zero3.strategies.launch.detect import detect
+from lightning_zero3.strategies.launch.preflight import _compare, describe_process, roll_call
+from lightning_zero3.strategies.launch.rendezvous import (
+    current_world,
+    end_process_group,
+    listen,
+    serve_at,
+    start_process_group,
+)
+from lightning_zero3.strategies.launch.signals import _Notes
+from lightning_zero3.strategies.launch.world import Devices, LaunchError
 
 SOON_S = 10  # what all of these take together at most; the shortest time-out in a message is longer
 HOST = socket.gethostname()
@@ -29,13 +37,17 @@ def world(rank, size, port=77, address="127.0.0.1"):
 
 
 def call(cards, seconds=SOON_S):
-    """A roll call of threads, each with `(rank, world size, changes to its card)`; the message of each, or None."""
+    """A roll call of threads, each with `(rank, world size, changes to its card)`; the message of
+    each, or None.
+    """
     store = dist.HashStore()
 
     def one(rank, size, changes):
         try:
             who = world(rank, size)
-            roll_call(store, who, {**describe_process(who, "gloo"), **changes}, time.monotonic() + seconds)
+            roll_call(
+                store, who, {**describe_process(who, "gloo"), **changes}, time.monotonic() + seconds
+            )
         except LaunchError as error:
             return str(error)
 
@@ -71,18 +83,24 @@ def test_a_version_that_tells_less_is_named():
 def test_a_doubled_rank_is_named_on_every_rank():
     messages = call([(0, 3, {}), (1, 3, {"host": "node1"}), (1, 3, {"host": "node2"})])
     assert all("Two processes are rank 1: process " in m for m in messages if m is not None)
-    # The one that came first may have heard the verdict before; rank 0 and the second always hear of it.
+    # The one that came first may have heard the verdict before; rank 0 and the second always hear
+    # of it.
     assert messages[0] is not None and "node1" in messages[0] and "node2" in messages[0]
 
 
 def test_two_ranks_on_one_gpu_are_named():
     messages = call([(0, 2, {"device": "GPU-a"}), (1, 2, {"device": "GPU-a"})])
-    assert all("Ranks 0 (" in m and "use one GPU, GPU-a" in m and "LOCAL_RANK" in m for m in messages)
+    assert all(
+        "Ranks 0 (" in m and "use one GPU, GPU-a" in m and "LOCAL_RANK" in m for m in messages
+    )
 
 
 def test_missing_ranks_are_named():
     messages = call([(0, 4, {}), (2, 4, {})], seconds=0.3)
-    assert all(m.startswith("Ranks [1, 3] of 4 (WORLD_SIZE=4) did not come to 127.0.0.1:77 (MASTER_ADDR=") for m in messages)
+    assert all(
+        m.startswith("Ranks [1, 3] of 4 (WORLD_SIZE=4) did not come to 127.0.0.1:77 (MASTER_ADDR=")
+        for m in messages
+    )
 
 
 def test_another_world_size_is_named():
@@ -105,7 +123,10 @@ def test_a_port_in_use_is_named():
         started = time.monotonic()
         message = refusal(world(0, 2, port))
         assert time.monotonic() - started < SOON_S
-    assert message.startswith(f"Port {port} (MASTER_PORT={port}) is in use on {HOST}: ") and "Set MASTER_PORT" in message
+    assert (
+        message.startswith(f"Port {port} (MASTER_PORT={port}) is in use on {HOST}: ")
+        and "Set MASTER_PORT" in message
+    )
 
 
 def test_a_rank_that_comes_before_rank_0_asks_when_it_is_there(monkeypatch):
@@ -127,20 +148,32 @@ def test_a_rank_that_comes_before_rank_0_asks_when_it_is_there(monkeypatch):
         server = make("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store = early.result()
     server.set("key", "value")
-    assert (asked, store.get("key"), store.timeout) == ([("127.0.0.1", port)], b"value", timedelta(seconds=SOON_S))
+    assert (asked, store.get("key"), store.timeout) == (
+        [("127.0.0.1", port)],
+        b"value",
+        timedelta(seconds=SOON_S),
+    )
 
 
 def test_a_host_that_does_not_resolve_is_named(monkeypatch):
-    monkeypatch.setattr("lightning_zero3.strategies.rendezvous._RESOLVE_S", 0.1)
+    monkeypatch.setattr("lightning_zero3.strategies.launch.rendezvous._RESOLVE_S", 0.1)
     message = refusal(world(1, 2, address="no-such-host.invalid"))
-    assert "cannot resolve the host name 'no-such-host.invalid' (MASTER_ADDR=no-such-host.invalid)" in message
+    assert (
+        "cannot resolve the host name 'no-such-host.invalid' (MASTER_ADDR=no-such-host.invalid)"
+        in message
+    )
 
 
 def test_a_rank_that_is_not_there_is_named():
-    assert refusal(world(0, 2, free_port()), seconds=0.5).startswith("Ranks [1] of 2 (WORLD_SIZE=2) did not come to 127.0.0.1")
+    assert refusal(world(0, 2, free_port()), seconds=0.5).startswith(
+        "Ranks [1] of 2 (WORLD_SIZE=2) did not come to 127.0.0.1"
+    )
     port = free_port()
     message = refusal(world(1, 2, port), seconds=1)
-    assert message.startswith(f"Rank 1 on {HOST} could not reach rank 0 at 127.0.0.1:{port} (MASTER_ADDR=127.0.0.1; MASTER_P")
+    assert message.startswith(
+        f"Rank 1 on {HOST} could not reach rank 0 at 127.0.0.1:{port} (MASTER_ADDR=127.0.0.1;"
+        " MASTER_P"
+    )
 
 
 def total(rank):
@@ -158,13 +191,17 @@ def port_that_nobody_else_can_take(rank):
 
 
 def groups(rank, size, folder):
-    """Starts and ends groups; rank 1 comes late to each end. Whether it had come when rank 0 went on after an end."""
+    """Starts and ends groups; rank 1 comes late to each end. Whether it had come when rank 0 went
+    on after an end.
+    """
     port = port_that_nobody_else_can_take(rank)
     assert current_world().launcher == "torchrun"  # what the variables say, before any run
     dist.destroy_process_group()  # the test's own
     who, minute = world(rank, size, port), timedelta(seconds=60)
     sums, had_come = [], []
-    for number, (timeout, end) in enumerate(((minute, None), (minute, None), (minute / 2, {"failed": True}), (minute, {}))):
+    for number, (timeout, end) in enumerate(
+        ((minute, None), (minute, None), (minute / 2, {"failed": True}), (minute, {}))
+    ):
         before = dist.group.WORLD
         start_process_group(who, "gloo", timeout, minute)
         assert current_world() == who
@@ -196,20 +233,31 @@ def groups(rank, size, folder):
 
 def test_groups_start_again_and_end(tmp_path):
     # Rank 0 serves the store and leaves last; after a failure nobody waits.
-    assert run_ranks(groups, 2, str(tmp_path), timeout=60) == [([3.0] * 4, [False, True]), ([3.0] * 4, [True, True])]
+    assert run_ranks(groups, 2, str(tmp_path), timeout=60) == [
+        ([3.0] * 4, [False, True]),
+        ([3.0] * 4, [True, True]),
+    ]
 
 
 def test_device_times_and_backend_reach_the_process_group(monkeypatch):
     asked = {}
     monkeypatch.setattr(rendezvous, "_world", None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: asked.update(options, backend=args))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **options: asked.update(options, backend=args)
+    )
     who, device = world(0, 1, free_port()), torch.device("meta", 0)
     try:
         start_process_group(who, "gloo", timedelta(seconds=41), timedelta(seconds=SOON_S), device)
     finally:
         end_process_group()
     assert asked.pop("store") is not None
-    assert asked == {"backend": ("gloo",), "rank": 0, "world_size": 1, "timeout": timedelta(seconds=41), "device_id": device}
+    assert asked == {
+        "backend": ("gloo",),
+        "rank": 0,
+        "world_size": 1,
+        "timeout": timedelta(seconds=41),
+        "device_id": device,
+    }
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -240,7 +288,9 @@ def on_gpus(rank, size, port):
         found.append(x.tolist())
         notes = _Notes()
         # What is asked in one call is known after the next, on all ranks.
-        found.append([notes.compare(rank == size - 1 and call == 1, False, device) for call in range(4)])
+        found.append(
+            [notes.compare(rank == size - 1 and call == 1, False, device) for call in range(4)]
+        )
         dist.new_group(list(range(size)))
         end_process_group(**end)
         assert not dist.is_initialized()

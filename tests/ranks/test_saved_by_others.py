@@ -1,4 +1,6 @@
-"""Tensors that autograd saves under hooks of the user's, and of classes of the user's; and two engines at once."""
+"""Tensors that autograd saves under hooks of the user's, and of classes of the user's; and two
+engines at once.
+"""
 
 from contextlib import nullcontext
 
@@ -54,13 +56,16 @@ def two_engines(rank, world_size, again):
     """Of two models, or (``again``) of one, whose parameters the second has taken over."""
     model, first, expected = built(rank, world_size)
     if again:
-        second = Zero3Engine(model, device=first.device, collectives=first.collectives, unit_policy=[Block])
+        second = Zero3Engine(
+            model, device=first.device, collectives=first.collectives, unit_policy=[Block]
+        )
         pairs = [(model, second)]
     else:
         other, second, _ = built(rank, world_size)
         pairs = [(model, first), (other, second)]
     for order in ((first, second), (second, first)):
-        saved_tensors.WATCHING = [engine._saved for engine in order]  # a set, whose order is another one on each rank
+        # a set, whose order is another one on each rank
+        saved_tensors.WATCHING = [engine._saved for engine in order]
         for each, engine in pairs:
             torch.testing.assert_close(gradient(each, engine.step, engine.backward), expected)
     if not again:
@@ -117,7 +122,9 @@ class Keeping(torch.autograd.Function):
 
 
 class Telling(Block):
-    """Beside its output there is a tensor of such a class: in what it returns, on a `ctx`, saved, as an array."""
+    """Beside its output there is a tensor of such a class: in what it returns, on a `ctx`, saved,
+    as an array.
+    """
 
     def forward(self, x):
         x = super().forward(Keeping.apply(x[0] if isinstance(x, tuple) else x))

@@ -1,4 +1,6 @@
-"""Processes that are started again find a part of torchrun's store without the addresses of those that are gone."""
+"""Processes that are started again find a part of torchrun's store without the addresses of those
+that are gone.
+"""
 
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_zero3.strategies.sessions import join_session
+from lightning_zero3.strategies.launch.store_session import join_session
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -22,7 +24,9 @@ def store():
 def start(store, ranks, world_size, timeout=TIMEOUT):
     """What each rank reads of what each has written, in the order in which they come."""
     with ThreadPoolExecutor(world_size) as pool:
-        parts = list(pool.map(lambda rank: join_session(store.clone(), rank, world_size, timeout), ranks))
+        parts = list(
+            pool.map(lambda rank: join_session(store.clone(), rank, world_size, timeout), ranks)
+        )
     for rank, part in zip(ranks, parts, strict=True):
         assert not part.check([f"address {rank}"]), "an earlier start wrote here"
         part.set(f"address {rank}", str(rank))
@@ -53,7 +57,7 @@ import atexit, threading
 from datetime import timedelta
 atexit.register(lambda: print([t.name for t in threading.enumerate()][1:]))  # the first is called last
 import torch.distributed as dist
-from lightning_zero3.strategies.sessions import join_session
+from lightning_zero3.strategies.launch.store_session import join_session
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 join_session(store, 0, 2, timedelta(seconds=60))  # rank 1 is still to come
 assert [t.name for t in threading.enumerate()][1:] == ["lightning_zero3.session"]
@@ -61,6 +65,10 @@ assert [t.name for t in threading.enumerate()][1:] == ["lightning_zero3.session"
 
 
 def test_no_thread_is_in_the_store_when_the_interpreter_ends():
-    """There it would find no interpreter, and torch's C++ end the process with "terminate called"."""
-    done = subprocess.run([sys.executable, "-c", LEAVES_EARLY], capture_output=True, text=True, timeout=60)
+    """There it would find no interpreter, and torch's C++ end the process with "terminate
+    called".
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_EARLY], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

@@ -1,4 +1,6 @@
-"""Gradients that autograd or the user makes sparse, of weights that rest, are those of dense ones."""
+"""Gradients that autograd or the user makes sparse, of weights that rest, are those of dense
+ones.
+"""
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,9 @@ def shard_and_train(rank, world_size):
     model, device = build(), torch.device("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     collectives = make_collectives(dist.group.WORLD, device)
-    engine = Zero3Engine(model, [optimizer], device=device, collectives=collectives, unit_policy=list)
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=collectives, unit_policy=list
+    )
     with engine.step():
         loss = loss_of(model, rank)
     with engine.backward():

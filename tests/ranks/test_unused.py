@@ -1,8 +1,8 @@
 """Parameters that some ranks, or all, or some steps do not use are treated as on one device.
 
-There a parameter outside the graph has `grad is None`: no decay, no momentum, no step is counted. SGD shows a wrong
-momentum or decay; Adam also a wrong step count, by its bias correction (its large eps keeps the update a smooth function of
-the gradient, so that rounding is not amplified).
+There a parameter outside the graph has `grad is None`: no decay, no momentum, no step is counted.
+SGD shows a wrong momentum or decay; Adam also a wrong step count, by its bias correction (its large
+eps keeps the update a smooth function of the gradient, so that rounding is not amplified).
 """
 
 from functools import cache
@@ -40,22 +40,31 @@ def _alternate(step, micro, rank, world_size):
     return "ab" if (step + rank) % 2 else "cd"
 
 
-# The branches that the loss of a rank depends on. All branches run on all ranks, except in SAME: there the ranks use the same
-# ones, and run only those. One micro-batch a step unless the name says otherwise.
+# The branches that the loss of a rank depends on. All branches run on all ranks, except in SAME:
+# there the ranks use the same ones, and run only those. One micro-batch a step unless the name says
+# otherwise.
 SCENARIOS = {
     "nobody": lambda step, micro, rank, world_size: "ab",
     "rank 0 only": lambda step, micro, rank, world_size: "abc" if rank == 0 else "a",
-    "last rank only": lambda step, micro, rank, world_size: "dab" if rank == world_size - 1 else "b",
+    "last rank only": lambda step, micro, rank, world_size: (
+        "dab" if rank == world_size - 1 else "b"
+    ),
     "some steps": lambda step, micro, rank, world_size: "abc" if step % 2 else "bd",
     "later steps": lambda step, micro, rank, world_size: "abcd" if step > 1 else "b",
-    "one rank in some steps": lambda step, micro, rank, world_size: "acd" if (step, rank) == (1, 0) else "a",
+    "one rank in some steps": lambda step, micro, rank, world_size: (
+        "acd" if (step, rank) == (1, 0) else "a"
+    ),
     "alternate": _alternate,
     "no step at all": lambda step, micro, rank, world_size: "",
-    "accumulate: first micro-batch of rank 0": lambda step, micro, rank, world_size: "abd" if (micro, rank) == (0, 0) else "b",
+    "accumulate: first micro-batch of rank 0": lambda step, micro, rank, world_size: (
+        "abd" if (micro, rank) == (0, 0) else "b"
+    ),
     "accumulate: second micro-batch of the last": lambda step, micro, rank, world_size: (
         "ca" if (micro, rank) == (1, world_size - 1) else "a"
     ),
-    "accumulate: never and sometimes": lambda step, micro, rank, world_size: "abc"[: 1 + (step + micro) % 3],
+    "accumulate: never and sometimes": lambda step, micro, rank, world_size: "abc"[
+        : 1 + (step + micro) % 3
+    ],
 }
 SAME = {"nobody", "some steps", "later steps", "no step at all", "accumulate: never and sometimes"}
 OPTIMIZERS = {
@@ -70,12 +79,17 @@ def groups_of(model):
     # The gains stand alone in a group of few elements: some ranks own nothing of it.
     return [
         {"params": [p for n, p in model.named_parameters() if not n.startswith("gain")]},
-        {"params": [p for n, p in model.named_parameters() if n.startswith("gain")], "weight_decay": 0.3},
+        {
+            "params": [p for n, p in model.named_parameters() if n.startswith("gain")],
+            "weight_decay": 0.3,
+        },
     ]
 
 
 def data(step, micro, rank):
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(1000 * step + 100 * micro + rank))
+    return torch.randn(
+        3, 6, generator=torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    )
 
 
 def loss_of(model, scenario, step, micro, rank, world_size):
@@ -104,7 +118,12 @@ def alone(scenario, optimizer_name, world_size):
 
 
 def together(rank, world_size):
-    return {(s, o): train(rank, world_size, s, o) for s in SCENARIOS for o in OPTIMIZERS if (o, world_size) in RUNS}
+    return {
+        (s, o): train(rank, world_size, s, o)
+        for s in SCENARIOS
+        for o in OPTIMIZERS
+        if (o, world_size) in RUNS
+    }
 
 
 def train(rank, world_size, scenario, optimizer_name):
@@ -113,7 +132,11 @@ def train(rank, world_size, scenario, optimizer_name):
     optimizer = OPTIMIZERS[optimizer_name](groups_of(model))
     cpu = torch.device("cpu")
     engine = Zero3Engine(
-        model, [optimizer], device=cpu, collectives=make_collectives(dist.group.WORLD, cpu), unit_policy=["Linear"]
+        model,
+        [optimizer],
+        device=cpu,
+        collectives=make_collectives(dist.group.WORLD, cpu),
+        unit_policy=["Linear"],
     )
     losses = []
     for step in range(STEPS):
@@ -152,4 +175,11 @@ def test_the_reference_leaves_unused_parameters_alone():
     start = dict(make(Branches).named_parameters())
     _, end = alone("nobody", "adam", 2)
     same = {name for name, p in start.items() if torch.equal(p, end[name])}
-    assert same == {"branches.c.weight", "branches.c.bias", "branches.d.weight", "branches.d.bias", "gain_c", "gain_d"}
+    assert same == {
+        "branches.c.weight",
+        "branches.c.bias",
+        "branches.d.weight",
+        "branches.d.bias",
+        "gain_c",
+        "gain_d",
+    }

@@ -1,4 +1,6 @@
-"""Views of weights that graphs hold past autograd: right wherever they are on `ctx` or in a checkpoint."""
+"""Views of weights that graphs hold past autograd: right wherever they are on `ctx` or in a
+checkpoint.
+"""
 
 import functools
 import sys
@@ -17,7 +19,9 @@ from helpers.ranks import run_ranks
 
 
 class Block(nn.Module):
-    """Leaves its result in an attribute: no gradient of an output tells that its backward begins."""
+    """Leaves its result in an attribute: no gradient of an output tells that its backward
+    begins.
+    """
 
     function: type[torch.autograd.Function]
 
@@ -49,7 +53,9 @@ def run(model, x):
 
 
 def worst(block, blocks=5, within=lambda loss, x: None, prepare=lambda model: None):
-    """How far gradients of a model of such blocks are from those of plain torch; ``within``: done in the step."""
+    """How far gradients of a model of such blocks are from those of plain torch; ``within``: done
+    in the step.
+    """
     model, _, engine = build(0, 2, block=block, blocks=blocks)
     plain = alone(block, blocks)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -60,21 +66,27 @@ def worst(block, blocks=5, within=lambda loss, x: None, prepare=lambda model: No
         loss = run(model, x)
         found.append(within(loss, x))
     with engine.backward():
-        loss.backward(retain_graph=True)  # what it holds is there when the engine looks for kept views
+        # what it holds is there when the engine looks for kept views
+        loss.backward(retain_graph=True)
     loss = run(plain, x)
     found.append(within(loss, x))
     loss.backward()
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
     assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
-    differences = [((p - q).abs().max() / q.abs().max()).item() for p, q in [*pairs, found] if q is not None]
+    differences = [
+        ((p - q).abs().max() / q.abs().max()).item() for p, q in [*pairs, found] if q is not None
+    ]
     return max(differences)
 
 
-# ---- a backward inside of a Function's backward ---------------------------------------------------
+# ---- a backward inside of a Function's backward
+# ---------------------------------------------------
 
 
 def running(way, distance):
-    """A Function whose backward runs another block, and differentiates it, between the read of its weight and the use of it."""
+    """A Function whose backward runs another block, and differentiates it, between the read of its
+    weight and the use of it.
+    """
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -115,7 +127,11 @@ def running(way, distance):
 
 
 def run_others(rank, world_size):
-    return [running(way, distance) for way in ("attribute", "saved", "saved view", "module") for distance in (-2, -1, 2)]
+    return [
+        running(way, distance)
+        for way in ("attribute", "saved", "saved view", "module")
+        for distance in (-2, -1, 2)
+    ]
 
 
 def test_what_was_read_stays_while_a_backward_runs_inside():
@@ -224,12 +240,19 @@ class InReentrantClosure(InClosure):
 
 class InArguments(Block):
     def product(self, x):
-        return checkpoint(lambda t, views: t @ views.view, x, Data(self.first.weight.t()), use_reentrant=False)
+        return checkpoint(
+            lambda t, views: t @ views.view, x, Data(self.first.weight.t()), use_reentrant=False
+        )
 
 
 class InReentrantArguments(Block):
     def product(self, x):
-        return checkpoint(lambda t, views: t @ views["view"][0], x, {"view": [self.first.weight.t()]}, use_reentrant=True)
+        return checkpoint(
+            lambda t, views: t @ views["view"][0],
+            x,
+            {"view": [self.first.weight.t()]},
+            use_reentrant=True,
+        )
 
 
 class InOptions(Block):
@@ -293,7 +316,10 @@ def in_checkpoints(rank, world_size):
     ways = [InClosure, InReentrantClosure, InArguments, InReentrantArguments, InOptions]
     ways += [Assigning, AssigningReentrant, AssigningAndReturning]
     found = {way.__name__: worst(way) for way in ways}
-    return found | {way.__name__: worst(way, prepare=to_the_last) for way in (BesideAnother, BesideAnotherReentrant)}
+    return found | {
+        way.__name__: worst(way, prepare=to_the_last)
+        for way in (BesideAnother, BesideAnotherReentrant)
+    }
 
 
 def test_views_are_found_in_what_a_checkpoint_runs_again():
@@ -352,7 +378,11 @@ def raise_first(fails):
 
 
 def as_they_were(rank, world_size):
-    found = {"leaves": worst(block_of(Inner)), "by grad": worst(block_of(InnerByGrad)), "twice": worst(Twice, within=penalty)}
+    found = {
+        "leaves": worst(block_of(Inner)),
+        "by grad": worst(block_of(InnerByGrad)),
+        "twice": worst(Twice, within=penalty),
+    }
     fails = []
 
     def fail(loss, x):
@@ -418,8 +448,14 @@ def share(model):
 
 
 def in_one_list(rank, world_size):
-    ways = [(block, reads) for block in (Shared, SharedAndReturned) for reads in ("", "forward", "backward")]
-    return [worst(type("Block", (block,), {"reads": reads}), prepare=share) for block, reads in ways]
+    ways = [
+        (block, reads)
+        for block in (Shared, SharedAndReturned)
+        for reads in ("", "forward", "backward")
+    ]
+    return [
+        worst(type("Block", (block,), {"reads": reads}), prepare=share) for block, reads in ways
+    ]
 
 
 def test_one_of_another_unit():
@@ -439,7 +475,9 @@ class Holding(torch.autograd.Function):
 
 
 def from_before(rank, world_size, distance, detached):
-    """A Function is given the view that a layer before kept, whose memory the layer of now may have."""
+    """A Function is given the view that a layer before kept, whose memory the layer of now may
+    have.
+    """
 
     class FromBefore(Block):
         def product(self, x):
@@ -525,7 +563,9 @@ def in_backward(rank, world_size):
             super().forward(x)
             return self.result
 
-    return max(worst(block, within=twice, prepare=models.append) for block in (block_of(Caching), Returned))
+    return max(
+        worst(block, within=twice, prepare=models.append) for block in (block_of(Caching), Returned)
+    )
 
 
 def test_one_that_a_backward_leaves_is_found_by_the_next():

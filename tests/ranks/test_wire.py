@@ -15,7 +15,7 @@ from lightning_zero3.strategies.collectives import (
     make_collectives,
     make_hybrid_collectives,
 )
-from lightning_zero3.strategies.collectives.wire import ROOM, narrow, widen
+from lightning_zero3.strategies.collectives.rounding import ROOM, narrow, widen
 from lightning_zero3.strategies.engine import Zero3Engine
 
 BF16 = torch.bfloat16
@@ -36,7 +36,9 @@ def test_values_move_within_their_buffer(n):
 
 
 def summands(rank, world_size, shard):
-    return torch.randn(world_size * shard, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+    return torch.randn(
+        world_size * shard, generator=torch.Generator().manual_seed(rank)
+    ) * 10.0 ** (rank % 3)
 
 
 def sums(rank, world_size, shard):
@@ -45,15 +47,19 @@ def sums(rank, world_size, shard):
 
     found = []
     for kind in (SharedMemoryCollectives.open, PairwiseCollectives, GroupCollectives):
-        door = kind(dist.group.WORLD)
+        communicator = kind(dist.group.WORLD)
         values = summands(rank, world_size, shard)
         room = torch.empty(ROOM, dtype=torch.uint8)
-        buffer = door.allocate(2 * values.nbytes, torch.device("cpu"))[values.nbytes :].view(torch.float32)
+        buffer = communicator.allocate(2 * values.nbytes, torch.device("cpu"))[
+            values.nbytes :
+        ].view(torch.float32)
         if kind is SharedMemoryCollectives.open:
-            door._group = None  # nothing is sent as a message
+            communicator._group = None  # nothing is sent as a message
         for _ in range(4):
             time.sleep(random.random() / 50)  # ranks come in any order
-            found.append(door.reduce_scatter_in(BF16, buffer.copy_(values), room).wait().clone())
+            found.append(
+                communicator.reduce_scatter_in(BF16, buffer.copy_(values), room).wait().clone()
+            )
     return found
 
 
@@ -69,8 +75,10 @@ def test_sums_are_in_fp32_and_in_rank_order(world_size):
 
 
 def hybrid_sums(rank, world_size, shard):
-    door = make_hybrid_collectives(2, torch.device("cpu"))
-    return door.reduce_scatter_in(BF16, summands(rank, 2, shard), torch.empty(ROOM, dtype=torch.uint8)).wait()
+    communicator = make_hybrid_collectives(2, torch.device("cpu"))
+    return communicator.reduce_scatter_in(
+        BF16, summands(rank, 2, shard), torch.empty(ROOM, dtype=torch.uint8)
+    ).wait()
 
 
 def test_sums_over_replicas():
@@ -87,7 +95,9 @@ WIDTH, STEPS = 96, 3
 
 def make():
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+    ]
     model = nn.Sequential(*blocks, nn.LayerNorm(WIDTH))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -112,19 +122,26 @@ class Rounded(torch.autograd.Function):
 
 
 def reference(world_size, gather, reduce):
-    """Plain torch on one process; returns gradients and values after each step, and the mean of the gradients' magnitudes."""
+    """Plain torch on one process; returns gradients and values after each step, and the mean of the
+    gradients' magnitudes.
+    """
     model, optimizer = make()
     steps = []
     for step in range(STEPS):
         shares = []
         for rank in range(world_size):
-            used = {n: Rounded.apply(p) if gather and not kept(n) else p for n, p in model.named_parameters()}
+            used = {
+                n: Rounded.apply(p) if gather and not kept(n) else p
+                for n, p in model.named_parameters()
+            }
             loss = loss_of(partial(torch.func.functional_call, model, used), rank, step)
             shares.append(torch.autograd.grad(loss, list(model.parameters())))
         rounded = [[g.to(BF16).float() if reduce else g for g in share] for share in shares]
         for k, p in enumerate(model.parameters()):
             p.grad = sum(share[k] for share in rounded) / world_size
-        magnitudes = [sum(share[k].abs() for share in shares) / world_size for k in range(len(shares[0]))]
+        magnitudes = [
+            sum(share[k].abs() for share in shares) / world_size for k in range(len(shares[0]))
+        ]
         names = [n for n, _ in model.named_parameters()]
         grads = {n: p.grad.clone() for n, p in model.named_parameters()}
         optimizer.step()
@@ -160,9 +177,15 @@ def train(rank, world_size, modes, debug):
                 read = model[0][0].weight.sum().item()  # a read outside its unit
             with engine.backward():
                 loss.backward()
-            grads = {n: g.clone() for u in engine.units for n, g in u.full(lambda group: group.grad).items()}
+            grads = {
+                n: g.clone()
+                for u in engine.units
+                for n, g in u.full(lambda group: group.grad).items()
+            }
             optimizer.step()
-            steps.append((grads, {n: v.clone() for u in engine.units for n, v in u.values().items()}, read))
+            steps.append(
+                (grads, {n: v.clone() for u in engine.units for n, v in u.values().items()}, read)
+            )
         found[gather, reduce] = steps
     return found
 
@@ -178,18 +201,30 @@ def test_training_is_what_plain_torch_computes_with_rounded_values(world_size, d
         for found in everyone:
             for step, (grads, values, read) in enumerate(found[mode]):
                 for name, grad in grads.items():
-                    # A summand at the border of two bf16 numbers may be rounded the other way, by one unit in the last place.
+                    # A summand at the border of two bf16 numbers may be rounded the other way, by
+                    # one unit in the last place.
                     slack = 2**-7 * expected[step][2][name] if mode[1] else 0.0
-                    assert ((grad - expected[step][0][name]).abs() <= slack + 2e-6 * grad.abs().max()).all(), (mode, step, name)
-                torch.testing.assert_close(values, expected[step][1], rtol=2e-5 if not mode[1] else 1e-3, atol=1e-5)
+                    assert (
+                        (grad - expected[step][0][name]).abs() <= slack + 2e-6 * grad.abs().max()
+                    ).all(), (mode, step, name)
+                torch.testing.assert_close(
+                    values, expected[step][1], rtol=2e-5 if not mode[1] else 1e-3, atol=1e-5
+                )
                 if step == 0 and mode == (False, True):
                     for name, grad in grads.items():
-                        # Each summand is rounded to eight significant bits: by 2^-8 of itself at most.
+                        # Each summand is rounded to eight significant bits: by 2^-8 of itself at
+                        # most.
                         bound = 2**-8 * exact[0][2][name]
-                        assert ((grad - exact[0][0][name]).abs() <= bound * (1 + 1e-3) + 2e-6 * grad.abs().max()).all(), name
+                        assert (
+                            (grad - exact[0][0][name]).abs()
+                            <= bound * (1 + 1e-3) + 2e-6 * grad.abs().max()
+                        ).all(), name
                 if step == 0:
-                    assert read == pytest.approx(make()[0][0][0].weight.sum().item(), rel=1e-5)  # the master's value
-        assert any((everyone[0][mode][0][0][n] != exact[0][0][n]).any() for n in exact[0][0]), "nothing was rounded"
+                    # the master's value
+                    assert read == pytest.approx(make()[0][0][0].weight.sum().item(), rel=1e-5)
+        assert any((everyone[0][mode][0][0][n] != exact[0][0][n]).any() for n in exact[0][0]), (
+            "nothing was rounded"
+        )
     for found in everyone[1:]:
         for mode in MODES:
             for mine, first in zip(found[mode], everyone[0][mode], strict=True):

@@ -1,4 +1,6 @@
-"""Layers that the model runs where autocast is off compute with their full weights, bitwise as under ddp."""
+"""Layers that the model runs where autocast is off compute with their full weights, bitwise as
+under ddp.
+"""
 
 import re
 import warnings
@@ -19,14 +21,19 @@ class Block(nn.Module):
     def __init__(self, recompute):
         super().__init__()
         self.recompute = recompute
-        self.router, self.experts = nn.Linear(16, 2), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.router, self.experts = (
+            nn.Linear(16, 2),
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(2)),
+        )
 
     def route(self, x):
         with torch.autocast("cpu", enabled=False):
             return self.router(x.float()).softmax(-1)
 
     def forward(self, x):
-        weights = checkpoint(self.route, x, use_reentrant=False) if self.recompute else self.route(x)
+        weights = (
+            checkpoint(self.route, x, use_reentrant=False) if self.recompute else self.route(x)
+        )
         return x + sum(w * e(x) for w, e in zip(weights.split(1, -1), self.experts, strict=True))
 
 
@@ -42,7 +49,8 @@ class Routed(pl.LightningModule):
         x = self.body(x)
         with torch.autocast("cpu", enabled=False):
             x = self.head(x.float())
-        with torch.autocast("cpu", dtype=torch.float16):  # of weights that were not rounded to bfloat16 before
+        # of weights that were not rounded to bfloat16 before
+        with torch.autocast("cpu", dtype=torch.float16):
             return self.tail(x).float()
 
     def training_step(self, batch):
@@ -58,14 +66,21 @@ class Routed(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), batch_size=2)
+        return torch.utils.data.DataLoader(
+            torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), batch_size=2
+        )
 
 
 def _fit(rank, world_size, cases):
     results = {}
     for name, (kind, recompute, options) in cases.items():
         module = Routed(seed=3, recompute=recompute)
-        fitter = trainer(zero3(**options) if kind == "zero3" else kind, world_size, precision="bf16-mixed", max_epochs=2)
+        fitter = trainer(
+            zero3(**options) if kind == "zero3" else kind,
+            world_size,
+            precision="bf16-mixed",
+            max_epochs=2,
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fitter.fit(module)
@@ -80,7 +95,11 @@ def test_as_ddp(world_size):
     cases = {
         f"{kind} {recompute} {options}": (kind, recompute, options)
         for recompute in (False, True)
-        for kind, options in [("ddp", {}), ("zero3", {}), ("zero3", {"keep_in_fp32": ["*.router", "head.weight"]})]
+        for kind, options in [
+            ("ddp", {}),
+            ("zero3", {}),
+            ("zero3", {"keep_in_fp32": ["*.router", "head.weight"]}),
+        ]
     }
     for rank, results in enumerate(run_ranks(_fit, world_size, cases)):
         for name, (losses, outside, state, said) in results.items():
@@ -105,14 +124,21 @@ def _fit_compiled(rank, world_size):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(zero3(), world_size, precision="bf16-mixed", max_epochs=2).fit(module)
-    said = {re.search("Module '(.*?)'", text)[1] for w in caught if "autocast is off" in (text := str(w.message))}
+    said = {
+        re.search("Module '(.*?)'", text)[1]
+        for w in caught
+        if "autocast is off" in (text := str(w.message))
+    }
     return module.losses, reference.losses, said
 
 
 def test_of_compiled_layers_only_those_are_gathered_again():
-    """Dynamo can tell that autocast is on, and that no `vmap` runs: else the experts would be, too, in each step."""
+    """Dynamo can tell that autocast is on, and that no `vmap` runs: else the experts would be, too,
+    in each step.
+    """
     for losses, expected, said in run_ranks(_fit_compiled, 2):
-        assert losses == pytest.approx(expected, rel=2**-8)  # a rounding to bfloat16: graphs may round elsewhere
+        # a rounding to bfloat16: graphs may round elsewhere
+        assert losses == pytest.approx(expected, rel=2**-8)
         assert said == {"body.*.router", "head", "tail"}
 
 
@@ -126,7 +152,9 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 
 
 class SteppedTwice(pl.LightningModule):
-    """Steps twice in a `training_step`; the weight of `head` itself is in use meanwhile, as it has a child that is a unit."""
+    """Steps twice in a `training_step`; the weight of `head` itself is in use meanwhile, as it has
+    a child that is a unit.
+    """
 
     def __init__(self):
         super().__init__()

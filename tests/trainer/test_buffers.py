@@ -44,7 +44,12 @@ class Normed(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Linear(8, 8), Codebook(), nn.BatchNorm1d(8), nn.Linear(8, 8), FunctionalNorm(), nn.Linear(8, 1)
+            nn.Linear(8, 8),
+            Codebook(),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 8),
+            FunctionalNorm(),
+            nn.Linear(8, 1),
         )
         self.losses, self.seen = [], []
 
@@ -69,7 +74,9 @@ class Normed(pl.LightningModule):
 
 
 class BackwardTwice(Normed):
-    """As the second half of a GAN's step: the second graph has saved running statistics before the first backward."""
+    """As the second half of a GAN's step: the second graph has saved running statistics before the
+    first backward.
+    """
 
     def __init__(self):
         super().__init__()
@@ -112,6 +119,7 @@ def test_as_ddp(world_size):
 def test_between_two_backwards_of_a_step_they_stay_as_they_were_saved():
     (ddp_runs, runs), (_, runs_of_rank_1) = run_ranks(_fit, 2, BackwardTwice)
     assert len(runs[0]) == 18
-    # ddp averages the sum of both gradients, zero3 adds averages; ddp's rank 1 validates with statistics of its own here.
+    # ddp averages the sum of both gradients, zero3 adds averages; ddp's rank 1 validates with
+    # statistics of its own here.
     assert runs[0] == pytest.approx(ddp_runs[0], rel=1e-6)
     assert_same_tensors(runs_of_rank_1[1], runs[1])

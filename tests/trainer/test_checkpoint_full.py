@@ -1,4 +1,6 @@
-"""One full checkpoint file: what any strategy writes, any other reads, and nothing is lost on the way."""
+"""One full checkpoint file: what any strategy writes, any other reads, and nothing is lost on the
+way.
+"""
 
 import warnings
 from dataclasses import replace
@@ -10,13 +12,29 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from helpers.models import Lit, Recipe, TinyLm
-from helpers.parity import assert_same_tensors, assert_tensors_close, full_state, relative, trainer, zero3
+from helpers.parity import (
+    assert_same_tensors,
+    assert_tensors_close,
+    full_state,
+    relative,
+    trainer,
+    zero3,
+)
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 
-# Everything that has state: two moments and a step count in two groups, a scheduler, a tie, a frozen part.
-RECIPE = Recipe(tied=True, optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.1",), steps=4)
-# The spare layer gets its first gradient in the second epoch: until then no optimizer state of it exists.
+# Everything that has state: two moments and a step count in two groups, a scheduler, a tie, a
+# frozen part.
+RECIPE = Recipe(
+    tied=True,
+    optimizer="adamw",
+    decay_matrices=True,
+    schedule="step",
+    frozen=("blocks.1",),
+    steps=4,
+)
+# The spare layer gets its first gradient in the second epoch: until then no optimizer state of it
+# exists.
 SPARE = Recipe(optimizer="adamw", schedule="one_cycle", steps=4)
 
 
@@ -43,7 +61,10 @@ class SpareLit(Lit):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-2, weight_decay=0.2)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 KINDS = {"plain": (Lit, RECIPE), "spare": (SpareLit, SPARE)}
@@ -58,7 +79,9 @@ def strategy_for(kind):
 
 
 def epochs(rank, world_size, what, strategy, until, read=None, write=None):
-    """Train until the end of epoch ``until``; return the losses of this call and the final weights."""
+    """Train until the end of epoch ``until``; return the losses of this call and the final
+    weights.
+    """
     build, recipe = KINDS[what]
     module = build(recipe, no_gradients)
     runner = trainer(strategy_for(strategy), world_size, max_epochs=until)
@@ -111,7 +134,9 @@ def steps(rank, world_size, strategy, until, read=None, write=None):
     return runner.global_step
 
 
-@pytest.mark.parametrize("world_size, strategy", [(1, "auto"), (2, "ddp"), (1, "zero3"), (2, "zero3")])
+@pytest.mark.parametrize(
+    "world_size, strategy", [(1, "auto"), (2, "ddp"), (1, "zero3"), (2, "zero3")]
+)
 def test_any_strategy_goes_on_from_the_middle_of_an_epoch(tmp_path, world_size, strategy):
     path = str(tmp_path / "two.ckpt")
     assert run_ranks(steps, 2, "zero3", 2, None, path, timeout=60) == [2, 2]
@@ -122,7 +147,9 @@ def test_any_strategy_goes_on_from_the_middle_of_an_epoch(tmp_path, world_size, 
 @pytest.mark.parametrize("what", KINDS)
 def test_resumed_is_uninterrupted_to_the_bit(files, what, world_size):
     losses, state = on(world_size, what, "zero3", 2)
-    resumed_losses, resumed_state = on(world_size, what, "zero3", 2, files(what, "zero3", world_size))
+    resumed_losses, resumed_state = on(
+        world_size, what, "zero3", 2, files(what, "zero3", world_size)
+    )
     assert len(resumed_losses) == 4 and resumed_losses == losses[4:]
     assert_same_tensors(resumed_state, state)
 
@@ -142,7 +169,8 @@ def test_resumed_is_uninterrupted_to_the_bit(files, what, world_size):
 @pytest.mark.parametrize("what", KINDS)
 def test_any_strategy_goes_on_from_any_file(files, what, writer, reader):
     if what == "spare" and "ddp" in (writer[0], reader[0]):
-        reader, writer = [("zero3", k) if s == "ddp" else (s, k) for s, k in (reader, writer)]  # ddp refuses unused parameters
+        # ddp refuses unused parameters
+        reader, writer = [("zero3", k) if s == "ddp" else (s, k) for s, k in (reader, writer)]
     path = files(what, *writer)
     if reader[0] == "auto":
         losses, state, _ = epochs(0, 1, what, "auto", 2, path)
@@ -154,17 +182,25 @@ def test_any_strategy_goes_on_from_any_file(files, what, writer, reader):
 
 
 def told_of_places(rank, world_size, folder):
-    """Go on with zero3 from files that one device and zero3 wrote in the middle (2) and at the end (4) of an epoch."""
+    """Go on with zero3 from files that one device and zero3 wrote in the middle (2) and at the end
+    (4) of an epoch.
+    """
     said = {}
     for strategy in ("auto", "zero3"):
-        saver = ModelCheckpoint(f"{folder}/{strategy}", "{step}", every_n_train_steps=2, save_top_k=-1)
+        saver = ModelCheckpoint(
+            f"{folder}/{strategy}", "{step}", every_n_train_steps=2, save_top_k=-1
+        )
         saving = {"callbacks": [saver], "enable_checkpointing": True}
-        trainer(strategy_for(strategy), use_distributed_sampler=True, **saving).fit(Lit(RECIPE, no_gradients))
+        trainer(strategy_for(strategy), use_distributed_sampler=True, **saving).fit(
+            Lit(RECIPE, no_gradients)
+        )
         for step in (2, 4) if strategy == "auto" else (2,):
             with warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
                 reader = trainer(full(), use_distributed_sampler=True, max_epochs=2)
-                reader.fit(Lit(RECIPE, no_gradients), ckpt_path=f"{folder}/{strategy}/step={step}.ckpt")
+                reader.fit(
+                    Lit(RECIPE, no_gradients), ckpt_path=f"{folder}/{strategy}/step={step}.ckpt"
+                )
             told = [str(w.message) for w in found if "where its loaders were" in str(w.message)]
             said[strategy, step] = [text[:53] for text in told]
     return said
@@ -181,7 +217,9 @@ def test_samples_that_come_again_are_told(tmp_path):
 def test_the_file_is_what_one_device_writes(files, what, world_size):
     mine = torch.load(files(what, "zero3", world_size), weights_only=True)
     alone = torch.load(files(what, "auto", 1), weights_only=True)
-    assert alone.keys() <= mine.keys() and all(key.startswith("zero3_") for key in mine.keys() - alone.keys())
+    assert alone.keys() <= mine.keys() and all(
+        key.startswith("zero3_") for key in mine.keys() - alone.keys()
+    )
     assert_tensors_close(mine["state_dict"], alone["state_dict"])
     assert list(mine["state_dict"]) == list(alone["state_dict"])
     for key in ("epoch", "global_step", "lr_schedulers"):
@@ -191,14 +229,19 @@ def test_the_file_is_what_one_device_writes(files, what, world_size):
     assert optimizer["state"].keys() == expected["state"].keys()
     assert_tensors_close(optimizer["state"], expected["state"], 1e-5)
     # A tensor that views a flat one would have taken all of that into the file with it.
-    for tensor in (*mine["state_dict"].values(), *(t for state in optimizer["state"].values() for t in state.values())):
+    for tensor in (
+        *mine["state_dict"].values(),
+        *(t for state in optimizer["state"].values() for t in state.values()),
+    ):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_read_without_a_trainer(files):
     path = files("plain", "zero3", 2)
     expected = torch.load(files("plain", "auto", 1), weights_only=True)["state_dict"]
-    module = Lit.load_from_checkpoint(path, recipe=Recipe(tied=True, seed=9), full_gradients=no_gradients)
+    module = Lit.load_from_checkpoint(
+        path, recipe=Recipe(tied=True, seed=9), full_gradients=no_gradients
+    )
     assert_tensors_close(dict(module.state_dict()), dict(expected))
     net = TinyLm(tied=True)
     state = torch.load(path, weights_only=True)["state_dict"]
@@ -211,7 +254,9 @@ def test_read_without_a_trainer(files):
 
 def with_callback(rank, world_size, folder):
     def keep():
-        return ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}")
+        return ModelCheckpoint(
+            folder, monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}"
+        )
 
     def fit(module, epochs, callback, **paths):
         options = {"enable_checkpointing": True, "callbacks": [callback], "limit_val_batches": 1.0}
@@ -242,7 +287,10 @@ def test_model_checkpoint(tmp_path):
     assert (tmp_path / "last.ckpt").is_file()
     small = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     expected = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert "optimizer_states" not in small and small["state_dict"].keys() == expected["state_dict"].keys()
+    assert (
+        "optimizer_states" not in small
+        and small["state_dict"].keys() == expected["state_dict"].keys()
+    )
 
 
 class Emptied(Lit):

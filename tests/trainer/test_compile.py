@@ -34,7 +34,9 @@ def test_compiled_modules_train_as_others_do():
 
 
 def fit_compiled(rank, world_size):
-    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
+    with pytest.raises(
+        RuntimeError, match="compiled model is incompatible with the current strategy"
+    ):
         trainer(zero3(), world_size).fit(torch.compile(Lit(Recipe(), lambda module: {})))
 
 

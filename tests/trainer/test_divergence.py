@@ -1,4 +1,6 @@
-"""One rank reads what is sharded while the others do something else, or writes what they do not: an error on each."""
+"""One rank reads what is sharded while the others do something else, or writes what they do not: an
+error on each.
+"""
 
 import os
 import re
@@ -28,7 +30,9 @@ TOLD = {
 ELSEWHERE = {
     "wait for the others at a barrier": lambda module: module.trainer.strategy.barrier(),
     "reduce a value over the ranks": lambda module: module.trainer.strategy.reduce(torch.ones(1)),
-    "broadcast or collect Python objects": lambda module: module.trainer.strategy.broadcast("a path"),
+    "broadcast or collect Python objects": lambda module: module.trainer.strategy.broadcast(
+        "a path"
+    ),
     "broadcast or all-gather values": lambda module: module.all_gather(torch.ones(1)),
 }
 
@@ -79,7 +83,8 @@ def _scale(module, name):
         getattr(module.table, name).mul_(2)
 
 
-# What rank 0 does in `training_step`, and rank 1. The values of both have the same bits, in other places.
+# What rank 0 does in `training_step`, and rank 1. The values of both have the same bits, in other
+# places.
 WRITES = {
     "another row": lambda module, rank: module.table("a", rank),
     "rows with the same sum": lambda module, rank: module.table("a", [[0, 3], [1, 2]][rank]),
@@ -144,7 +149,9 @@ def _assign_own(module, rank, closure):
 
 
 def _step_with_own_gradients_that_are_reduced(module, rank, optimizer, closure):
-    """What is gathered of each rank's own is a mixture, and so is its mean, which is alike on all ranks."""
+    """What is gathered of each rank's own is a mixture, and so is its mean, which is alike on all
+    ranks.
+    """
     for p in _assign_own(module, rank, closure):
         torch.distributed.all_reduce(p.grad)
         p.grad /= module.trainer.world_size
@@ -168,16 +175,39 @@ def _step_with_what_was_mixed_before_it_was_cleared(module, rank, optimizer, clo
 
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
-    _step_with_another_rate: "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on",
-    _step_twice: "Param group 0 of SGD had gradients (in step 2 since the last backward) on rank 0 alone; rank 1",
-    _step_without_a_gradient: "gradients, without that of parameter 'net.0.bias' (in step 1 since the last backward) on",
-    _step_without_gradients_of_its_own: "gradients, without that of parameter 'net.0.bias' (in step 1 since",
-    _step_with_the_same_gradient_elsewhere: "gradient that was assigned to parameter 'net.0.bias' (in step 1 since the last",
-    _step_with_an_own_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward) is",
-    _step_with_a_changed_gradient: "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward)",
-    _step_with_own_gradients_that_are_reduced: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and",
-    _step_with_own_gradients_that_are_clipped: "Each rank assigned a gradient of its own to parameter 'net.0.bias', and",
-    _step_with_what_was_mixed_before_it_was_cleared: "Each rank assigned a gradient of its own to parameter 'net.0.bias'",
+    _step_with_another_rate: (
+        "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and"
+        " 1.1 on"
+    ),
+    _step_twice: (
+        "Param group 0 of SGD had gradients (in step 2 since the last backward) on rank 0 alone;"
+        " rank 1"
+    ),
+    _step_without_a_gradient: (
+        "gradients, without that of parameter 'net.0.bias' (in step 1 since the last backward) on"
+    ),
+    _step_without_gradients_of_its_own: (
+        "gradients, without that of parameter 'net.0.bias' (in step 1 since"
+    ),
+    _step_with_the_same_gradient_elsewhere: (
+        "gradient that was assigned to parameter 'net.0.bias' (in step 1 since the last"
+    ),
+    _step_with_an_own_gradient: (
+        "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last"
+        " backward) is"
+    ),
+    _step_with_a_changed_gradient: (
+        "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward)"
+    ),
+    _step_with_own_gradients_that_are_reduced: (
+        "Each rank assigned a gradient of its own to parameter 'net.0.bias', and"
+    ),
+    _step_with_own_gradients_that_are_clipped: (
+        "Each rank assigned a gradient of its own to parameter 'net.0.bias', and"
+    ),
+    _step_with_what_was_mixed_before_it_was_cleared: (
+        "Each rank assigned a gradient of its own to parameter 'net.0.bias'"
+    ),
 }
 
 
@@ -258,17 +288,24 @@ def _fit_all(rank, world_size, folder):
     for run in (pl.Trainer.fit, pl.Trainer.validate):
         evaluated = WritesWhenEvaluated(differently=True)
         evaluator = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options)
-        with pytest.raises(DivergenceError, match="A forward, or an evaluation step, changed parameter 'table.a' in place"):
+        with pytest.raises(
+            DivergenceError,
+            match="A forward, or an evaluation step, changed parameter 'table.a' in place",
+        ):
             run(evaluator, evaluated)
         assert not evaluated.message
     stored = StoresBeforeItEvaluates()
-    with pytest.raises(DivergenceError, match="'table.a' was stored between steps.*on some ranks only"):
+    with pytest.raises(
+        DivergenceError, match="'table.a' was stored between steps.*on some ranks only"
+    ):
         tester = trainer(zero3(unit_policy=["Linear", "Table"]), world_size, limit_val_batches=2)
         tester.validate(stored, stored.train_dataloader())
     assert not stored.message
     alone = GeneratesAlone()
     with pytest.raises(DivergenceError, match="end a batch of an evaluation"):
-        trainer(zero3(unit_policy=["Linear"]), world_size, limit_val_batches=4).validate(alone, alone.train_dataloader())
+        trainer(zero3(unit_policy=["Linear"]), world_size, limit_val_batches=4).validate(
+            alone, alone.train_dataloader()
+        )
     for act, text in STEPS.items():
         with pytest.raises(DivergenceError, match=re.escape(text)):
             trainer(zero3(unit_policy=["Linear"]), world_size).fit(Stepper(act))
@@ -283,8 +320,13 @@ def _fit_all(rank, world_size, folder):
     for name, write in WRITES.items():
         saver = OnExceptionCheckpoint(folder, name)  # of values that no rank has had
         options = {"callbacks": [saver], "enable_checkpointing": None}
-        with pytest.raises(DivergenceError) as caught, pytest.warns(UserWarning, match="saves nothing"):
-            trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(Writer(write))
+        with (
+            pytest.raises(DivergenceError) as caught,
+            pytest.warns(UserWarning, match="saves nothing"),
+        ):
+            trainer(zero3(unit_policy=["Linear", "Table"]), world_size, **options).fit(
+                Writer(write)
+            )
         assert not os.path.exists(saver.ckpt_path)
         written[name] = str(caught.value)
     # The same values in another order are the same.

@@ -1,4 +1,6 @@
-"""Ranks end their training together: runs that are right end as ever, and no rank of one that is not ends well."""
+"""Ranks end their training together: runs that are right end as ever, and no rank of one that is
+not ends well.
+"""
 
 import time
 from pathlib import Path
@@ -76,7 +78,10 @@ RIGHT = {  # options of the Trainer (every other fit has no watch); steps
     "max_steps": ({"max_steps": 4}, 4),
     "should_stop": ({"callbacks": [Stop]}, 2),
     "max_time": ({"callbacks": [lambda: Late({"seconds": 1})]}, 2),
-    "a learning rate is found first": ({"callbacks": [lambda: LearningRateFinder(num_training_steps=5)]}, 11),
+    "a learning rate is found first": (
+        {"callbacks": [lambda: LearningRateFinder(num_training_steps=5)]},
+        11,
+    ),
     "nothing to do": ({"max_steps": 0}, 0),
     "no batches": ({"limit_train_batches": 0}, 0),
 }
@@ -118,4 +123,7 @@ def test_another_number_of_batches_is_an_error_of_every_rank():
     first, second = run_ranks(end_apart, 2)
     for said in zip(first, second, strict=True):
         assert "rank 0 is about to " in said[0] and "rank 1 to end its training" in said[0], said
-        assert "rank 1 is about to end its training" in said[1] and "loaders of different length" in said[1], said
+        assert (
+            "rank 1 is about to end its training" in said[1]
+            and "loaders of different length" in said[1]
+        ), said

@@ -1,4 +1,6 @@
-"""Bad input gets an error that says what is wrong, on every rank, before the first training step."""
+"""Bad input gets an error that says what is wrong, on every rank, before the first training
+step.
+"""
 
 from functools import cache
 from itertools import product
@@ -56,14 +58,19 @@ class ForeignParameter(Model):
 
 class CopiedParameters(Model):
     def configure_optimizers(self):
-        return torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in self.parameters()], lr=0.1)
+        return torch.optim.SGD(
+            [nn.Parameter(p.detach().clone()) for p in self.parameters()], lr=0.1
+        )
 
 
 class OneParameterTwice(Model):
     automatic_optimization = False
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.net.head.parameters())]
+        return [
+            torch.optim.SGD(self.parameters(), lr=0.1),
+            torch.optim.Adam(self.net.head.parameters()),
+        ]
 
 
 class OtherShape(Model):
@@ -120,7 +127,9 @@ class GlobalNormSgd(torch.optim.SGD):
 
     def step(self, closure=None):
         loss = None if closure is None else closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         for p in parameters:
             p.grad.div_(norm)
@@ -178,36 +187,111 @@ def _blocks_only(model):
 
 # name -> module, options of the strategy, options of the Trainer, what the message says
 CASES = {
-    "without parameters": (WithoutParameters, {}, {}, ["WithoutParameters has no parameters: there is nothing to shard"]),
+    "without parameters": (
+        WithoutParameters,
+        {},
+        {},
+        ["WithoutParameters has no parameters: there is nothing to shard"],
+    ),
     "foreign parameter": (
         ForeignParameter,
         {},
         {},
         ["Optimizer 0 (SGD) holds a tensor of shape (3, 2)", "not a parameter of ForeignParameter"],
     ),
-    "copied parameters": (CopiedParameters, {}, {}, ["Optimizer 0 (SGD) holds a tensor", "param group 0, position 0"]),
-    "one parameter twice": (OneParameterTwice, {}, {}, ["'net.head.weight' is in optimizer 0 and in optimizer 1"]),
-    "unknown class": (Model, {"unit_policy": ["Blokc"]}, {}, ["unit_policy names 'Blokc'", "It has: ", "Block", "LayerNorm"]),
-    "unowned parameter": (Model, {"unit_policy": _blocks_only}, {}, ["leaves parameter 'net.position' without a unit"]),
-    "foreign module": (Model, {"unit_policy": lambda model: [model, nn.ReLU()]}, {}, ["a ReLU that is not part of the model"]),
+    "copied parameters": (
+        CopiedParameters,
+        {},
+        {},
+        ["Optimizer 0 (SGD) holds a tensor", "param group 0, position 0"],
+    ),
+    "one parameter twice": (
+        OneParameterTwice,
+        {},
+        {},
+        ["'net.head.weight' is in optimizer 0 and in optimizer 1"],
+    ),
+    "unknown class": (
+        Model,
+        {"unit_policy": ["Blokc"]},
+        {},
+        ["unit_policy names 'Blokc'", "It has: ", "Block", "LayerNorm"],
+    ),
+    "unowned parameter": (
+        Model,
+        {"unit_policy": _blocks_only},
+        {},
+        ["leaves parameter 'net.position' without a unit"],
+    ),
+    "foreign module": (
+        Model,
+        {"unit_policy": lambda model: [model, nn.ReLU()]},
+        {},
+        ["a ReLU that is not part of the model"],
+    ),
     "precision": (
         Model,
         {},
         {"plugins": [OwnPrecision()]},
         ["does not support the precision plugin OwnPrecision ('own-precision')"],
     ),
-    "other shape": (OtherShape, {}, {}, ["The ranks have different models", "rank 0 has [", "rank 1 has [net.blocks.2"]),
-    "other trained": (OtherTrained, {}, {}, ["The ranks have different models", "net.norm.weight", "not trained"]),
-    "other buffers": (OtherBuffers, {}, {}, ["different models", "net.table: shape (2,)", "net.table: shape (3,)"]),
-    "other frozen": (OtherFrozen, {}, {}, ["The ranks have different models", "net.norm.weight", "requires_grad False"]),
+    "other shape": (
+        OtherShape,
+        {},
+        {},
+        ["The ranks have different models", "rank 0 has [", "rank 1 has [net.blocks.2"],
+    ),
+    "other trained": (
+        OtherTrained,
+        {},
+        {},
+        ["The ranks have different models", "net.norm.weight", "not trained"],
+    ),
+    "other buffers": (
+        OtherBuffers,
+        {},
+        {},
+        ["different models", "net.table: shape (2,)", "net.table: shape (3,)"],
+    ),
+    "other frozen": (
+        OtherFrozen,
+        {},
+        {},
+        ["The ranks have different models", "net.norm.weight", "requires_grad False"],
+    ),
     "other groups": (OtherGroups, {}, {}, ["The ranks have different models"]),
     "added after set-up": (AddedAfterSetUp, {}, {}, ["net.late.weight", "after"]),
     "lazy layer": (LazyLayer, {}, {}, ["Parameter 'net.lazy.weight' has no shape yet"]),
-    "global norm": (ByGlobalNorm, {}, {}, ["GlobalNormSgd combines several parameters", "or another strategy"]),
-    "SparseAdam": (BySparseAdam, {}, {}, ["SparseAdam could not be tried", "does not support dense gradients"]),
-    "SyncBatchNorm": (BatchNorms, {}, {"sync_batchnorm": True}, ["SyncBatchNorm, which 'net.1' would become, needs GPUs"]),
-    "wrapper": (ByAWrapper, {}, {}, ["Slowed could not be tried on small tensors", "Return the SGD that it wraps"]),
-    "untried optimizer": (ByNothing, {}, {}, ["Useless could not be tried on small tensors", "'needed'"]),
+    "global norm": (
+        ByGlobalNorm,
+        {},
+        {},
+        ["GlobalNormSgd combines several parameters", "or another strategy"],
+    ),
+    "SparseAdam": (
+        BySparseAdam,
+        {},
+        {},
+        ["SparseAdam could not be tried", "does not support dense gradients"],
+    ),
+    "SyncBatchNorm": (
+        BatchNorms,
+        {},
+        {"sync_batchnorm": True},
+        ["SyncBatchNorm, which 'net.1' would become, needs GPUs"],
+    ),
+    "wrapper": (
+        ByAWrapper,
+        {},
+        {},
+        ["Slowed could not be tried on small tensors", "Return the SGD that it wraps"],
+    ),
+    "untried optimizer": (
+        ByNothing,
+        {},
+        {},
+        ["Useless could not be tried on small tensors", "'needed'"],
+    ),
 }
 
 
@@ -285,7 +369,10 @@ class LooksAtNorms(Model):
     def on_before_optimizer_step(self, optimizer):
         flat = optimizer.param_groups[0]["params"][0]
         for norm, tensor in product(NORMS, (flat.grad, flat, flat.data)):
-            with pytest.raises(ResidencyError, match="of the (values|gradients) of parameters .* this rank holds a shard of"):
+            with pytest.raises(
+                ResidencyError,
+                match="of the (values|gradients) of parameters .* this rank holds a shard of",
+            ):
                 norm(tensor)
 
     def configure_optimizers(self):
@@ -310,7 +397,9 @@ def evaluate_without_parameters(rank, world_size):
     module = WithoutParameters(rank)
     module.validation_step = lambda batch, index: None
     with pytest.raises(ValueError, match="has no parameters"):
-        trainer(zero3(), RANKS, limit_val_batches=1).validate(module, DataLoader([0], batch_size=None))
+        trainer(zero3(), RANKS, limit_val_batches=1).validate(
+            module, DataLoader([0], batch_size=None)
+        )
 
 
 def test_evaluation_is_refused_alike():
@@ -327,7 +416,10 @@ class KeepsItsOptimizer(Model):
 def fit_twice(rank, world_size):
     module = KeepsItsOptimizer(rank)
     trainer(zero3(), RANKS).fit(module)
-    with pytest.raises(ValueError, match="stepped on shards in an earlier run: make another one in `configure_optimizers`"):
+    with pytest.raises(
+        ValueError,
+        match="stepped on shards in an earlier run: make another one in `configure_optimizers`",
+    ):
         trainer(zero3(), RANKS).fit(module)
     return module.trained
 

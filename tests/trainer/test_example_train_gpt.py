@@ -1,4 +1,6 @@
-"""The example trains, sharded over two processes, and a resumed run goes on where the first ended."""
+"""The example trains, sharded over two processes, and a resumed run goes on where the first
+ended.
+"""
 
 import importlib.util
 import json
@@ -15,7 +17,15 @@ RANKS = 2
 
 def command(folder: Path, *options: str) -> list[str]:
     """The example's smoke configuration, which writes the figures behind its table to a file."""
-    smoke = ["--smoke", "--devices", str(RANKS), "--output", str(folder), "--json", str(folder / "result.json")]
+    smoke = [
+        "--smoke",
+        "--devices",
+        str(RANKS),
+        "--output",
+        str(folder),
+        "--json",
+        str(folder / "result.json"),
+    ]
     return [str(EXAMPLE), *smoke, *options]
 
 
@@ -28,7 +38,8 @@ def run_as_a_user(folder: Path, *options: str) -> dict:
         timeout=180,
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
-    assert "Epoch 0 " in run.stdout and "Epoch 0/" not in run.stdout  # how many epochs there could be says nothing
+    # how many epochs there could be says nothing
+    assert "Epoch 0 " in run.stdout and "Epoch 0/" not in run.stdout
     return json.loads((folder / "result.json").read_text())
 
 

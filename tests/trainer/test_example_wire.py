@@ -26,11 +26,15 @@ def test_what_options_send_and_keep():
     with torch.device("meta"):
         model = load().Regression()
     nbytes = {name: 4 * p.numel() for name, p in model.named_parameters()}
-    whole, kept = sum(nbytes.values()), sum(n for name, n in nbytes.items() if "head" in name or "norm" in name)
+    whole, kept = (
+        sum(nbytes.values()),
+        sum(n for name, n in nbytes.items() if "head" in name or "norm" in name),
+    )
     for found in run_ranks(run_example, 2, timeout=100):
         plain = found["fp32"]
         sent = {name: row["gradients"] for name, row in found.items()}
-        assert sent["fp32"] == sent["gather in bf16"] == 4 * whole / 2  # half of each gradient, for each of 4 micro-batches
+        # half of each gradient, for each of 4 micro-batches
+        assert sent["fp32"] == sent["gather in bf16"] == 4 * whole / 2
         assert sent["reduce once"] == whole / 2
         assert sent["reduce in bf16"] == 4 * whole / 4
         assert sent["all of them"] == whole / 4
@@ -40,7 +44,12 @@ def test_what_options_send_and_keep():
         share = sent["gather in bf16, keep the head"] / sent["fp32"]
         assert share == sent["all of them"] / sent["fp32"] and 0.5 < share < 0.5 + kept / whole
         for name, row in found.items():
-            assert row["state"] == pytest.approx(4 * whole / 2, rel=1e-3), name  # values, gradients, two of AdamW
-            assert (row["slots"] > plain["slots"] + whole / 2) == (name in ("reduce once", "all of them")), name
+            # values, gradients, two of AdamW
+            assert row["state"] == pytest.approx(4 * whole / 2, rel=1e-3), name
+            assert (row["slots"] > plain["slots"] + whole / 2) == (
+                name in ("reduce once", "all of them")
+            ), name
             assert row["loss"] == pytest.approx(plain["loss"], rel=1e-3), name
-            assert row["loss"] != plain["loss"] or name in ("fp32", "reduce once"), "nothing was rounded"
+            assert row["loss"] != plain["loss"] or name in ("fp32", "reduce once"), (
+                "nothing was rounded"
+            )

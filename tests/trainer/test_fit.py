@@ -1,4 +1,6 @@
-"""What a LightningModule can call while it trains, validates, tests and predicts, and the ways to launch it."""
+"""What a LightningModule can call while it trains, validates, tests and predicts, and the ways to
+launch it.
+"""
 
 import json
 import os
@@ -15,7 +17,15 @@ from torch.utils.data import DataLoader
 from torchmetrics import Accuracy, MeanMetric
 
 from helpers.models import Lit, NormNet, Recipe, TinyLm, make, part, signals, tokens
-from helpers.parity import RTOL, assert_tensors_close, fit_here, full_state, local_gradients, trainer, zero3
+from helpers.parity import (
+    RTOL,
+    assert_tensors_close,
+    fit_here,
+    full_state,
+    local_gradients,
+    trainer,
+    zero3,
+)
 from helpers.ranks import run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -78,7 +88,9 @@ def leave_out(rank, world_size, strategy):
 
 
 def test_a_step_without_a_loss_on_one_rank():
-    (steps, expected), (ours, state) = (run_ranks(leave_out, 1, strategy)[0] for strategy in ("auto", "zero3"))
+    (steps, expected), (ours, state) = (
+        run_ranks(leave_out, 1, strategy)[0] for strategy in ("auto", "zero3")
+    )
     assert ours == steps > 0 and state.keys() == expected.keys()
     for name, value in expected.items():
         assert_tensors_close(state[name], value)
@@ -98,7 +110,13 @@ class Talkative(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         loss = self.net.loss(batch)
         self.log("mean", loss, sync_dist=True, on_step=True, on_epoch=True)
-        self.log("sum", float(self.global_rank + batch_idx), sync_dist=True, reduce_fx="sum", on_epoch=True)
+        self.log(
+            "sum",
+            float(self.global_rank + batch_idx),
+            sync_dist=True,
+            reduce_fx="sum",
+            on_epoch=True,
+        )
         self.log("max", float(self.global_rank), sync_dist=True, reduce_fx="max", on_epoch=True)
         self.log("own", float(self.global_rank))
         self.log("zero only", 5.0, rank_zero_only=True)
@@ -125,7 +143,9 @@ class Talkative(pl.LightningModule):
             "not a tensor": strategy.reduce(3.5),
             "all_gather": self.all_gather(mine).tolist(),
             "all_gather dict": self.all_gather({"x": rank, "y": [mine]})["x"].tolist(),
-            "broadcast": strategy.broadcast({"from": rank, "tensor": mine}, src=world_size - 1)["from"],
+            "broadcast": strategy.broadcast({"from": rank, "tensor": mine}, src=world_size - 1)[
+                "from"
+            ],
             "broadcast from 0": strategy.broadcast(f"rank {rank}"),
             "one says yes": (
                 strategy.reduce_boolean_decision(rank == 0, all=True),
@@ -133,7 +153,13 @@ class Talkative(pl.LightningModule):
             ),
             "all say yes": strategy.reduce_boolean_decision(True, all=True),
             "none says yes": strategy.reduce_boolean_decision(False, all=False),
-            "who": (rank, world_size, self.local_rank, strategy.is_global_zero, self.trainer.is_global_zero),
+            "who": (
+                rank,
+                world_size,
+                self.local_rank,
+                strategy.is_global_zero,
+                self.trainer.is_global_zero,
+            ),
         }
         x = torch.ones(2, requires_grad=True)
         (self.all_gather(x, sync_grads=True) * (rank + 1)).sum().backward()
@@ -143,7 +169,9 @@ class Talkative(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader([part(b, self.global_rank, self.trainer.world_size) for b in tokens(3)], batch_size=None)
+        return DataLoader(
+            [part(b, self.global_rank, self.trainer.world_size) for b in tokens(3)], batch_size=None
+        )
 
     val_dataloader = train_dataloader
 
@@ -172,8 +200,14 @@ def test_logging_and_communication(world_size, capsys):
             "sum": [total, world_size],
             "mean": [total / world_size, 1.0],
             "not a tensor": 3.5,
-            "all_gather": [[float(r), 1.0] for r in range(world_size)] if world_size > 1 else seen["all_gather"],
-            "all_gather dict": list(range(world_size)) if world_size > 1 else seen["all_gather dict"],
+            "all_gather": (
+                [[float(r), 1.0] for r in range(world_size)]
+                if world_size > 1
+                else seen["all_gather"]
+            ),
+            "all_gather dict": (
+                list(range(world_size)) if world_size > 1 else seen["all_gather dict"]
+            ),
             "broadcast": world_size - 1,
             "broadcast from 0": "rank 0",
             "one says yes": (world_size == 1, True),
@@ -188,7 +222,9 @@ def test_logging_and_communication(world_size, capsys):
         for name in ("mean", "mean_step", "mean_epoch", "metric", "metric_epoch", "accuracy"):
             assert metrics.get(name) == pytest.approx(alone.get(name), rel=RTOL)
         assert metrics["accuracy"] > 0
-        assert metrics["sum"] == pytest.approx(sum(r + step for r in range(world_size) for step in range(3)))
+        assert metrics["sum"] == pytest.approx(
+            sum(r + step for r in range(world_size) for step in range(3))
+        )
         assert metrics["max"] == world_size - 1
         assert metrics["own"] == rank
 
@@ -214,21 +250,30 @@ class Buffered(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader([part(b, self.global_rank, self.trainer.world_size) for b in signals(3)], batch_size=None)
+        return DataLoader(
+            [part(b, self.global_rank, self.trainer.world_size) for b in signals(3)],
+            batch_size=None,
+        )
 
 
 def run_buffers(rank, world_size):
     module = Buffered(rank)
     trainer(zero3(unit_policy=None), world_size).fit(module)
     norm = module.net.input_norm
-    return {**module.found, "mean": norm.running_mean, "var": norm.running_var, "count": norm.num_batches_tracked}
+    return {
+        **module.found,
+        "mean": norm.running_mean,
+        "var": norm.running_var,
+        "count": norm.num_batches_tracked,
+    }
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buffers_are_rank_0s(world_size):
     for found in run_ranks(run_buffers, world_size, timeout=60):
         assert found["at start"] == ([0.0] * 3, [0.0] * 2)
-        # The first norm sees the data as it is: its statistics are those of rank 0's part, as under ddp.
+        # The first norm sees the data as it is: its statistics are those of rank 0's part, as under
+        # ddp.
         mean, var = torch.zeros(3), torch.ones(3)
         for x, _ in (part(batch, 0, world_size) for batch in signals(3)):
             mean = 0.9 * mean + 0.1 * x.mean((0, 2))
@@ -280,20 +325,35 @@ def launched_alone():
 
 def launch(folder, strategy):
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parents[1]), strategy=strategy, folder=str(folder)))
+    script.write_text(
+        SCRIPT.format(
+            tests=str(Path(__file__).resolve().parents[1]), strategy=strategy, folder=str(folder)
+        )
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=280, cwd=folder)
+    run = subprocess.run(
+        [sys.executable, script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+    )
     return run, [json.loads(path.read_text()) for path in sorted(folder.glob("?.json"))]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What the processes of each strategy wrote: beside each other, as most of their time is starting."""
+    """What the processes of each strategy wrote: beside each other, as most of their time is
+    starting.
+    """
     strategies = ("zero3", "zero3_spawn")
     folders = map(tmp_path_factory.mktemp, strategies)
     with ThreadPoolExecutor(len(strategies)) as pool:
         done = dict(zip(strategies, pool.map(launch, folders, strategies), strict=True))
-    assert not any(run.returncode for run, _ in done.values()), [(run.stdout, run.stderr) for run, _ in done.values()]
+    assert not any(run.returncode for run, _ in done.values()), [
+        (run.stdout, run.stderr) for run, _ in done.values()
+    ]
     return {strategy: wrote for strategy, (_, wrote) in done.items()}
 
 
@@ -305,7 +365,9 @@ def test_processes_that_run_the_script(launched):
     alone = launched_alone()
     means = [sum(step) / 2 for step in zip(*(r["losses"] for r in ranks), strict=True)]
     assert means == pytest.approx(alone.losses, rel=RTOL)
-    state = {name.removeprefix("net."): torch.tensor(value) for name, value in ranks[0]["state"].items()}
+    state = {
+        name.removeprefix("net."): torch.tensor(value) for name, value in ranks[0]["state"].items()
+    }
     assert_tensors_close(state, alone.state)
     assert ranks[1]["state"] == {}
 
@@ -314,5 +376,7 @@ def test_spawned_processes_give_the_weights_back(launched):
     """The process that called `fit` did not train, but has the trained weights afterwards."""
     (parent,) = launched["zero3_spawn"]
     assert parent["losses"] == [] and not parent["port"]  # another fit gets a port of its own
-    state = {name.removeprefix("net."): torch.tensor(value) for name, value in parent["state"].items()}
+    state = {
+        name.removeprefix("net."): torch.tensor(value) for name, value in parent["state"].items()
+    }
     assert_tensors_close(state, launched_alone().state)

@@ -1,4 +1,6 @@
-"""Gradients that will be cleared take no memory in the next forward; hooks that may read them still can, as with ddp."""
+"""Gradients that will be cleared take no memory in the next forward; hooks that may read them still
+can, as with ddp.
+"""
 
 import lightning.pytorch as pl
 import torch
@@ -12,12 +14,16 @@ READERS = ("nobody", "on_before_zero_grad", "callback", "on_train_batch_end", "t
 
 
 class Reader(pl.LightningModule):
-    """Reads a gradient of the step before in one place, and notes what memory gradients take inside of `training_step`."""
+    """Reads a gradient of the step before in one place, and notes what memory gradients take inside
+    of `training_step`.
+    """
 
     def __init__(self, reads):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        )
         self.reads, self.found, self.nbytes, self.losses = reads, [], [], []
 
     def look(self, place):
@@ -77,7 +83,9 @@ def _fit(rank, world_size):
             callbacks = [InCallback()] if reads == "callback" else []
             error = None
             try:
-                trainer(strategy, world_size, callbacks=callbacks, accumulate_grad_batches=2).fit(module)
+                trainer(strategy, world_size, callbacks=callbacks, accumulate_grad_batches=2).fit(
+                    module
+                )
             except RuntimeError as raised:
                 error = str(raised)
             runs[strategy, reads] = module.found, module.nbytes, error
@@ -101,7 +109,8 @@ def test_freed_unless_a_hook_can_look():
             for mine, theirs in zip(found, expected, strict=True):
                 _assert_close(mine, theirs)
             kept = reads in ("on_before_zero_grad", "callback")
-            # Windows of two micro-batches: there are gradients to add to in the second ones, and in the third old ones.
+            # Windows of two micro-batches: there are gradients to add to in the second ones, and in
+            # the third old ones.
             assert [n > 0 for n in nbytes] == [False, True, kept, True], reads
         assert runs["ddp", "training_step"][2] is None
         error = runs["zero3", "training_step"][2]
@@ -111,4 +120,6 @@ def test_freed_unless_a_hook_can_look():
         assert len(losses) == 4
         _assert_close(torch.stack(losses), torch.stack(expected))
         # In a step ddp's gradients are a rank's own.
-        _assert_close(torch.stack(found), torch.stack([torch.stack(r["ddp"][0]) for r in ranks]).mean(0))
+        _assert_close(
+            torch.stack(found), torch.stack([torch.stack(r["ddp"][0]) for r in ranks]).mean(0)
+        )

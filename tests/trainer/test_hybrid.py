@@ -1,4 +1,6 @@
-"""Shards within groups of ranks and replicas across them, against plain Lightning on one device with the joined batch."""
+"""Shards within groups of ranks and replicas across them, against plain Lightning on one device
+with the joined batch.
+"""
 
 import os
 from dataclasses import replace
@@ -9,7 +11,14 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.models import Lit, Recipe
-from helpers.parity import assert_same_run, assert_same_tensors, fit_here, sharded_gradients, trainer, zero3
+from helpers.parity import (
+    assert_same_run,
+    assert_same_tensors,
+    fit_here,
+    sharded_gradients,
+    trainer,
+    zero3,
+)
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 
@@ -18,7 +27,14 @@ FEATURES = {
     "clip_norm": (Recipe(optimizer="adamw"), {"gradient_clip_val": 0.3}),
     "accumulate": (Recipe(steps=7), {"accumulate_grad_batches": 3}),
     "all": (
-        Recipe(tied=True, optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.0",), steps=6),
+        Recipe(
+            tied=True,
+            optimizer="adamw",
+            decay_matrices=True,
+            schedule="step",
+            frozen=("blocks.0",),
+            steps=6,
+        ),
         {"accumulate_grad_batches": 2, "max_epochs": 2, "limit_val_batches": 2},
     ),
 }
@@ -50,18 +66,25 @@ def test_parity(feature, world_size, shard_size):
     first = everyone[0]
     for other in everyone[1:]:  # replicas do not drift apart, not by a bit
         assert_same_tensors(other.gradients, first.gradients)
-    first = replace(first, losses=[sum(step) / world_size for step in zip(*(r.losses for r in everyone), strict=True)])
+    first = replace(
+        first,
+        losses=[sum(step) / world_size for step in zip(*(r.losses for r in everyone), strict=True)],
+    )
     assert_same_run(first, one_process(feature))
 
 
 def look_inside(rank, world_size, shard_size, folder):
-    """Losses of a run and of its continuations with and without groups, from both kinds of checkpoint; bytes of shards."""
+    """Losses of a run and of its continuations with and without groups, from both kinds of
+    checkpoint; bytes of shards.
+    """
     losses, nbytes = {}, 0
     for kind in ("sharded", "full"):
         for part, size in (("begun", shard_size), ("over all", None), ("in groups", shard_size)):
             module = Lit(Recipe(optimizer="adam", steps=6), sharded_gradients)
             strategy = zero3(shard_size=size, checkpoint=CheckpointOptions(kind=kind))
-            saver = ModelCheckpoint(Path(folder, kind), "{step}", every_n_train_steps=3, save_top_k=-1)
+            saver = ModelCheckpoint(
+                Path(folder, kind), "{step}", every_n_train_steps=3, save_top_k=-1
+            )
             saving = {"callbacks": [saver], "enable_checkpointing": True} if part == "begun" else {}
             path = None if part == "begun" else os.fspath(Path(folder, kind, "step=3.ckpt"))
             trainer(strategy, world_size, **saving).fit(module, ckpt_path=path)
@@ -73,7 +96,9 @@ def look_inside(rank, world_size, shard_size, folder):
 
 def test_checkpoints_and_memory(tmp_path):
     world_size, shard_size = 4, 2
-    for losses, nbytes, whole in run_ranks(look_inside, world_size, shard_size, str(tmp_path), timeout=200):
+    for losses, nbytes, whole in run_ranks(
+        look_inside, world_size, shard_size, str(tmp_path), timeout=200
+    ):
         assert whole / shard_size <= nbytes <= 1.1 * whole / shard_size
         assert losses["sharded", "in groups"] == losses["full", "in groups"]
         assert losses["sharded", "over all"] == losses["full", "over all"]
@@ -94,4 +119,6 @@ def refuse(rank, world_size):
 def test_a_size_that_does_not_divide_is_refused():
     for said in run_ranks(refuse, 3):
         for size, text in zip((1, 2, 4), said, strict=True):
-            assert text.startswith(f"shard_size={size} must be at least 2 and divide the number of ranks, 3.")
+            assert text.startswith(
+                f"shard_size={size} must be at least 2 and divide the number of ranks, 3."
+            )

@@ -1,4 +1,6 @@
-"""Evaluation under `inference_mode`, which Lightning chooses outside of `fit` but for gloo, before training and after it."""
+"""Evaluation under `inference_mode`, which Lightning chooses outside of `fit` but for gloo, before
+training and after it.
+"""
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +14,8 @@ from torch.utils.data import DataLoader
 from helpers.parity import assert_tensors_close, full_state, trainer, zero3
 from helpers.ranks import run_ranks
 
-BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(k)) for k in range(4)]  # the same on all ranks
+# the same on all ranks
+BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(k)) for k in range(4)]
 
 
 class Watched(pl.LightningModule):
@@ -21,7 +24,9 @@ class Watched(pl.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.net = nn.Sequential(
+            nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)
+        )
         self.register_buffer("last", torch.zeros(()))
         self.register_buffer("table", torch.zeros(4, 6))
         self.seen, self.kept = [], None
@@ -81,7 +86,10 @@ def evaluate(rank, world_size, strategy, folder, options):
         num_sanity_val_steps=2,
         limit_val_batches=2,
         enable_checkpointing=True,
-        callbacks=[EMAWeightAveraging(decay=0.8), ModelCheckpoint(folder / strategy, save_top_k=-1, save_last=True)],
+        callbacks=[
+            EMAWeightAveraging(decay=0.8),
+            ModelCheckpoint(folder / strategy, save_top_k=-1, save_last=True),
+        ],
         **options,
     )
     runner.validate(module, loader)

@@ -1,4 +1,6 @@
-"""Ranks that the Trainer itself started: one dies, has fewer batches or cannot begin, and no process is left."""
+"""Ranks that the Trainer itself started: one dies, has fewer batches or cannot begin, and no
+process is left.
+"""
 
 import contextlib
 import os
@@ -75,7 +77,10 @@ def test_scripts_that_the_trainer_starts_end_together(tmp_path):
                 running[case] = start(tmp_path / case, case, **environ)
             codes = {case: process.wait(100) for case, process in running.items()}
             until = time.monotonic() + 30  # workers look after their loader every five seconds
-            while any(left_of(process.pid) for process in running.values()) and time.monotonic() < until:
+            while (
+                any(left_of(process.pid) for process in running.values())
+                and time.monotonic() < until
+            ):
                 time.sleep(0.05)
             left = {case: left_of(process.pid) for case, process in running.items()}
         finally:
@@ -87,10 +92,15 @@ def test_scripts_that_the_trainer_starts_end_together(tmp_path):
     assert 0 not in codes.values(), (codes, said)
     for case in ("kill", "spawn"):
         assert "Rank 1 died without a word" in said[case] and "in forward" in said[case], said[case]
-    for rank, there in enumerate(["end its training", "gather unit"]):  # rank 0 is the process whose code counts
-        assert f"DivergenceError: In step {[2, 3][rank]}: The ranks run" in said["fewer"], said["fewer"]
+    # rank 0 is the process whose code counts
+    for rank, there in enumerate(["end its training", "gather unit"]):
+        assert f"DivergenceError: In step {[2, 3][rank]}: The ranks run" in said["fewer"], said[
+            "fewer"
+        ]
         assert f"rank {rank} is about to {there}" in said["fewer"], said["fewer"]
-    assert f"Port {port['MASTER_PORT']} " in said["port"] and "is in use" in said["port"], said["port"]
+    assert f"Port {port['MASTER_PORT']} " in said["port"] and "is in use" in said["port"], said[
+        "port"
+    ]
 
 
 class Endless(Model):
@@ -113,13 +123,27 @@ def fork_from_here(rank, size, folder):
     dist.destroy_process_group()  # the test's own
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+    ):
         os.environ.pop(name, None)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     codes = []
-    died = (ProcessExitedException, ProcessRaisedException)  # rank 1's end, or what rank 0 says of it: whichever is seen first
-    for module, error, options in ((Faulty(True), died, {}), (Endless(), SystemExit, {"max_epochs": -1})):
+    # rank 1's end, or what rank 0 says of it: whichever is seen first
+    died = (
+        ProcessExitedException,
+        ProcessRaisedException,
+    )
+    for module, error, options in (
+        (Faulty(True), died, {}),
+        (Endless(), SystemExit, {"max_epochs": -1}),
+    ):
         fitter = trainer("zero3_notebook", 2, **options)
         if isinstance(module, Endless):
             threading.Thread(target=interrupt_when_all_train).start()

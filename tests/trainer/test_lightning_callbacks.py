@@ -1,4 +1,6 @@
-"""Callbacks of Lightning's that own weights or param groups: interrupted, resumed, and their files read by other strategies."""
+"""Callbacks of Lightning's that own weights or param groups: interrupted, resumed, and their files
+read by other strategies.
+"""
 
 import pickle
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, full_state, trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.adapted import adapt
+from lightning_zero3.strategies.adapters.lightning_callbacks import adapt
 from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 
 EPOCHS, RESUME_AFTER = 4, 1
@@ -40,11 +42,16 @@ ADAM = Recipe(steps=2, pass_frozen=False, optimizer="adamw")
 KINDS = {
     "average": (SGD, WeightAveraging),
     "ema": (ADAM, lambda: EMAWeightAveraging(decay=0.8)),
-    "swa": (SGD, lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)),
+    "swa": (
+        SGD,
+        lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2),
+    ),
     "finetuning": (ADAM, lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1)),
     "pruning": (
         ADAM,
-        lambda: ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lambda epoch: epoch < 1),
+        lambda: ModelPruning(
+            "l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lambda epoch: epoch < 1
+        ),
     ),
 }
 
@@ -63,7 +70,9 @@ def sharded(recipe):
 
 
 def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS, val_batches=1):
-    """Losses and final weights of every kind of run, from the start or from the files in ``read``."""
+    """Losses and final weights of every kind of run, from the start or from the files in
+    ``read``.
+    """
     found = {}
     for kind, (recipe, callback) in kinds.items():
         module = Backbone(recipe) if recipe.net == "lm" else Lit(recipe, lambda module: {})
@@ -76,10 +85,14 @@ def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS, val_batc
             enable_checkpointing=True,
             limit_val_batches=val_batches,
         )
-        runner.fit(module, ckpt_path=None if read is None else read / kind / f"epoch={RESUME_AFTER}.ckpt")
+        runner.fit(
+            module, ckpt_path=None if read is None else read / kind / f"epoch={RESUME_AFTER}.ckpt"
+        )
         average = getattr(runner.callbacks[0], "_average_model", None)
         if strategy == "zero3" and average is not None:
-            assert sum(p.numel() for p in average.parameters()) == sum(g.numel for g in runner.strategy.engine.groups)
+            assert sum(p.numel() for p in average.parameters()) == sum(
+                g.numel for g in runner.strategy.engine.groups
+            )
         state = full_state(runner)
         found[kind] = module.losses, {k: v.clone() for k, v in state.items()}
     return found
@@ -99,7 +112,9 @@ def runs(tmp_path_factory):
     one, two, rest, joined = folder / "one", folder / "two", folder / "rest", folder / "joined"
     whole = in_one(one), in_two(two)
     for kind in KINDS:  # one device is to read it
-        consolidate(two / kind / f"epoch={RESUME_AFTER}.ckpt", joined / kind / f"epoch={RESUME_AFTER}.ckpt")
+        consolidate(
+            two / kind / f"epoch={RESUME_AFTER}.ckpt", joined / kind / f"epoch={RESUME_AFTER}.ckpt"
+        )
     return {
         "whole": whole,
         "one rank": (in_one(rest), run_ranks(fit_all, 1, "zero3", rest)),
@@ -126,7 +141,9 @@ def fit_norms(rank, world_size, strategy, folder, val_batches):
 
 @pytest.mark.parametrize("val_batches", [0, 1])
 def test_buffers_are_averaged_as_by_ddp(val_batches, tmp_path):
-    """Without a validation, which clears gradients, SWA's last epoch, without backward, steps on those of the one before."""
+    """Without a validation, which clears gradients, SWA's last epoch, without backward, steps on
+    those of the one before.
+    """
     expected, *_ = run_ranks(fit_norms, 2, "ddp", tmp_path / "ddp", val_batches)
     found, *_ = run_ranks(fit_norms, 2, "zero3", tmp_path / "zero3", val_batches)
     for kind, (_, state) in expected.items():
@@ -151,7 +168,9 @@ class Masked(torch.nn.Module):
 
 def test_nothing_is_gathered_or_agreed_on_where_nothing_is_done():
     saver = Tells()
-    pruning = ModelPruning("l1_unstructured", apply_pruning=False, use_lottery_ticket_hypothesis=False)
+    pruning = ModelPruning(
+        "l1_unstructured", apply_pruning=False, use_lottery_ticket_hypothesis=False
+    )
     adapt([saver, pruning])
     nothing = SimpleNamespace(strategy=None)
     saver.on_exception(nothing, None, error := ValueError())
@@ -186,9 +205,15 @@ class Rounds(pl.LightningModule):
 def prune_repeatedly(rank, world_size, strategy, precision):
     module = Rounds()
     pruning = ModelPruning(
-        "l1_unstructured", [(module.layer, "weight")], amount=0.3, use_global_unstructured=False, make_pruning_permanent=False
+        "l1_unstructured",
+        [(module.layer, "weight")],
+        amount=0.3,
+        use_global_unstructured=False,
+        make_pruning_permanent=False,
     )
-    trainer(strategy, world_size, max_epochs=3, precision=precision, callbacks=[pruning]).fit(module)
+    trainer(strategy, world_size, max_epochs=3, precision=precision, callbacks=[pruning]).fit(
+        module
+    )
     return module.layer.weight_mask
 
 

@@ -1,4 +1,6 @@
-"""nan and inf are found in the step they appear in, and traced to rank, unit and parameter by a second run of that step."""
+"""nan and inf are found in the step they appear in, and traced to rank, unit and parameter by a
+second run of that step.
+"""
 
 import os
 import random
@@ -22,7 +24,7 @@ from helpers.models import TinyLm, make, part, tokens
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import WatchOptions
-from lightning_zero3.strategies.rng import seed_all
+from lightning_zero3.strategies.support.random_states import seed_all
 
 STEPS, BAD_STEP = 4, 2
 
@@ -36,7 +38,9 @@ class Checkpointed(TinyLm):
 
 
 class Model(pl.LightningModule):
-    """Spoils one thing on its last rank in one micro-batch; draws random numbers and keeps state."""
+    """Spoils one thing on its last rank in one micro-batch; draws random numbers and keeps
+    state.
+    """
 
     def __init__(self, kind, rank, world_size, bad=BAD_STEP, net=TinyLm):
         super().__init__()
@@ -70,8 +74,14 @@ class Model(pl.LightningModule):
         spoil = batch_idx == self.bad and self.rank == self.world_size - 1
         handles = [layer.register_forward_hook(hook) for layer, hook in self.hooks(again) if spoil]
         if self.kind == "kept":  # fed back to an earlier layer
-            handles.append(self.net.blocks[1].down.register_forward_hook(lambda m, a, out: out + self.hidden))
-            handles.append(self.net.norm.register_forward_hook(lambda m, a, out: setattr(self, "hidden", out.detach().mean())))
+            handles.append(
+                self.net.blocks[1].down.register_forward_hook(lambda m, a, out: out + self.hidden)
+            )
+            handles.append(
+                self.net.norm.register_forward_hook(
+                    lambda m, a, out: setattr(self, "hidden", out.detach().mean())
+                )
+            )
         loss = self.net.loss(batch)
         for handle in handles:
             handle.remove()
@@ -98,7 +108,9 @@ class Model(pl.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p is not self.teacher], lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader([part(b, self.rank, self.world_size) for b in tokens(STEPS)], batch_size=None)
+        return DataLoader(
+            [part(b, self.rank, self.world_size) for b in tokens(STEPS)], batch_size=None
+        )
 
 
 class Manual(Model):
@@ -128,7 +140,9 @@ class Counted(Model):
     def configure_optimizers(self):
         vectors = [p for p in self.net.parameters() if p.dim() < 2]
         matrices = [p for p in self.net.parameters() if p.dim() > 1]
-        return torch.optim.SGD([{"params": vectors}, {"params": matrices, "weight_decay": 0.1}], lr=0.1)
+        return torch.optim.SGD(
+            [{"params": vectors}, {"params": matrices, "weight_decay": 0.1}], lr=0.1
+        )
 
 
 class Operations(TorchDispatchMode):
@@ -152,8 +166,14 @@ def half():
 # The strategy's options, the Trainer's, the micro-batch to spoil.
 WINDOW = {"accumulate_grad_batches": 2}
 CASES = {
-    **{name: (name, Model, {}, {}, BAD_STEP) for name in ("output", "gradient", "loss", "weight", "nothing")},
-    **{name: (name, Model, {}, {}, BAD_STEP) for name in ("once", "gradient once", "raises", "kept", "other loss")},
+    **{
+        name: (name, Model, {}, {}, BAD_STEP)
+        for name in ("output", "gradient", "loss", "weight", "nothing")
+    },
+    **{
+        name: (name, Model, {}, {}, BAD_STEP)
+        for name in ("once", "gradient once", "raises", "kept", "other loss")
+    },
     "sum": ("sum", Model, {}, {}, STEPS - 1),
     "gradient in bf16": ("gradient", Model, {"reduce_dtype": "bf16"}, {}, BAD_STEP),
     "gradient, second of a window": ("gradient", Model, {}, WINDOW, 3),
@@ -178,8 +198,12 @@ def fit_all(rank, world_size):
     said = {}
     for name, (kind, cls, own, options, bad) in CASES.items():
         options = options() if callable(options) else options
-        said[name] = fit(cls(kind, rank, world_size, bad), zero3(stop_on_nonfinite=True, **own), **options)
-    said["weight, checkpointed"] = fit(Model("weight", rank, world_size, BAD_STEP, Checkpointed), zero3(stop_on_nonfinite=True))
+        said[name] = fit(
+            cls(kind, rank, world_size, bad), zero3(stop_on_nonfinite=True, **own), **options
+        )
+    said["weight, checkpointed"] = fit(
+        Model("weight", rank, world_size, BAD_STEP, Checkpointed), zero3(stop_on_nonfinite=True)
+    )
     for block in (compiled := Model("weight", rank, world_size)).net.blocks:
         block.compile(backend="eager")
     said["weight, compiled"] = fit(compiled, zero3(stop_on_nonfinite=True))
@@ -192,7 +216,9 @@ def results(world_size):
 
 
 FIRST = f"In step {BAD_STEP} the first value that is not finite, "
-AGAIN = " The place was found by running the micro-batch once more. This step has changed no weight."
+AGAIN = (
+    " The place was found by running the micro-batch once more. This step has changed no weight."
+)
 BLOCK = ("norm.weight", "norm.bias", "up.weight")  # what it names of a whole block
 
 
@@ -203,21 +229,36 @@ def test_every_rank_names_the_first_place(world_size):
         assert all(said[name][0] == everyone[0][name][0] for said in everyone), name
     said, rank = everyone[0], world_size - 1
     text, runs = said["output"]
-    assert text.startswith(FIRST + f"nan, is in the output of unit net.blocks.1 in forward, on rank {rank}. Gradients that")
+    assert text.startswith(
+        FIRST
+        + f"nan, is in the output of unit net.blocks.1 in forward, on rank {rank}. Gradients that"
+    )
     assert text.endswith(AGAIN) and runs == 2
     text, runs = said["loss"]
-    assert text.startswith(FIRST + f"inf, is in the loss; all outputs of units are finite, on rank {rank}.") and runs == 2
+    assert (
+        text.startswith(
+            FIRST + f"inf, is in the loss; all outputs of units are finite, on rank {rank}."
+        )
+        and runs == 2
+    )
     everywhere = ", ".join(map(str, range(world_size)))
     for name in ("weight", "weight, checkpointed", "weight, compiled"):
         text, runs = said[name]
-        assert text.startswith(FIRST + f"nan, is in the output of unit net.blocks.2 in forward, on rank {everywhere}."), text
-        assert "Weights that are not finite: net.blocks.2.up.weight." in text and text.endswith(AGAIN) and runs == 2
+        assert text.startswith(
+            FIRST + f"nan, is in the output of unit net.blocks.2 in forward, on rank {everywhere}."
+        ), text
+        assert (
+            "Weights that are not finite: net.blocks.2.up.weight." in text
+            and text.endswith(AGAIN)
+            and runs == 2
+        )
     assert said["nothing"] == (f"trained {STEPS} steps", 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
-    ("case", "runs"), [("", 2), (" in bf16", 2), (", second of a window", 2), (", held", 2), (", manual", 1)]
+    ("case", "runs"),
+    [("", 2), (" in bf16", 2), (", second of a window", 2), (", held", 2), (", manual", 1)],
 )
 def test_gradients_alone_are_traced_to_the_unit_that_made_them(world_size, case, runs):
     text, count = results(world_size)[0]["gradient" + case]
@@ -225,23 +266,31 @@ def test_gradients_alone_are_traced_to_the_unit_that_made_them(world_size, case,
     where = f"nan, is in the gradients of unit net.blocks.1 in backward, on rank {world_size - 1}."
     names = ", ".join(f"net.blocks.1.{name}" for name in BLOCK)
     assert text.startswith(
-        FIRST.replace(str(BAD_STEP), str(step), 1) + f"{where} Gradients that are not finite: {names} ..."
+        FIRST.replace(str(BAD_STEP), str(step), 1)
+        + f"{where} Gradients that are not finite: {names} ..."
     ), text
-    assert count == runs and ("once more" in text) == ("manual" not in case and (world_size == 1 or "held" not in case))
+    assert count == runs and ("once more" in text) == (
+        "manual" not in case and (world_size == 1 or "held" not in case)
+    )
 
 
 def test_a_sum_over_ranks_may_be_the_first_that_is_not_finite():
     assert results(1)[0]["sum"] == (f"trained {STEPS} steps", 1)
     text, runs = results(3)[0]["sum"]
     where = "inf, is in the sum of gradients over ranks, on each of which they are finite, on rank "
-    assert text.startswith(f"In step {STEPS - 1} the first value that is not finite, {where}") and runs == 2
+    assert (
+        text.startswith(f"In step {STEPS - 1} the first value that is not finite, {where}")
+        and runs == 2
+    )
     assert "Gradients that are not finite: net.norm.weight. The place was found" in text
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_cannot_be_run_again_is_looked_at_in_every_step(world_size):
     text, runs = results(world_size)[0]["output, manual"]
-    assert text.startswith(FIRST + f"nan, is in the output of unit net.blocks.1 in forward, on rank {world_size - 1}.")
+    assert text.startswith(
+        FIRST + f"nan, is in the output of unit net.blocks.1 in forward, on rank {world_size - 1}."
+    )
     assert "once more" not in text and runs == 1
 
 
@@ -249,8 +298,17 @@ def test_what_cannot_be_run_again_is_looked_at_in_every_step(world_size):
 def test_with_a_loss_scaler_the_loss_alone_must_be_finite(world_size):
     said, rank = results(world_size)[0], world_size - 1
     text, runs = said["loss, 16-mixed"]
-    assert text.startswith(FIRST + f"inf, is in the loss; all outputs of units are finite, on rank {rank}.") and runs == 2
-    assert said["gradient, 16-mixed"] == (f"trained {STEPS} steps", 2)  # one of which the scaler skipped
+    assert (
+        text.startswith(
+            FIRST + f"inf, is in the loss; all outputs of units are finite, on rank {rank}."
+        )
+        and runs == 2
+    )
+    # one of which the scaler skipped
+    assert said["gradient, 16-mixed"] == (
+        f"trained {STEPS} steps",
+        2,
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -258,26 +316,45 @@ def test_a_second_run_that_is_not_like_the_first_says_so(world_size):
     everyone, rank = results(world_size), world_size - 1
     said = everyone[0]
     text, runs = said["once"]
-    assert text.startswith(f"In step {BAD_STEP} the loss is inf on rank {rank}. Gradients that are not finite: net.")
-    assert "It did not come again when the micro-batch was run once more, eagerly, from the same weights" in text and runs == 2
+    assert text.startswith(
+        f"In step {BAD_STEP} the loss is inf on rank {rank}. Gradients that are not finite: net."
+    )
+    assert (
+        "It did not come again when the micro-batch was run once more, eagerly, from the same"
+        " weights"
+        in text
+        and runs == 2
+    )
     assert f" after inf on rank {rank}. This step has changed no weight." in text
     text, runs = said["gradient once"]
-    assert text.startswith(f"In step {BAD_STEP} gradients are not finite. Gradients that are not finite: net.") and runs == 2
+    assert (
+        text.startswith(
+            f"In step {BAD_STEP} gradients are not finite. Gradients that are not finite: net."
+        )
+        and runs == 2
+    )
     assert "It did not come again" in text and "not the first one's like" not in text
     text, runs = said["raises"]
     assert text.startswith(f"In step {BAD_STEP} the loss is nan on rank {rank}.") and runs == 2
-    ended = "The micro-batch was run once more, to find where that begins, and ended with ValueError: no more."
+    ended = (
+        "The micro-batch was run once more, to find where that begins, and ended with ValueError:"
+        " no more."
+    )
     assert text.endswith(f"{ended} This step has changed no weight.")
     text, runs = said["kept"]  # arises in block 2, and comes back to block 1
     assert "in the output of unit net.blocks.1 in forward" in text and runs == 2
-    assert "It began with nan in what modules keep (hidden), which the first run may have left there." in text
+    assert (
+        "It began with nan in what modules keep (hidden), which the first run may have left there."
+        in text
+    )
     text, runs = said["other loss"]
     assert "in the gradients of unit net.blocks.1 in backward" in text and runs == 2
     assert "That run was not the first one's like: its loss was " in text
     assert " once more. This" in said["gradient"][0]  # and where it is, there is no doubt
 
 
-# ---- what is left of the second run ---------------------------------------------------------------------------------------
+# ---- what is left of the second run
+# ---------------------------------------------------------------------------------------
 
 
 class Stop(Exception):
@@ -293,7 +370,10 @@ class Stopped(Model):
 
 
 def left(module, engine):
-    groups = [(group.data.clone(), group.grad.clone() if group.trained else None) for group in engine.groups]
+    groups = [
+        (group.data.clone(), group.grad.clone() if group.trained else None)
+        for group in engine.groups
+    ]
     logged = {name: metric._update_count for name, metric in module.trainer._results.items()}
     return groups, [module.written.item(), module.assigned.item()], logged
 
@@ -315,9 +395,15 @@ def leave_both(rank, world_size):
                 seed_all(3)
                 module, keeps = cls(kind, rank, world_size, 3), Leaves()
                 with pytest.raises(error):
-                    trainer(zero3(stop_on_nonfinite=stop), world_size, callbacks=[keeps], **options).fit(module)
+                    trainer(
+                        zero3(stop_on_nonfinite=stop), world_size, callbacks=[keeps], **options
+                    ).fit(module)
                 pair.append((keeps.left, keeps.states == module.states))
-            assert len(module.draws) == 5 and module.draws[4] == module.draws[3] not in module.draws[:3]  # all generators'
+            # all generators'
+            assert (
+                len(module.draws) == 5
+                and module.draws[4] == module.draws[3] not in module.draws[:3]
+            )
             found.append(pair)
     return found
 
@@ -355,7 +441,9 @@ class Kept(Model):
 def keep_batches(rank, world_size):
     modules = []
     for options in ({}, {"accumulate_grad_batches": 2}):
-        trainer(zero3(stop_on_nonfinite=True), world_size, **options).fit(module := Kept("nothing", rank, world_size))
+        trainer(zero3(stop_on_nonfinite=True), world_size, **options).fit(
+            module := Kept("nothing", rank, world_size)
+        )
         modules.append(module)
     return [module.kept for module in modules]
 
@@ -388,17 +476,26 @@ def raise_alone(rank, world_size, folder):
 def test_a_rank_that_fails_in_the_second_run_alone_ends_the_others(tmp_path):
     with pytest.raises(AssertionError, match="rank 1 of 2 failed first"):
         run_ranks(raise_alone, 2, str(tmp_path), timeout=50)
-    assert "run once more, to find where that begins, and ended with ValueError: alone." in (tmp_path / "0").read_text()
-    assert f"Rank 0 raised 'NonFiniteError: In step {BAD_STEP} gradients are not finite." in (tmp_path / "1").read_text()
+    assert (
+        "run once more, to find where that begins, and ended with ValueError: alone."
+        in (tmp_path / "0").read_text()
+    )
+    assert (
+        f"Rank 0 raised 'NonFiniteError: In step {BAD_STEP} gradients are not finite."
+        in (tmp_path / "1").read_text()
+    )
 
 
-# ---- cost -----------------------------------------------------------------------------------------------------------------
+# ---- cost
+# --------------------------------------------------------------------------------------------------
 
 
 def count_both(rank, world_size):
     counts = []
     for watched in (False, True):
-        trainer(zero3(stop_on_nonfinite=watched), world_size).fit(module := Counted("nothing", rank, world_size))
+        trainer(zero3(stop_on_nonfinite=watched), world_size).fit(
+            module := Counted("nothing", rank, world_size)
+        )
         counts.append(module.counter.found)
     engine = module.trainer.strategy.engine
     with Operations() as agreement:

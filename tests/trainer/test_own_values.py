@@ -1,4 +1,6 @@
-"""Values that each rank gives a weight, or a gradient, for itself: told before they are put together, and only then."""
+"""Values that each rank gives a weight, or a gradient, for itself: told before they are put
+together, and only then.
+"""
 
 import os
 
@@ -26,7 +28,9 @@ class Layers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=1)
+        return torch.utils.data.DataLoader(
+            torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=1
+        )
 
     @torch.no_grad()
     def store_own(self):
@@ -106,15 +110,23 @@ class GradientAssignedThenMoved(Layers):
 
 
 REFUSED = {
-    GradientAssignedThenSaved: r"assigned to parameter 'net\.1\.bias' is not the same on ranks 0 and 1",
-    GradientAssignedThenMoved: r"assigned to parameter 'net\.1\.bias' is not the same on ranks 0 and 1",
+    GradientAssignedThenSaved: (
+        r"assigned to parameter 'net\.1\.bias' is not the same on ranks 0 and 1"
+    ),
+    GradientAssignedThenMoved: (
+        r"assigned to parameter 'net\.1\.bias' is not the same on ranks 0 and 1"
+    ),
     StoredThenModified: "'net.1.weight' was stored between steps",
     StoredThenReadAndStored: "'net.1.weight' was stored between steps",
     StoredAtTheEndAndSaved: "'net.1.weight' was stored between steps",
     StoredAtTheEndAndCollected: "'net.1.weight' was stored between steps",
     StoredAtTheEndAndExported: "'net.1.weight' was stored between steps",
-    ClearedBetweenMicroBatches: r"of an optimizer had 0 gradients \(when a backward began\) on rank 0 and 4 on",
-    OneClearedBetweenMicroBatches: r"without that of parameter 'net\.[01]\.bias' \(when a backward began\) on rank [01],",
+    ClearedBetweenMicroBatches: (
+        r"of an optimizer had 0 gradients \(when a backward began\) on rank 0 and 4 on"
+    ),
+    OneClearedBetweenMicroBatches: (
+        r"without that of parameter 'net\.[01]\.bias' \(when a backward began\) on rank [01],"
+    ),
 }
 
 
@@ -134,14 +146,18 @@ class ClippedByHand(Layers):
 
 
 class ReadByRankZero(Layers):
-    """More of a unit whose gradients all have gathered; then they are clipped, and cleared by the module."""
+    """More of a unit whose gradients all have gathered; then they are clipped, and cleared by the
+    module.
+    """
 
     def on_after_backward(self):
         self.net[0].weight.grad.norm()
         if self.global_rank == 0:
             self.net[0].bias.grad.norm()
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, 0.01, "norm")
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -169,7 +185,9 @@ class InterruptedAtAStep(Layers):
 
 
 class Interrupted(Layers):
-    """In the third backward, on rank 0 later than on rank 1: the weights are still those of one model."""
+    """In the third backward, on rank 0 later than on rank 1: the weights are still those of one
+    model.
+    """
 
     def training_step(self, batch, batch_idx):
         hidden = self.net[0](batch)
@@ -189,7 +207,10 @@ def _save_on_exception(rank, world_size, folder):
         fitted.fit(Interrupted())
     parted = OnExceptionCheckpoint(folder, "parted")
     fitted = trainer("zero3", world_size, callbacks=[parted], enable_checkpointing=None)
-    with pytest.raises(KeyError, match="interrupted"), pytest.warns(UserWarning, match="saves nothing: Param group 0 of SGD"):
+    with (
+        pytest.raises(KeyError, match="interrupted"),
+        pytest.warns(UserWarning, match="saves nothing: Param group 0 of SGD"),
+    ):
         fitted.fit(InterruptedAtAStep())
     return os.path.exists(saver.ckpt_path), os.path.exists(parted.ckpt_path)
 
@@ -207,7 +228,9 @@ def _fail(rank, world_size, folder):
     fitted = trainer("zero3", world_size, callbacks=[saver], enable_checkpointing=None)
     with (
         pytest.raises(KeyError, match="interrupted"),
-        pytest.warns(UserWarning, match="nothing: A forward, or an evaluation step, changed parameter 'net.1"),
+        pytest.warns(
+            UserWarning, match="nothing: A forward, or an evaluation step, changed parameter 'net.1"
+        ),
     ):
         fitted.fit(FailsWithItsOwn())
     return os.path.exists(saver.ckpt_path)
@@ -218,9 +241,13 @@ def _go_on(rank, world_size, how):
     module = Layers()
     _fit(module, zero3(unit_policy=["Linear"]), world_size)
     if rank == 0:
-        module.net.load_state_dict({name: torch.ones(p.shape) for name, p in module.net.named_parameters()})
+        module.net.load_state_dict(
+            {name: torch.ones(p.shape) for name, p in module.net.named_parameters()}
+        )
     apart = "compare what all have written .* before a forward outside of a step"
-    told = apart if how == "forward" else "'net.0.bias' was stored between steps .* on some ranks only"
+    told = (
+        apart if how == "forward" else "'net.0.bias' was stored between steps .* on some ranks only"
+    )
     with pytest.raises(DivergenceError, match=told):
         if how == "forward":
             module.net(torch.ones(1, 4))
@@ -235,7 +262,12 @@ class LoadedByRankZero(Layers):
 
 
 def _fit(module, strategy, world_size):
-    fitted = trainer(strategy, world_size, max_epochs=1, accumulate_grad_batches=2 if module.automatic_optimization else 1)
+    fitted = trainer(
+        strategy,
+        world_size,
+        max_epochs=1,
+        accumulate_grad_batches=2 if module.automatic_optimization else 1,
+    )
     fitted.fit(module)
     return fitted
 
@@ -272,7 +304,9 @@ def test_what_one_rank_stores_after_fit_is_told(how):
 
 
 def test_what_one_rank_stores_at_the_end_does_not_come_back_from_a_launcher():
-    with pytest.raises(Exception, match="'net.1.weight' was stored between steps .* on some ranks only"):
+    with pytest.raises(
+        Exception, match="'net.1.weight' was stored between steps .* on some ranks only"
+    ):
         trainer("zero3_notebook", 2, max_epochs=1).fit(LoadedByRankZero())
 
 

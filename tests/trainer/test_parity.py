@@ -1,9 +1,11 @@
-"""Training with zero3 on 1 to 4 ranks against plain Lightning: on one device with the joined batch, and with ddp.
+"""Training with zero3 on 1 to 4 ranks against plain Lightning: on one device with the joined batch,
+and with ddp.
 
 Every rank has different data, and different initial weights except rank 0, whose weights count.
 
-One device is the reference in 64 bits, where what is left of a difference is rounding and every mistake stands out. In 32 bits
-kernels sum a joined batch in an order that depends on the processor; ddp computes on each rank what zero3 does.
+One device is the reference in 64 bits, where what is left of a difference is rounding and every
+mistake stands out. In 32 bits kernels sum a joined batch in an order that depends on the processor;
+ddp computes on each rank what zero3 does.
 """
 
 from functools import cache
@@ -13,7 +15,15 @@ import pytest
 import torch
 
 from helpers.models import Recipe
-from helpers.parity import Run, assert_same_run, assert_same_tensors, fit_all_on, fit_here, fit_on, relative
+from helpers.parity import (
+    Run,
+    assert_same_run,
+    assert_same_tensors,
+    fit_all_on,
+    fit_here,
+    fit_on,
+    relative,
+)
 
 WORLD_SIZES = [1, 2, 3, 4]
 IN_BFLOAT16 = ["sgd", "tied", "all_exact"]
@@ -22,7 +32,11 @@ IN_BFLOAT16 = ["sgd", "tied", "all_exact"]
 FEATURES: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "sgd": (Recipe(), {}),
     "adamw": (Recipe(optimizer="adamw"), {}),
-    "accumulate": (Recipe(steps=7), {"accumulate_grad_batches": 3}),  # the last window is a partial one
+    # the last window is a partial one
+    "accumulate": (
+        Recipe(steps=7),
+        {"accumulate_grad_batches": 3},
+    ),
     "clip_norm": (Recipe(), {"gradient_clip_val": 0.3}),
     "clip_value": (Recipe(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "schedule_step": (Recipe(schedule="step"), {}),
@@ -30,15 +44,30 @@ FEATURES: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "schedule_epoch": (Recipe(schedule="epoch", steps=2), {"max_epochs": 3}),
     "groups": (Recipe(optimizer="adamw", decay_matrices=True), {}),
     "frozen": (Recipe(frozen=("embed", "blocks.1"), pass_frozen=False), {}),
-    "frozen_in_optimizer": (Recipe(frozen=("embed", "blocks.1.up.weight", "position"), decay_matrices=True), {}),
+    "frozen_in_optimizer": (
+        Recipe(frozen=("embed", "blocks.1.up.weight", "position"), decay_matrices=True),
+        {},
+    ),
     "tied": (Recipe(tied=True), {}),
     "validation": (Recipe(), {"limit_val_batches": 1.0, "val_check_interval": 2}),
     "all": (
-        Recipe(tied=True, optimizer="adamw", decay_matrices=True, schedule="step", frozen=("blocks.0",), steps=6),
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2, "limit_val_batches": 2},
+        Recipe(
+            tied=True,
+            optimizer="adamw",
+            decay_matrices=True,
+            schedule="step",
+            frozen=("blocks.0",),
+            steps=6,
+        ),
+        {
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.1,
+            "max_epochs": 2,
+            "limit_val_batches": 2,
+        },
     ),
-    # Nothing in it adds up elements in another order, or divides: runs that differ in the last bit would drift apart by the
-    # rounding of activations to bfloat16.
+    # Nothing in it adds up elements in another order, or divides: runs that differ in the last bit
+    # would drift apart by the rounding of activations to bfloat16.
     "all_exact": (
         Recipe(tied=True, decay_matrices=True, schedule="step", frozen=("blocks.0",), steps=6),
         {
@@ -52,7 +81,8 @@ FEATURES: dict[str, tuple[Recipe, dict[str, Any]]] = {
 }
 DOUBLE = {"precision": "64-true"}
 IN_DOUBLE = 1e-13  # measured: at most 1.3e-14
-# Measured 1.4e-6: what clipping by value leaves is small beside the terms that gradients are sums of.
+# Measured 1.4e-6: what clipping by value leaves is small beside the terms that gradients are sums
+# of.
 CLIPPED = {"all_exact": 2e-6}
 
 
@@ -66,7 +96,9 @@ def one_process(feature: str, precision: str = "32-true") -> Run:
 def on_ranks(world_size: int, kind: str, precision: str) -> dict[str, Run]:
     names = IN_BFLOAT16 if precision == "bf16-mixed" else FEATURES
     cases = {name: FEATURES[name] for name in names}
-    return fit_all_on(world_size, {n: (r, kind, {**o, "precision": precision}) for n, (r, o) in cases.items()})
+    return fit_all_on(
+        world_size, {n: (r, kind, {**o, "precision": precision}) for n, (r, o) in cases.items()}
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -80,16 +112,23 @@ def test_feature(feature, world_size):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature_in_fp32_against_ddp(feature, world_size):
-    mine, ddp = on_ranks(world_size, "zero3", "32-true")[feature], on_ranks(world_size, "ddp", "32-true")[feature]
+    mine, ddp = (
+        on_ranks(world_size, "zero3", "32-true")[feature],
+        on_ranks(world_size, "ddp", "32-true")[feature],
+    )
     assert_same_run(mine, ddp, gradients=CLIPPED.get(feature, 1e-6))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_reduce_once_for_each_window(world_size):
     cases = {name: FEATURES[name] for name in ("accumulate", "all")}
-    runs = fit_all_on(world_size, {n: (r, {"reduce_once": True}, {**o, **DOUBLE}) for n, (r, o) in cases.items()})
+    runs = fit_all_on(
+        world_size, {n: (r, {"reduce_once": True}, {**o, **DOUBLE}) for n, (r, o) in cases.items()}
+    )
     for name in cases:
-        assert_same_run(runs[name], one_process(name, "64-true"), rtol=IN_DOUBLE, gradients=IN_DOUBLE)
+        assert_same_run(
+            runs[name], one_process(name, "64-true"), rtol=IN_DOUBLE, gradients=IN_DOUBLE
+        )
 
 
 def test_bf16_on_the_wire():
@@ -106,7 +145,13 @@ def test_bf16_on_the_wire():
 
 @pytest.mark.parametrize(
     "feature, other",
-    [("accumulate", "sgd"), ("clip_norm", "sgd"), ("clip_value", "sgd"), ("groups", "adamw"), ("frozen", "sgd")],
+    [
+        ("accumulate", "sgd"),
+        ("clip_norm", "sgd"),
+        ("clip_value", "sgd"),
+        ("groups", "adamw"),
+        ("frozen", "sgd"),
+    ],
 )
 def test_features_change_the_reference(feature, other):
     """Otherwise parity would show nothing about them."""
@@ -118,7 +163,10 @@ def test_features_change_the_reference(feature, other):
 @pytest.mark.parametrize("feature", IN_BFLOAT16)
 def test_bf16_mixed_against_ddp(feature, world_size):
     """Each rank rounds its own activations, so the reference is ddp, which does the same."""
-    mine, ddp = on_ranks(world_size, "zero3", "bf16-mixed")[feature], on_ranks(world_size, "ddp", "bf16-mixed")[feature]
+    mine, ddp = (
+        on_ranks(world_size, "zero3", "bf16-mixed")[feature],
+        on_ranks(world_size, "ddp", "bf16-mixed")[feature],
+    )
     assert_same_run(mine, ddp)
     full = one_process(feature)
     assert relative(mine.losses, full.losses) > 1e-5, "nothing was computed in bfloat16"
@@ -130,7 +178,8 @@ def test_bf16_mixed_against_ddp(feature, world_size):
 def test_batch_norm_is_as_in_ddp(world_size):
     recipe = Recipe(net="norm", steps=4)
     mine, ddp = fit_on(world_size, recipe), fit_on(world_size, recipe, "ddp")
-    assert_same_run(mine, ddp, gradients=2e-6)  # measured 1.13e-6: terms cancel in those of the first norm
+    # measured 1.13e-6: terms cancel in those of the first norm
+    assert_same_run(mine, ddp, gradients=2e-6)
     assert mine.state["input_norm.num_batches_tracked"] == 4
     assert mine.state["input_norm.running_mean"].abs().max() > 0.1
 
@@ -143,7 +192,10 @@ def test_fifty_steps_against_ddp_and_one_process():
         "ddp - one process": relative(ddp.losses, alone.losses),
         "zero3 - ddp": relative(mine.losses, ddp.losses),
     }
-    print({name: f"{value:.3g}" for name, value in figures.items()}, f"loss {mine.losses[0]:.4f} -> {mine.losses[-1]:.4f}")
+    print(
+        {name: f"{value:.3g}" for name, value in figures.items()},
+        f"loss {mine.losses[0]:.4f} -> {mine.losses[-1]:.4f}",
+    )
     assert mine.losses[-1] < mine.losses[0] - 0.1
     assert figures["zero3 - one process"] <= 1e-6
     # Two summands have one order, and halving is exact.
@@ -152,7 +204,9 @@ def test_fifty_steps_against_ddp_and_one_process():
 
 
 def test_adam_against_ddp_with_its_usual_eps():
-    """Where sums have one order, not even eps=1e-8 lets the runs drift apart (vectorised and scalar kernels round apart)."""
+    """Where sums have one order, not even eps=1e-8 lets the runs drift apart (vectorised and scalar
+    kernels round apart).
+    """
     recipe = Recipe(optimizer="adam", steps=20)
     mine, ddp = fit_on(2, recipe), fit_on(2, recipe, "ddp")
     assert_same_run(mine, ddp)

@@ -1,7 +1,7 @@
 """Every precision: two ranks end where one process ends, bit by bit.
 
-One rank's loss counts twice and the other's not at all, so that the mean of their gradients is exact whatever it is rounded to,
-and differs from either.
+One rank's loss counts twice and the other's not at all, so that the mean of their gradients is
+exact whatever it is rounded to, and differs from either.
 """
 
 from functools import cache
@@ -40,11 +40,14 @@ class Model(pl.LightningModule):
         return loss if self.trainer.world_size == 1 else loss * (2, 0)[self.trainer.global_rank]
 
     def configure_optimizers(self):
-        # Powers of two: whether a product is rounded before it is added depends on an element's place in memory.
+        # Powers of two: whether a product is rounded before it is added depends on an element's
+        # place in memory.
         return torch.optim.SGD(self.parameters(), lr=0.125, momentum=0.5, weight_decay=0.0625)
 
     def train_dataloader(self):
-        return DataLoader(list(torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
+        return DataLoader(
+            list(torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))), batch_size=None
+        )
 
 
 def fit(rank, world_size, sharded, accelerator):
@@ -67,7 +70,9 @@ def results(world_size, sharded, accelerator="cpu"):
 
 def check(everyone, expected, precision):
     for losses, _ in everyone:
-        assert torch.equal(torch.stack(losses), torch.stack(expected[0])) and losses[0] != losses[-1]
+        assert (
+            torch.equal(torch.stack(losses), torch.stack(expected[0])) and losses[0] != losses[-1]
+        )
     state = everyone[0][1]
     assert state.keys() == expected[1].keys()
     for name, value in state.items():
@@ -85,15 +90,19 @@ def test_two_ranks_are_one_process(precision):
 @needs_cuda
 @pytest.mark.parametrize("precision", DTYPES)
 def test_one_gpu(precision):
-    (expected,), found = results(1, sharded=False, accelerator="gpu"), results(1, sharded=True, accelerator="gpu")
+    (expected,), found = (
+        results(1, sharded=False, accelerator="gpu"),
+        results(1, sharded=True, accelerator="gpu"),
+    )
     check([found[0][precision]], expected[precision], precision)
 
 
 # ---- sums of low precision -------------------------------------------------------------------
 
-# Precision -> the gradient of rank 0, of which the dtype's step is 2, so that a sum in it would lose the others' ones.
+# Precision -> the gradient of rank 0, of which the dtype's step is 2, so that a sum in it would
+# lose the others' ones.
 SUMMANDS = {"bf16-true": 256.0, "16-true": 2048.0}
-DOORS = {"shared": None, "pairwise": PairwiseCollectives, "group": GroupCollectives}
+COMMUNICATORS = {"shared": None, "pairwise": PairwiseCollectives, "group": GroupCollectives}
 
 
 class Summed(pl.LightningModule):
@@ -119,27 +128,32 @@ class Summed(pl.LightningModule):
 
 def fit_summed(rank, world_size):
     found = {}
-    for door, kind in DOORS.items():
+    for communicator, kind in COMMUNICATORS.items():
         for precision, first in SUMMANDS.items():
             with pytest.MonkeyPatch.context() as patch:
                 if kind is not None:
-                    patch.setattr("lightning_zero3.strategies.zero3.make_collectives", lambda group, device: kind(group))  # noqa: B023
+                    patch.setattr(
+                        "lightning_zero3.strategies.zero3.make_collectives",
+                        lambda group, device, kind=kind: kind(group),
+                    )
                 fitter = trainer(zero3(unit_policy=None), world_size, precision=precision)
                 fitter.fit(module := Summed(first))
-            found[door, precision] = module.gradient, full_state(fitter).get("net.weight")
+            found[communicator, precision] = module.gradient, full_state(fitter).get("net.weight")
     return found
 
 
 def test_gradients_are_summed_in_fp32():
     ranks = run_ranks(fit_summed, 4, timeout=60)
     for rank, found in enumerate(ranks):
-        for (door, precision), (gradient, weight) in found.items():
+        for (communicator, precision), (gradient, weight) in found.items():
             exact = torch.tensor((SUMMANDS[precision] + 3) / 4)
             expected = exact.to(DTYPES[precision])
             assert expected != SUMMANDS[precision] / 4, "the ones must show in the mean"
-            assert gradient.dtype == expected.dtype and torch.equal(gradient, expected.expand(4, 8)), (door, precision)
+            assert gradient.dtype == expected.dtype and torch.equal(
+                gradient, expected.expand(4, 8)
+            ), (communicator, precision)
             if rank == 0:
-                assert torch.equal(weight, -expected.expand(4, 8)), (door, precision)
+                assert torch.equal(weight, -expected.expand(4, 8)), (communicator, precision)
 
 
 # ---- 16-mixed --------------------------------------------------------------------------------
@@ -153,8 +167,13 @@ SCALED = {  # options of the Trainer; the scale grows after two steps
         "gradient_clip_val": 2.0**-6,
         "gradient_clip_algorithm": "value",
     },
-    # A norm is added up in another order: one step, for what differs by rounding is not to be rounded to fp16 again.
-    "accumulated, clipped by norm": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_steps": 1},
+    # A norm is added up in another order: one step, for what differs by rounding is not to be
+    # rounded to fp16 again.
+    "accumulated, clipped by norm": {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.05,
+        "max_steps": 1,
+    },
 }
 
 
@@ -179,22 +198,34 @@ def fit_scaled(rank, world_size):
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         fitter = trainer(strategy, world_size, plugins=[plugin], max_epochs=2, **options)
         fitter.fit(module := Scaled())
-        found[name] = module.losses, module.scales, module.gradients, {k: v.clone() for k, v in full_state(fitter).items()}
+        found[name] = (
+            module.losses,
+            module.scales,
+            module.gradients,
+            {k: v.clone() for k, v in full_state(fitter).items()},
+        )
     return found
 
 
 def test_16_mixed_is_one_process():
-    (alone,), (first, second) = run_ranks(fit_scaled, 1, timeout=60), run_ranks(fit_scaled, 2, timeout=60)
+    (alone,), (first, second) = (
+        run_ranks(fit_scaled, 1, timeout=60),
+        run_ranks(fit_scaled, 2, timeout=60),
+    )
     for name in SCALED:
         losses, scales, gradients, state = first[name]
-        assert scales == second[name][1] == alone[name][1] and len(set(scales)) > ("norm" not in name), name
+        assert scales == second[name][1] == alone[name][1] and len(set(scales)) > (
+            "norm" not in name
+        ), name
         assert_tensors_close(second[name][2], gradients, rtol=0.0)
         rtol = RTOL if "norm" in name else 0.0
         assert_tensors_close(losses, alone[name][0], 0.0, f"{name}: losses")
         assert_tensors_close(gradients, alone[name][2], rtol, f"{name}: gradients")
         assert_tensors_close(state, alone[name][3], rtol, f"{name}: state")
     for name in ("accumulated", "clipped by value", "accumulated, clipped by norm"):
-        assert (alone[name][2][0]["net.0.weight"] - alone["plain"][2][0]["net.0.weight"]).abs().max() > 1e-4, name
+        assert (
+            alone[name][2][0]["net.0.weight"] - alone["plain"][2][0]["net.0.weight"]
+        ).abs().max() > 1e-4, name
 
 
 class OfEachRank(Model):
@@ -217,7 +248,9 @@ class OfEachRank(Model):
 
 def fit_of_each_rank(rank, world_size, sharded):
     strategy = zero3(unit_policy=[nn.Linear]) if sharded else "ddp"
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    plugin = MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    )
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
     fitter = trainer(strategy, world_size, plugins=[plugin], **options)
     fitter.fit(module := OfEachRank())
@@ -225,7 +258,10 @@ def fit_of_each_rank(rank, world_size, sharded):
 
 
 def test_16_mixed_of_each_ranks_own_batches_is_ddp():
-    mine, ddp = run_ranks(fit_of_each_rank, 2, True, timeout=60), run_ranks(fit_of_each_rank, 2, False, timeout=60)
+    mine, ddp = (
+        run_ranks(fit_of_each_rank, 2, True, timeout=60),
+        run_ranks(fit_of_each_rank, 2, False, timeout=60),
+    )
     assert not torch.equal(mine[0][0][0], mine[1][0][0])
     for rank in range(2):
         assert_tensors_close(mine[rank][0], ddp[rank][0], 1e-6, "losses")
@@ -237,5 +273,10 @@ def test_16_mixed_of_each_ranks_own_batches_is_ddp():
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 def test_keep_in_fp32_of_a_model_that_has_no_fp32_is_an_error(precision):
-    with pytest.raises(ValueError, match=rf"keep_in_fp32=\['net.2'\]\) with precision='{precision}'.*Use 'bf16-mixed'"):
-        trainer(zero3(unit_policy=None, keep_in_fp32=["net.2"]), 1, precision=precision).fit(Model())
+    with pytest.raises(
+        ValueError,
+        match=rf"keep_in_fp32=\['net.2'\]\) with precision='{precision}'.*Use 'bf16-mixed'",
+    ):
+        trainer(zero3(unit_policy=None, keep_in_fp32=["net.2"]), 1, precision=precision).fit(
+            Model()
+        )

@@ -93,7 +93,12 @@ def fits(rank, size, port):
 def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size, capsys):
     port = free_port()
     assert run_ranks(fits, size, port) == [[True] * 3] * size
-    assert capsys.readouterr().out.count(f"zero3: {size} rank(s) on 1 node(s), gloo, started by torchrun\n") == 1
+    assert (
+        capsys.readouterr().out.count(
+            f"zero3: {size} rank(s) on 1 node(s), gloo, started by torchrun\n"
+        )
+        == 1
+    )
 
 
 def gather_the_module_of_an_earlier_run(rank, size):
@@ -104,7 +109,10 @@ def gather_the_module_of_an_earlier_run(rank, size):
         fitter.fit(module)
         return fitter, module
 
-    def single(rate):  # each rank's data are the same ones, so 4 batches of them or 2 are equal steps
+    # each rank's data are the same ones, so 4 batches of them or 2 are equal steps
+    def single(
+        rate,
+    ):
         module = Model()
         optimizer = torch.optim.SGD(module.parameters(), lr=rate)
         for _ in range(4 // size):
@@ -119,7 +127,8 @@ def gather_the_module_of_an_earlier_run(rank, size):
             torch.testing.assert_close(module.net.weight, single(rate).weight)
     with later.strategy.gathered(first, modify=True), torch.no_grad():
         first.net.bias.fill_(7)
-    with trainer("zero3", size, use_distributed_sampler=True).strategy.gathered(first):  # before a run of its own
+    # before a run of its own
+    with trainer("zero3", size, use_distributed_sampler=True).strategy.gathered(first):
         assert first.net.bias.item() == 7
 
 
@@ -144,7 +153,14 @@ def test_a_group_ends_when_its_process_does(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(AT_EXIT)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run([sys.executable, script], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-2:] == ["after the fit: True", "at exit: False"]
     assert "destroy_process_group() was not called" not in ended.stderr
@@ -165,7 +181,9 @@ def fits_in_a_row(rank, size, port):
 
 
 def open_file(descriptor):
-    """What is open there; of sockets nothing: rank 0's server closes its own when it comes to that."""
+    """What is open there; of sockets nothing: rank 0's server closes its own when it comes to
+    that.
+    """
     with contextlib.suppress(FileNotFoundError):
         name = re.sub(r"\d+", "", str(descriptor.readlink()))
         return None if name.startswith("socket:") else name
@@ -189,7 +207,7 @@ import lightning_zero3
 
 try:
     trainer("zero3", 2)
-except lightning_zero3.strategies.world.LaunchError as error:
+except lightning_zero3.strategies.launch.world.LaunchError as error:
     print(error)
 meet_only_where_nobody_else_can()
 for strategy, devices in (("zero3", 1), ("zero3_notebook", 2)):
@@ -219,7 +237,9 @@ def fits_alone(rank, size):
 def test_a_notebook_trains_on_one_process_and_on_several(tmp_path):
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", NOTEBOOK, str(tmp_path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, cwd="/")
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, cwd="/"
+    )
     assert done.returncode == 0, done.stderr
     refused, *fits = done.stdout.splitlines()
     assert 'Use strategy="zero3_notebook"' in refused
@@ -230,13 +250,25 @@ def test_a_notebook_trains_on_one_process_and_on_several(tmp_path):
         "fail True ProcessRaisedException True True",
         "terminate_rank_1 True ProcessExitedException False True",
     ]
-    assert fits == [f"zero3 1 {alone} notebook", f"zero3_notebook 2 {alone} None", "None", *failures]
+    assert fits == [
+        f"zero3 1 {alone} notebook",
+        f"zero3_notebook 2 {alone} None",
+        "None",
+        *failures,
+    ]
     steps = []
-    for name in ("fail", "terminate_rank_1"):  # what the ranks have saved: the process that launched them is at step 0
+    # what the ranks have saved: the process that launched them is at step 0
+    for name in (
+        "fail",
+        "terminate_rank_1",
+    ):
         consolidate(tmp_path / f"{name}.ckpt", tmp_path / "whole.ckpt")
         steps.append(torch.load(tmp_path / "whole.ckpt", weights_only=False)["global_step"])
     assert steps[0] == 1 and steps[1] >= 1, steps
-    assert "Rank 1 raised 'ValueError: on purpose' in forward" in done.stderr and "died without" not in done.stderr
+    assert (
+        "Rank 1 raised 'ValueError: on purpose' in forward" in done.stderr
+        and "died without" not in done.stderr
+    )
 
 
 SCRIPT = """
@@ -276,29 +308,52 @@ def test_sigterm_and_ctrl_c_end_all_processes(tmp_path):
         folder = tmp_path / how
         folder.mkdir()
         (folder / "script.py").write_text(SCRIPT)
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        command = "-m torch.distributed.run --standalone --nproc-per-node 2 script.py" if how == "torchrun" else "script.py"
+        environ = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = (
+            "-m torch.distributed.run --standalone --nproc-per-node 2 script.py"
+            if how == "torchrun"
+            else "script.py"
+        )
         with open(folder / "log", "w") as log:
             running[how] = subprocess.Popen(
-                [sys.executable, *command.split()], env=environ, cwd=folder, start_new_session=True, stdout=log, stderr=log
+                [sys.executable, *command.split()],
+                env=environ,
+                cwd=folder,
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
             )
     try:
         for how, process in running.items():
             until = time.monotonic() + 150
             while len(list((tmp_path / how).glob("ready*"))) < 2:
-                assert process.poll() is None and time.monotonic() < until, (tmp_path / how / "log").read_text()
+                assert process.poll() is None and time.monotonic() < until, (
+                    tmp_path / how / "log"
+                ).read_text()
                 time.sleep(0.05)
         os.kill(running["SIGTERM"].pid, signal.SIGTERM)  # to the first process alone
         os.killpg(running["SIGINT"].pid, signal.SIGINT)  # what the terminal does
         os.kill(running["torchrun"].pid, signal.SIGTERM)  # what SLURM does; the agent passes it on
         codes = {how: process.wait(150) for how, process in running.items()}
-        assert codes["SIGTERM"] == 0 and codes["SIGINT"] == 1 and codes["torchrun"] != 0, codes  # as with Lightning's `ddp`
+        # as with Lightning's `ddp`
+        assert codes["SIGTERM"] == 0 and codes["SIGINT"] == 1 and codes["torchrun"] != 0, codes
         until = time.monotonic() + 90  # the other rank may end after the first
-        while any(left_of(process.pid) for process in running.values()) and time.monotonic() < until:
+        while (
+            any(left_of(process.pid) for process in running.values()) and time.monotonic() < until
+        ):
             time.sleep(0.05)
-        assert {how: left_of(process.pid) for how, process in running.items()} == {how: [] for how in running}
+        assert {how: left_of(process.pid) for how, process in running.items()} == {
+            how: [] for how in running
+        }
         for how in ("SIGTERM", "torchrun"):
-            assert (tmp_path / how / "on_exception.ckpt").exists(), (tmp_path / how / "log").read_text()
+            assert (tmp_path / how / "on_exception.ckpt").exists(), (
+                tmp_path / how / "log"
+            ).read_text()
     finally:
         for process in running.values():
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""Lightning's profilers see the same actions as often as on one device, and what zero3 does in them."""
+"""Lightning's profilers see the same actions as often as on one device, and what zero3 does in
+them.
+"""
 
 from collections import Counter
 
@@ -21,7 +23,9 @@ def fit(profiler, world_size, strategy="auto"):
 def named(actions, strategy):
     """Those of the strategy and of the module, by what is called; callbacks of ours are others."""
     kept = {name: count for name, count in actions.items() if not name.startswith("[Callback]")}
-    return {name.replace(f"[Strategy]{strategy}.", "[Strategy]"): count for name, count in kept.items()}
+    return {
+        name.replace(f"[Strategy]{strategy}.", "[Strategy]"): count for name, count in kept.items()
+    }
 
 
 def simple(rank, world_size):
@@ -31,9 +35,14 @@ def simple(rank, world_size):
 
 
 def test_the_simple_profiler_counts_what_it_counts_on_one_device():
-    alone = {name: len(durations) for name, durations in fit(SimpleProfiler(), 1).recorded_durations.items()}
+    alone = {
+        name: len(durations)
+        for name, durations in fit(SimpleProfiler(), 1).recorded_durations.items()
+    }
     expected = named(alone, "SingleDeviceStrategy")
-    assert {f"[Strategy]{action}" for action in ("training_step", "validation_step")} <= set(expected)
+    assert {f"[Strategy]{action}" for action in ("training_step", "validation_step")} <= set(
+        expected
+    )
     assert expected["[Strategy]training_step"] == 6 and expected["[Strategy]validation_step"] == 4
     for found in run_ranks(simple, 2, timeout=60):
         assert named(found, "Zero3Strategy") == expected
@@ -51,7 +60,10 @@ def advanced(rank, world_size):
     found = {}
     for action, profile in profiler.records.items():
         profile.create_stats()
-        found[action] = {(file.rpartition("/")[2], name): calls[0] for (file, _, name), calls in profile.stats.items()}
+        found[action] = {
+            (file.rpartition("/")[2], name): calls[0]
+            for (file, _, name), calls in profile.stats.items()
+        }
     return found, profiler.text
 
 

@@ -1,4 +1,6 @@
-"""16-mixed: an infinity in one rank's shard makes all ranks skip the step and the scheduler; gradients are read as they are."""
+"""16-mixed: an infinity in one rank's shard makes all ranks skip the step and the scheduler;
+gradients are read as they are.
+"""
 
 from contextlib import nullcontext
 
@@ -29,7 +31,8 @@ class Model(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch).float().square().mean()
         if self.trainer.fit_loop.total_batch_idx in self.overflows:
-            loss = loss + 1e36 * self.net.weight[0, 0]  # times the scale it is infinite; rank 0 owns this element alone
+            # times the scale it is infinite; rank 0 owns this element alone
+            loss = loss + 1e36 * self.net.weight[0, 0]
         return loss
 
     def on_train_batch_start(self, batch, batch_idx):
@@ -37,8 +40,11 @@ class Model(pl.LightningModule):
 
     def on_after_backward(self):
         self.scaled = self.net.weight.grad.clone()
-        grads = [p.grad for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
-        self.infinite = any(bool(torch.isinf(g.as_subclass(torch.Tensor)).any()) for g in grads)  # of the shards
+        grads = [
+            p.grad for group in self.trainer.optimizers[0].param_groups for p in group["params"]
+        ]
+        # of the shards
+        self.infinite = any(bool(torch.isinf(g.as_subclass(torch.Tensor)).any()) for g in grads)
         if self.infinite:
             self.found_at = len(self.rates) - 1
 
@@ -57,7 +63,9 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def train_dataloader(self):
-        return DataLoader(list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
+        return DataLoader(
+            list(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))), batch_size=None
+        )
 
 
 def fit(rank, world_size, accelerator="cpu"):
@@ -67,9 +75,19 @@ def fit(rank, world_size, accelerator="cpu"):
     for fused in (False, True):
         module = Model(fused)
         plugin = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=SCALE))
-        trainer(zero3(unit_policy=None), world_size, plugins=[plugin], accelerator=accelerator).fit(module)
+        trainer(zero3(unit_policy=None), world_size, plugins=[plugin], accelerator=accelerator).fit(
+            module
+        )
         weights = [weight.cpu() for weight in module.weights]
-        found.append((module.rates, module.scales, weights, module.unscaled, getattr(module, "found_at", None)))
+        found.append(
+            (
+                module.rates,
+                module.scales,
+                weights,
+                module.unscaled,
+                getattr(module, "found_at", None),
+            )
+        )
     return found
 
 
@@ -80,7 +98,10 @@ def test_all_ranks_skip_a_step_that_overflows_on_one():
 
 
 def fit_with_a_slow_scheduler(rank, world_size, overflows):
-    module, plugin = Model(False, frequency=2), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    module, plugin = (
+        Model(False, frequency=2),
+        MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE)),
+    )
     module.overflows = overflows
     trainer(zero3(unit_policy=None), world_size, plugins=[plugin], max_epochs=2).fit(module)
     return module.rates
@@ -91,7 +112,10 @@ def fit_with_a_slow_scheduler(rank, world_size, overflows):
     [
         ([0], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]),
         ([1], [0.1, 0.1, 0.1, 0.05, 0.025, 0.025, 0.0125, 0.0125]),
-        ([1, 2], [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025]),  # the first is made up for when the second is due
+        (
+            [1, 2],
+            [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025],
+        ),  # the first is made up for when the second is due
     ],
 )
 def test_a_scheduler_of_every_second_step_makes_up_for_a_skipped_one(overflows, rates):
@@ -99,7 +123,9 @@ def test_a_scheduler_of_every_second_step_makes_up_for_a_skipped_one(overflows, 
 
 
 class Held(pl.LightningModule):
-    """Has gradients from before they are unscaled, and uses them after; in float64, which autocast leaves alone."""
+    """Has gradients from before they are unscaled, and uses them after; in float64, which autocast
+    leaves alone.
+    """
 
     def __init__(self, how, parts):
         super().__init__()
@@ -131,7 +157,10 @@ class Held(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader(list(torch.randn(4, 2 * self.parts, 8, generator=torch.Generator().manual_seed(1))), batch_size=None)
+        return DataLoader(
+            list(torch.randn(4, 2 * self.parts, 8, generator=torch.Generator().manual_seed(1))),
+            batch_size=None,
+        )
 
 
 WAYS = ["read", "views", "assigned", "assigned, not kept"]
@@ -140,7 +169,10 @@ WAYS = ["read", "views", "assigned", "assigned, not kept"]
 def fit_held(rank, world_size, parts, strategy="zero3"):
     found = {}
     for how in WAYS:
-        module, plugin = Held(how, parts), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+        module, plugin = (
+            Held(how, parts),
+            MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE)),
+        )
         fitter = trainer(strategy, world_size, plugins=[plugin])
         fitter.fit(module)
         with fitter.strategy.gathered(module) if strategy == "zero3" else nullcontext():
@@ -180,4 +212,6 @@ def check(everyone, found_at=(OVERFLOWS, None)):
         assert rates == [0.1, 0.05, 0.05, 0.025]  # the skipped step left it as it was
         assert torch.equal(weights[OVERFLOWS], weights[OVERFLOWS - 1])
         assert not torch.equal(weights[OVERFLOWS + 1], weights[OVERFLOWS])
-        assert all(torch.equal(mine, first) for mine, first in zip(weights, everyone[0][2], strict=True))
+        assert all(
+            torch.equal(mine, first) for mine, first in zip(weights, everyone[0][2], strict=True)
+        )

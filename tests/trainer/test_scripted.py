@@ -1,4 +1,6 @@
-"""Export to TorchScript after training: what is made inside of `gathered` has values of its own, and no hook of the engine."""
+"""Export to TorchScript after training: what is made inside of `gathered` has values of its own,
+and no hook of the engine.
+"""
 
 import copy
 import io
@@ -17,7 +19,9 @@ from lightning_zero3.strategies.residency import ResidencyError
 class Exported(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)
+        )
         self.lstm = nn.LSTM(4, 4)  # which has a list of its parameters
 
     def forward(self, x):
@@ -45,9 +49,15 @@ def script_after_fit(rank, world_size):
         plain = Exported()
         assert module.net[0].weight.grad is not None
         plain.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
-        exported = torch.export.export(module.net, (torch.zeros(3, 4),)).module()  # while its gradients are there
+        exported = torch.export.export(
+            module.net, (torch.zeros(3, 4),)
+        ).module()  # while its gradients are there
         copied, file = copy.deepcopy(module), io.BytesIO()
-        module.net.lock, module.net.kept = threading.Lock(), module.net(torch.ones(1, 4))  # deepcopy takes neither
+        # deepcopy takes neither
+        module.net.lock, module.net.kept = (
+            threading.Lock(),
+            module.net(torch.ones(1, 4)),
+        )
         module.net.pair = {"lock": threading.Lock(), "tensor": torch.zeros(1)}
         made = [module.to_torchscript(), copied.to_torchscript()]
         torch.jit.save(made[0], file)
@@ -59,9 +69,11 @@ def script_after_fit(rank, world_size):
         torch.testing.assert_close(exported(x), plain.net(x), rtol=1e-6, atol=1e-7)
     with torch.no_grad():
         expected, of_net = plain(x), plain.net(x)
-        trainer(zero3(unit_policy=["Linear", "LSTM"]), world_size).fit(module)  # it has its hooks; nobody else's values change
+        # it has its hooks; nobody else's values change
+        trainer(zero3(unit_policy=["Linear", "LSTM"]), world_size).fit(module)
         for scripted in made:
-            torch.testing.assert_close(scripted(x), expected, rtol=1e-6, atol=1e-7)  # kernels round by where a weight lies
+            # kernels round by where a weight lies
+            torch.testing.assert_close(scripted(x), expected, rtol=1e-6, atol=1e-7)
         for scripted in parts:
             torch.testing.assert_close(scripted(x), of_net, rtol=1e-6, atol=1e-7)
 

@@ -8,10 +8,16 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_zero3 import LaunchError, Zero3Strategy
-from lightning_zero3.strategies import processes
-from lightning_zero3.strategies.world import Devices
+from lightning_zero3.strategies.launch import process_strategy
+from lightning_zero3.strategies.launch.world import Devices
 
-SECOND_OF_TWO = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}
+SECOND_OF_TWO = {
+    "LOCAL_RANK": "1",
+    "NODE_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "77",
+}
 ELSEWHERE = ("RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
@@ -21,7 +27,9 @@ class Reached(Exception):
 
 @pytest.fixture
 def set_up(monkeypatch):
-    """Calls of the host's and of the process group's functions, by a rank of two on a machine with some GPUs."""
+    """Calls of the host's and of the process group's functions, by a rank of two on a machine with
+    some GPUs.
+    """
     for name in ELSEWHERE:
         monkeypatch.delenv(name, raising=False)
     for name, value in SECOND_OF_TWO.items():
@@ -32,12 +40,18 @@ def set_up(monkeypatch):
         calls.append(args)
         raise Reached
 
-    monkeypatch.setattr(processes, "limit_threads", lambda ranks: calls.append(("threads for", ranks)))
-    monkeypatch.setattr(processes, "bind_to_numa_node", lambda device: calls.append(("near", device)))
-    monkeypatch.setattr(processes, "start_process_group", start)
+    monkeypatch.setattr(
+        process_strategy, "limit_threads", lambda ranks: calls.append(("threads for", ranks))
+    )
+    monkeypatch.setattr(
+        process_strategy, "bind_to_numa_node", lambda device: calls.append(("near", device))
+    )
+    monkeypatch.setattr(process_strategy, "start_process_group", start)
 
     def run(gpus, **options):
-        monkeypatch.setattr(processes, "visible_devices", lambda kind: Devices(kind, gpus, "nccl"))
+        monkeypatch.setattr(
+            process_strategy, "visible_devices", lambda kind: Devices(kind, gpus, "nccl")
+        )
         devices = [torch.device("cuda", index) for index in range(2)]
         Zero3Strategy(Mock(), devices, LightningEnvironment(), **options).setup_environment()
 
@@ -59,6 +73,8 @@ def test_threads_cpus_times_and_the_device_reach_those_they_are_for(set_up, affi
 
 def test_devices_are_counted_before_anything_else(set_up):
     run, calls = set_up
-    with pytest.raises(LaunchError, match=r"2 processes on this node .*, but this one sees 1 cuda device"):
+    with pytest.raises(
+        LaunchError, match=r"2 processes on this node .*, but this one sees 1 cuda device"
+    ):
         run(1)
     assert calls == []

@@ -1,4 +1,6 @@
-"""Several backward passes in one `training_step`, of losses that do not run the same units, train as in one process."""
+"""Several backward passes in one `training_step`, of losses that do not run the same units, train
+as in one process.
+"""
 
 import lightning.pytorch as pl
 import pytest
@@ -29,7 +31,10 @@ class Gan(pl.LightningModule):
         if kind == "made":
             loss = F.softplus(self.critic(self.generator(noise))).mean()
         else:
-            loss = sum(F.softplus(-self.critic(k * real)).mean() for k in range(1, 3 if kind == "real twice" else 2))
+            loss = sum(
+                F.softplus(-self.critic(k * real)).mean()
+                for k in range(1, 3 if kind == "real twice" else 2)
+            )
         self.losses.append(loss.item())
         return loss
 
@@ -44,12 +49,20 @@ class Gan(pl.LightningModule):
             optimizer.zero_grad()
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (self.generator, self.critic)]
+        return [
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            for net in (self.generator, self.critic)
+        ]
 
     def train_dataloader(self):
         draw = torch.Generator().manual_seed(0)
-        batches = [(torch.randn(JOINED, 6, generator=draw) + 1, torch.randn(JOINED, 6, generator=draw)) for _ in range(STEPS)]
-        return DataLoader([part(batch, self.rank, self.world_size) for batch in batches], batch_size=None)
+        batches = [
+            (torch.randn(JOINED, 6, generator=draw) + 1, torch.randn(JOINED, 6, generator=draw))
+            for _ in range(STEPS)
+        ]
+        return DataLoader(
+            [part(batch, self.rank, self.world_size) for batch in batches], batch_size=None
+        )
 
 
 class AfterTheStep(Gan):
@@ -70,7 +83,10 @@ class MadeOnce(Gan):
         real, noise = batch
         generator, critic = self.optimizers()
         made = self.generator(noise)
-        self.train_on(critic, F.softplus(self.critic(made.detach())).mean() + F.softplus(-self.critic(real)).mean())
+        self.train_on(
+            critic,
+            F.softplus(self.critic(made.detach())).mean() + F.softplus(-self.critic(real)).mean(),
+        )
         self.train_on(generator, F.softplus(-self.critic(made)).mean())
 
     def train_on(self, optimizer, loss):
@@ -81,7 +97,11 @@ class MadeOnce(Gan):
 
 
 CASES = {
-    "made once": (MadeOnce, ["made", "real"]),  # its layers are small, and would be one unit but for the optimizers
+    # its layers are small, and would be one unit but for the optimizers
+    "made once": (
+        MadeOnce,
+        ["made", "real"],
+    ),
     "made, real": (Gan, ["made", "real"]),
     "made, real twice": (Gan, ["made", "real twice"]),
     "real, made": (Gan, ["real", "made"]),

@@ -1,4 +1,6 @@
-"""SIGTERM and SIGUSR1 to one rank: all ranks stop or save after the same batch, and a resumed run ends where it would have."""
+"""SIGTERM and SIGUSR1 to one rank: all ranks stop or save after the same batch, and a resumed run
+ends where it would have.
+"""
 
 import os
 import signal
@@ -15,14 +17,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies import signals
 from lightning_zero3.strategies.checkpoints import storage
+from lightning_zero3.strategies.launch import signals
 
 BATCHES, EPOCHS = 6, 2
 
 
 class Model(pl.LightningModule):
-    """Gets `signum` on `ranks` at each of `when`: ("forward", "backward", "validate" or "save", how many before)."""
+    """Gets `signum` on `ranks` at each of `when`: ("forward", "backward", "validate" or "save", how
+    many before).
+    """
 
     def __init__(self, signum=None, ranks=(), *when):
         super().__init__()
@@ -59,7 +63,9 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     def train_dataloader(self):
-        samples = torch.randn(2 * BATCHES * self.trainer.world_size, 3, generator=torch.Generator().manual_seed(1))
+        samples = torch.randn(
+            2 * BATCHES * self.trainer.world_size, 3, generator=torch.Generator().manual_seed(1)
+        )
         return DataLoader(samples, batch_size=2, shuffle=True)
 
     def val_dataloader(self):
@@ -67,7 +73,10 @@ class Model(pl.LightningModule):
 
 
 def fit(model, folder, size, ckpt_path=None, **options):
-    callbacks = [OnExceptionCheckpoint(folder), *(make(folder) for make in options.pop("callbacks", ()))]
+    callbacks = [
+        OnExceptionCheckpoint(folder),
+        *(make(folder) for make in options.pop("callbacks", ())),
+    ]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -113,9 +122,20 @@ def stop_and_resume(rank, size, folder):
         first = Model(signal.SIGTERM, [who % size], when)
         stopped, _ = fit(first, folder_of_case, size, **options)
         rest = Model()
-        _, state = fit(rest, folder_of_case, size, Path(folder_of_case, "on_exception.ckpt"), **options)
-        same = all(torch.equal(state[key], value) for key, value in expected.items()) and len(expected) == 4
-        found[name] = (stopped, len(first.losses), first.losses + rest.losses == whole.losses, same, first.validated)
+        _, state = fit(
+            rest, folder_of_case, size, Path(folder_of_case, "on_exception.ckpt"), **options
+        )
+        same = (
+            all(torch.equal(state[key], value) for key, value in expected.items())
+            and len(expected) == 4
+        )
+        found[name] = (
+            stopped,
+            len(first.losses),
+            first.losses + rest.losses == whole.losses,
+            same,
+            first.validated,
+        )
     return found
 
 
@@ -134,15 +154,27 @@ def test_sigterm_on_one_process(tmp_path):
     (found,) = run_ranks(stop_and_resume, 1, str(tmp_path), timeout=100)
     # Nobody has to be asked.
     expected = {
-        name: batches - (name not in ("between steps of a window", "validation")) for name, (*_, batches) in CASES.items()
+        name: batches - (name not in ("between steps of a window", "validation"))
+        for name, (*_, batches) in CASES.items()
     }
     for name, batches in expected.items():
         assert found[name][:4] == (True, batches, True, True), (name, found[name])
 
 
 def requeue(rank, size, folder, apart):
-    slurm = {"JOB_ID": 77, "NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": 0, "STEP_ID": 0}
-    os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()}, PATH=f"{folder}/bin:{os.environ['PATH']}")
+    slurm = {
+        "JOB_ID": 77,
+        "NTASKS": size,
+        "NTASKS_PER_NODE": size,
+        "PROCID": rank,
+        "LOCALID": rank,
+        "NODEID": 0,
+        "STEP_ID": 0,
+    }
+    os.environ.update(
+        {f"SLURM_{name}": str(value) for name, value in slurm.items()},
+        PATH=f"{folder}/bin:{os.environ['PATH']}",
+    )
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME"):
         os.environ.pop(name, None)
     if apart:
@@ -153,7 +185,13 @@ def requeue(rank, size, folder, apart):
     rest = Model()
     _, state = fit(rest, folder, size)  # as the requeued job: the same command
     same = all(torch.equal(state[key], value) for key, value in expected.items())
-    return stopped, len(first.losses), first.losses[-len(rest.losses) :] == rest.losses, len(rest.losses), same
+    return (
+        stopped,
+        len(first.losses),
+        first.losses[-len(rest.losses) :] == rest.losses,
+        len(rest.losses),
+        same,
+    )
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -163,18 +201,25 @@ def test_sigusr1_in_slurm_saves_once_for_each_request_and_requeues(tmp_path, apa
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
     scontrol.chmod(0o755)
     total = BATCHES * EPOCHS
-    for stopped, trained, same_losses, resumed, same_state in run_ranks(requeue, 2, str(tmp_path), apart, timeout=100):
+    for stopped, trained, same_losses, resumed, same_state in run_ranks(
+        requeue, 2, str(tmp_path), apart, timeout=100
+    ):
         assert (stopped, trained, same_losses, same_state) == (False, total, True, True)
-        assert resumed == total - (7 if apart else 4)  # asked in the third and sixth batch, saved after the fourth and seventh
+        # asked in the third and sixth batch, saved after the fourth and seventh
+        assert resumed == total - (7 if apart else 4)
     assert (tmp_path / "calls").read_text() == "requeue 77\n" * (1 + apart)
-    assert sorted(path.name for path in tmp_path.glob("hpc_*")) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"][: 1 + apart]
+    assert (
+        sorted(path.name for path in tmp_path.glob("hpc_*"))
+        == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"][: 1 + apart]
+    )
 
 
 @pytest.mark.parametrize(("seconds", "asked"), [(9, False), (11, True)])
 def test_a_signal_is_another_request_after_ten_seconds(monkeypatch, seconds, asked):
     clock = iter((100.0, 100.0 + seconds))
     monkeypatch.setattr(signals, "time", Mock(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(_SignalConnector, "_slurm_sigusr_handler_fn", lambda *args: None)  # saves and requeues
+    # saves and requeues
+    monkeypatch.setattr(_SignalConnector, "_slurm_sigusr_handler_fn", lambda *args: None)
     connector = signals.AgreedSignals(Mock(training=True))
     connector._requeue = True
     connector.between_batches()

@@ -1,4 +1,6 @@
-"""examples/slurm.sbatch, with an `srun` that starts processes on this machine with the variables of SLURM's."""
+"""examples/slurm.sbatch, with an `srun` that starts processes on this machine with the variables of
+SLURM's.
+"""
 
 import os
 import subprocess
@@ -27,7 +29,13 @@ def test_the_job_script_shows_all_ranks_and_runs_the_command(tmp_path):
     environ["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "2", "MASTER_PORT": str(port)}
     command = ["bash", EXAMPLE, "touch", tmp_path / "trained"]
-    done = subprocess.run(command, env={**environ, **job}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**environ, **job}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    assert "2 rank(s)" in done.stdout and "SLURM_PROCID=1" in done.stdout and "differs" not in done.stdout
+    assert (
+        "2 rank(s)" in done.stdout
+        and "SLURM_PROCID=1" in done.stdout
+        and "differs" not in done.stdout
+    )
     assert (tmp_path / "trained").exists()

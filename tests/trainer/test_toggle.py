@@ -1,4 +1,6 @@
-"""Manual optimization that accumulates with ``toggle_model(sync_grad=False)``: one reduction a window, and its numbers."""
+"""Manual optimization that accumulates with ``toggle_model(sync_grad=False)``: one reduction a
+window, and its numbers.
+"""
 
 from functools import cache
 
@@ -60,7 +62,9 @@ class Manual(pl.LightningModule):
 
     def train_dataloader(self):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        joined = torch.randn(WINDOW * WINDOWS, JOINED, WIDTH, generator=torch.Generator().manual_seed(1))
+        joined = torch.randn(
+            WINDOW * WINDOWS, JOINED, WIDTH, generator=torch.Generator().manual_seed(1)
+        )
         return DataLoader([batch.chunk(world_size)[rank] for batch in joined], batch_size=None)
 
 
@@ -70,7 +74,9 @@ CASES = [(optimizers, way) for optimizers in (1, 2) for way in ("plain", "closur
 def fit(rank, world_size, reduce_once):
     found = {}
     for case in CASES:
-        strategy = zero3(unit_policy=["Linear"], reduce_once=reduce_once) if world_size > 1 else "auto"
+        strategy = (
+            zero3(unit_policy=["Linear"], reduce_once=reduce_once) if world_size > 1 else "auto"
+        )
         fitter = trainer(strategy, world_size)
         fitter.fit(module := Manual(*case))
         state = {name: value.clone() for name, value in full_state(fitter).items()}

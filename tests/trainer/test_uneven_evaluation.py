@@ -1,4 +1,6 @@
-"""Evaluation of loaders that users share out themselves, to each rank another number of batches: as one process does it."""
+"""Evaluation of loaders that users share out themselves, to each rank another number of batches: as
+one process does it.
+"""
 
 from functools import cache
 
@@ -12,7 +14,11 @@ from helpers.models import ForceField
 from helpers.parity import RTOL, trainer, zero3
 from helpers.ranks import run_ranks
 
-COUNTS = {2: [(3, 1), (1, 4)], 3: [(2, 1, 4), (1, 1, 1)]}  # ranks -> batches of each rank, of each of two loaders
+# ranks -> batches of each rank, of each of two loaders
+COUNTS = {
+    2: [(3, 1), (1, 4)],
+    3: [(2, 1, 4), (1, 1, 1)],
+}
 
 
 def batches(ranks, loader, rank):
@@ -35,14 +41,21 @@ class Transformed(ForceField):
 def evaluate(rank, world_size, ranks, kind):
     """All ways to evaluate; a single process has the batches of all ``ranks``, rank by rank."""
     whose = [rank] if world_size > 1 else range(ranks)
-    loaders = [DataLoader([b for r in whose for b in batches(ranks, i, r)], batch_size=None) for i in range(2)]
+    loaders = [
+        DataLoader([b for r in whose for b in batches(ranks, i, r)], batch_size=None)
+        for i in range(2)
+    ]
     joined = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(9))
     train = DataLoader([batch.chunk(world_size)[rank] for batch in joined], batch_size=None)
     module, found = kind(), {}
     for stage in ("validate", "test", "predict", "fit"):
         strategy = zero3(unit_policy=["Linear"]) if world_size > 1 else "auto"
-        runner = trainer(strategy, world_size, limit_val_batches=1.0, num_sanity_val_steps=2, max_epochs=2)
-        predictions = getattr(runner, stage)(module, *([train, loaders] if stage == "fit" else [loaders]))
+        runner = trainer(
+            strategy, world_size, limit_val_batches=1.0, num_sanity_val_steps=2, max_epochs=2
+        )
+        predictions = getattr(runner, stage)(
+            module, *([train, loaders] if stage == "fit" else [loaders])
+        )
         metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
         found[stage] = predictions if stage == "predict" else metrics
     return found
@@ -61,7 +74,9 @@ def test_as_one_process(ranks, kind):
         for stage in ("validate", "test", "fit"):
             assert len(expected[stage]) == 2 * 4 + 2, expected[stage]
             assert found[stage] == pytest.approx(expected[stage], rel=2 * RTOL), stage
-    assert expected["fit"] != pytest.approx(expected["validate"], rel=1e-3), "training changed nothing"
+    assert expected["fit"] != pytest.approx(expected["validate"], rel=1e-3), (
+        "training changed nothing"
+    )
     for loader, whole in enumerate(expected["predict"]):
         joined = [force for found in everyone for force in found["predict"][loader]]
         assert [len(found["predict"][loader]) for found in everyone] == list(COUNTS[ranks][loader])
@@ -85,7 +100,9 @@ def evaluate_unsized(rank, world_size, stage):
 
 @pytest.mark.parametrize("stage", ["validate", "predict"])
 def test_another_number_of_batches_than_the_loader_says_is_an_error(stage):
-    with pytest.raises(AssertionError, match=r"The ranks run different things: rank \d is about to"):
+    with pytest.raises(
+        AssertionError, match=r"The ranks run different things: rank \d is about to"
+    ):
         run_ranks(evaluate_unsized, 2, stage, timeout=60)
 
 

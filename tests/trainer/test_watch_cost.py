@@ -8,14 +8,22 @@ from lightning.pytorch.callbacks import Callback
 from helpers.models import Lit, Recipe
 from helpers.parity import sharded_gradients, trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies import device_waits, position, reports, watch, watched
+from lightning_zero3.strategies.liveness import (
+    device_idle,
+    heartbeats,
+    position,
+    strategy,
+    watchdog,
+)
 
-FILES = [module.__file__ for module in (device_waits, position, reports, watch, watched)]
+FILES = [module.__file__ for module in (device_idle, heartbeats, position, strategy, watchdog)]
 STEPS = range(2, 6)
 
 
 class Listener(Callback):
-    """Counts what functions of the watch call on this thread: (file, name), the file "C" for functions without one."""
+    """Counts what functions of the watch call on this thread: (file, name), the file "C" for
+    functions without one.
+    """
 
     def __init__(self):
         self.called, self.asked = Counter(), Counter()
@@ -24,7 +32,11 @@ class Listener(Callback):
         def note(frame, event, arg):
             if event == "c_call" and frame.f_code.co_filename in FILES:
                 counter["C", arg.__name__] += 1
-            elif event == "call" and frame.f_back is not None and frame.f_back.f_code.co_filename in FILES:
+            elif (
+                event == "call"
+                and frame.f_back is not None
+                and frame.f_back.f_code.co_filename in FILES
+            ):
                 counter[frame.f_code.co_filename, frame.f_code.co_name] += 1
 
         sys.setprofile(note)
@@ -52,7 +64,7 @@ def test_a_step_asks_no_store_and_exchanges_nothing_for_the_watch():
     for called, asked in run_ranks(fit, 2):
         # What talks to the store is heard.
         assert {name for file, name in asked if file == "C"} >= {"set", "wait", "compare_set"}
-        for heard in ((position.__file__, "begin_step"), (watch.__file__, "doing")):
+        for heard in ((position.__file__, "begin_step"), (watchdog.__file__, "doing")):
             assert called[heard] >= len(STEPS) and called[heard] % len(STEPS) == 0, called
         outside = {(file, name) for file, name in called if file == "C" or "/torch/" in file}
         assert not outside

@@ -1,4 +1,6 @@
-"""Optimizers that step on whole tensors, which ranks own: their checkpoints, and the memory of their state."""
+"""Optimizers that step on whole tensors, which ranks own: their checkpoints, and the memory of
+their state.
+"""
 
 from functools import partial
 
@@ -13,7 +15,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
-from lightning_zero3.strategies.owned import OwnedTensors, balance
+from lightning_zero3.strategies.optimizers.whole_parameters import OwnedTensors, balance
 
 
 class ByAdafactor(Lit):
@@ -21,7 +23,8 @@ class ByAdafactor(Lit):
         super().__init__(Recipe(steps=3), lambda module: {})
 
     def configure_optimizers(self):
-        # Large eps: the update stays a smooth function of the gradient where that is zero up to rounding.
+        # Large eps: the update stays a smooth function of the gradient where that is zero up to
+        # rounding.
         matrices = [p for p in self.parameters() if p.ndim == 2]
         rest = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": matrices}, {"params": rest, "lr": 0.01}]
@@ -38,15 +41,24 @@ def fit(rank, world_size, strategy, folder, read=None):
         plugged = zero3(shard_size=2, checkpoint=CheckpointOptions(kind="full"))
     elif strategy != "auto":
         plugged = zero3(checkpoint=CheckpointOptions(kind=kind))
-    runner = trainer(plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+    runner = trainer(
+        plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True
+    )
     runner.fit(module, ckpt_path=read)
     state = runner.optimizers[0].state
-    elements = sum(v.numel() for values in state.values() for v in values.values() if isinstance(v, torch.Tensor))
+    elements = sum(
+        v.numel()
+        for values in state.values()
+        for v in values.values()
+        if isinstance(v, torch.Tensor)
+    )
     return module.losses, {k: v.clone() for k, v in full_state(runner).items()}, elements
 
 
 def assert_same(ranks, expected):
-    losses = [sum(step) / len(ranks) for step in zip(*(losses for losses, *_ in ranks), strict=True)]
+    losses = [
+        sum(step) / len(ranks) for step in zip(*(losses for losses, *_ in ranks), strict=True)
+    ]
     assert relative(losses, expected[0][-len(losses) :]) < 1e-5
     assert_tensors_close(ranks[0][1], expected[1], rtol=1e-5)
 
@@ -65,9 +77,15 @@ def test_resumed_on_other_ranks_as_in_one_process(kind, one, tmp_path):
     assert sum(elements for *_, elements in two) == expected[2], "state is lost, or is there twice"
     assert max(elements for *_, elements in two) < 0.6 * expected[2]
     for world_size, source in [(3, tmp_path / "two"), (2, folder)]:
-        assert_same(run_ranks(fit, world_size, f"zero3-{kind}", tmp_path / "rest", source / "epoch=0.ckpt"), expected)
+        assert_same(
+            run_ranks(fit, world_size, f"zero3-{kind}", tmp_path / "rest", source / "epoch=0.ckpt"),
+            expected,
+        )
     if kind == "full":
-        assert_same(run_ranks(fit, 1, "auto", tmp_path / "rest", tmp_path / "two" / "epoch=0.ckpt"), expected)
+        assert_same(
+            run_ranks(fit, 1, "auto", tmp_path / "rest", tmp_path / "two" / "epoch=0.ckpt"),
+            expected,
+        )
 
 
 def test_replicas_own_the_same(one, tmp_path):
@@ -76,7 +94,9 @@ def test_replicas_own_the_same(one, tmp_path):
     assert_same(four, expected)
     for *_, elements in four:
         assert elements < 0.6 * expected[2]
-    rest = run_ranks(fit, 4, "zero3-replicas", tmp_path / "rest", tmp_path / "four" / "epoch=0.ckpt", timeout=100)
+    rest = run_ranks(
+        fit, 4, "zero3-replicas", tmp_path / "rest", tmp_path / "four" / "epoch=0.ckpt", timeout=100
+    )
     assert_same(rest, expected)
 
 
@@ -147,7 +167,10 @@ def _save_what_is_in_dicts(rank, world_size, path):
     module.configure_optimizers = lambda: MomentaInADict.configure_optimizers(module)
     runner = trainer("zero3", world_size, max_epochs=1)
     runner.fit(module)
-    with pytest.raises(ValueError, match=r"Aggregated keeps 'momenta' of .* as a dict of tensors.*save_weights_only"):
+    with pytest.raises(
+        ValueError,
+        match=r"Aggregated keeps 'momenta' of .* as a dict of tensors.*save_weights_only",
+    ):
         runner.save_checkpoint(path)
     runner.save_checkpoint(path, weights_only=True)
 

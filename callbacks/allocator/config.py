@@ -1,0 +1,296 @@
+"""`AllocatorConfig`: the CUDA caching allocator's options, set in time, proved, put back."""
+
+import os
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from .advice import RunFigures, Suggestion, suggest
+from .early import torch_version
+from .environment import NAMES, POLICIES, EnvironmentChange, Policy, find_text, merge
+from .grammar import OPTIONS, AllocatorOptionError, Value, check, parse, to_text
+from .pluggable import PluggableAllocator
+from .readback import Allocator, CUDAAllocator, Proof, compare_ranks, prove, undo_text
+from .rules import Surroundings, check_conflicts, find_remarks
+
+_EARLY = "python -m lightning_zero3.callbacks.allocator_early {text} -- script.py"
+
+
+class AllocatorConfig(Callback):
+    """Sets the options of torch's CUDA allocator and proves on every rank that they are in effect.
+
+    Create it before anything touches the GPU: the constructor puts the options into the
+    environment, where this process and every process a launcher starts will read them. Where CUDA
+    runs already, they are handed to the running allocator instead, which obeys all but `backend`.
+    At the start of the run the allocator's own settings are read back, compared with what was asked
+    and between ranks; a difference is an error. Without CUDA the options are checked and nothing
+    else happens.
+
+    Sizes are in MB as torch understands them (2**20 bytes). An option left at None is not touched.
+
+    Args:
+        backend: "native" or "cudaMallocAsync" (the driver's pool). Fixed when torch is imported:
+            see `lightning_zero3.callbacks.allocator_early` for setting it in time.
+        large_segment_size_mb: size of the segments that large blocks share, above 10. torch: 20.
+        max_split_size_mb: blocks above this size are never split; at least `large_segment_size_mb`.
+        max_non_split_rounding_mb: how much larger than the request an unsplit block may be.
+        roundup_power2_divisions: round sizes up to one of so many steps between two powers of two;
+            one number, or a division for each size in MB, such as {"256": 1, "512": 2, ">": 4}, or
+            the same as text, "[256:1,512:2,>:4]".
+        garbage_collection_threshold: between 0 and 1, both excluded: free unused blocks above this
+            share of the allowed memory; needs `per_process_memory_fraction`.
+        expandable_segments: segments that grow; the first remedy against fragmentation.
+        per_process_memory_fraction: share of the device this process may use, 0 to 1.
+        throw_on_cudamalloc_oom: (torch 2.12) fail at the fraction without asking the driver.
+        graph_capture_record_stream_reuse: reuse recorded blocks while a CUDA graph is captured.
+        release_lock_on_cudamalloc: let other threads allocate during cudaMalloc.
+        pinned_use_cuda_host_register: pin host memory with cudaHostRegister.
+        pinned_num_register_threads: power of two up to 128; needs the option before.
+        pinned_use_background_threads: query the events of pinned blocks on a thread of their own.
+        pinned_reserve_segment_size_mb: pinned memory to reserve at the first pinned allocation.
+        pinned_max_round_threshold_mb: (torch 2.13) larger pinned blocks are not rounded up to a
+            power of two.
+        pinned_max_cached_size_mb: (torch 2.13) larger pinned blocks are given back at once.
+        pinned_free_catch_all: (torch 2.12) take back pinned blocks whose owner is unknown.
+        pluggable: an allocator from a shared library instead of torch's.
+        environment: what to do with options the environment already has: "merge" keeps those we do
+            not name and overrides the others, "respect" lets the environment win, "replace" drops
+            them all, "refuse" raises where both name an option with different values.
+        restore: put the environment and the running allocator back at teardown. In the process that
+            starts a "spawn" launcher no hook runs at the end; call `restore_now()` there.
+
+    Attributes:
+        options: those in effect, ours joined with the environment's.
+        decisions: who won where both named an option.
+        proof: what was read back from the allocator; None without CUDA.
+    """
+
+    options: dict[str, Value]
+    decisions: list[str]
+    proof: Proof | None = None
+    _allocator: Allocator | None = None  # the running one, which holds our options
+    _undo_text = ""  # what the environment said before
+    _undo_fraction: float | None = None
+    _in_place = False
+    _late = False  # CUDA ran before the environment was written
+
+    def __init__(
+        self,
+        *,
+        backend: Literal["native", "cudaMallocAsync"] | None = None,
+        large_segment_size_mb: int | None = None,
+        max_split_size_mb: int | None = None,
+        max_non_split_rounding_mb: int | None = None,
+        roundup_power2_divisions: int | str | dict[str, int] | None = None,
+        garbage_collection_threshold: float | None = None,
+        expandable_segments: bool | None = None,
+        per_process_memory_fraction: float | None = None,
+        throw_on_cudamalloc_oom: bool | None = None,
+        graph_capture_record_stream_reuse: bool | None = None,
+        release_lock_on_cudamalloc: bool | None = None,
+        pinned_use_cuda_host_register: bool | None = None,
+        pinned_num_register_threads: int | None = None,
+        pinned_use_background_threads: bool | None = None,
+        pinned_reserve_segment_size_mb: int | None = None,
+        pinned_max_round_threshold_mb: int | None = None,
+        pinned_max_cached_size_mb: int | None = None,
+        pinned_free_catch_all: bool | None = None,
+        pluggable: PluggableAllocator | None = None,
+        environment: Policy = "merge",
+        restore: bool = True,
+    ) -> None:
+        arguments = locals()  # read before any other local exists
+        if environment not in POLICIES:
+            raise ValueError(
+                f"environment: expected one of {', '.join(POLICIES)}, got {environment!r}"
+            )
+        self.version = torch_version()
+        self.asked = {
+            name: self._check(name, arguments[name])
+            for name in OPTIONS
+            if arguments[name] is not None
+        }
+        self.pluggable = pluggable
+        self.policy: Policy = environment
+        self.restore = restore
+        self._change = EnvironmentChange()
+        self._put_in_place()
+
+    def _check(self, name: str, value: Any) -> Value:
+        if name == "roundup_power2_divisions" and isinstance(value, str):
+            return parse(f"{name}:{value}", self.version)[name]
+        if isinstance(value, dict):
+            # YAML reads 256 as a number
+            value = {str(size): division for size, division in value.items()}
+        return check(name, value, self.version)
+
+    # ---- before the run ----------------------------------------------------------------------
+
+    def _put_in_place(self) -> None:
+        """Environment first, so that processes started from here on have the options."""
+        self.options, self.decisions = merge(self.asked, os.environ, self.policy, self.version)
+        check_conflicts(self.options, self._surroundings())
+        self._check_backend()
+        self._undo_text = "" if self.policy == "replace" else find_text(os.environ)[1]
+        if self.options or self.policy == "replace":
+            for name in NAMES:
+                self._change.set(os.environ, name, to_text(self.options))
+        self._install_pluggable()
+        self._in_place, self._late = True, torch.cuda.is_initialized()
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            version=self.version,
+            caching_disabled=bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")),
+            pluggable=self.pluggable is not None,
+        )
+
+    def _check_backend(self) -> None:
+        """`backend` is decided when torch is imported; say now, not at the first allocation, that
+        it is too late.
+        """
+        wanted = self.options.get("backend")
+        if wanted is None or not torch.backends.cuda.is_built():
+            return
+        running = torch.cuda.memory.get_allocator_backend()
+        if wanted != running:
+            early = _EARLY.format(text=to_text(self.options))
+            raise AllocatorOptionError(
+                "backend",
+                f"{wanted} comes too late: torch was imported with {running}, and the backend"
+                f" cannot be changed afterwards. Start the script with: {early}, or call"
+                " lightning_zero3.callbacks.allocator_early.ensure(...) first thing in it",
+            )
+
+    def _install_pluggable(self) -> None:
+        if self.pluggable is not None and torch.cuda.is_available():
+            self.pluggable.install()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A spawned process receives the callback pickled, before CUDA starts there."""
+        self.__dict__.update(state)
+        # these belong to the process that was left
+        self._allocator, self._undo_fraction = (
+            None,
+            None,
+        )
+        self._install_pluggable()
+
+    # ---- at the start of the run -------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not self._in_place:  # an earlier run's teardown put everything back
+            self._put_in_place()
+        self._check_graphs(trainer)
+        self._allocator = allocator = self.make_allocator(trainer.strategy.root_device)
+        proof = self._bring_into_effect(allocator) if allocator is not None else None
+        self._compare_ranks(proof)
+        self.proof = proof
+        for decision in self.decisions:
+            rank_zero_info(f"AllocatorConfig: {decision}")
+        rank_zero_info(f"AllocatorConfig: {self._describe(proof)}")
+
+    def make_allocator(self, device: torch.device) -> Allocator | None:
+        """The allocator to prove against; None where the run uses no CUDA."""
+        return CUDAAllocator(device) if device.type == "cuda" else None
+
+    def _bring_into_effect(self, allocator: Allocator) -> Proof:
+        fraction = self.options.get("per_process_memory_fraction")
+        if isinstance(fraction, (int, float)):  # as an option it is read only when CUDA starts
+            self._undo_fraction = allocator.memory_fraction()
+            allocator.set_memory_fraction(fraction)
+        proof = prove(self.options, allocator)
+        if "backend" not in proof.wrong and (self._late or proof.wrong):
+            # The running allocator takes all but `backend`; options that cannot be read back must
+            # be handed over too.
+            allocator.apply(to_text(self.options))
+            proof = prove(self.options, allocator)
+        return proof
+
+    def _compare_ranks(self, proof: Proof | None) -> None:
+        """Gather before judging: a rank that raised alone would leave the others waiting."""
+        mine: dict[str, Any] = dict(self.options)
+        wrong = dict(proof.wrong) if proof else {}
+        gathered: list[Any] = [(mine, wrong)]
+        if dist.is_available() and dist.is_initialized():
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (mine, wrong))
+        if table := compare_ranks([options for options, _ in gathered]):
+            raise RuntimeError(
+                f"AllocatorConfig: ranks would run with different allocator options:\n{table}\n"
+                "Give every rank the same environment, or pass environment='replace'."
+            )
+        faults = [
+            f"  rank {rank}: {name}: asked for {asked!r}, the allocator has {found!r}"
+            for rank, (_, wrong) in enumerate(gathered)
+            for name, (asked, found) in wrong.items()
+        ]
+        if faults:
+            early = _EARLY.format(text=to_text(self.options))
+            raise RuntimeError(
+                "AllocatorConfig: options did not take effect:\n"
+                + "\n".join(faults)
+                + f"\nCUDA had started before they could be set. Start the script with: {early}"
+            )
+
+    def _check_graphs(self, trainer: Trainer) -> None:
+        """CUDA graphs and expandable segments need NCCL not to register its buffers."""
+        classes = [cls for callback in trainer.callbacks for cls in type(callback).__mro__]  # type: ignore[attr-defined]
+        graphs = any("cudagraph" in cls.__name__.lower() for cls in classes)
+        for remark in find_remarks(self.options, graphs):
+            rank_zero_warn(f"AllocatorConfig: {remark}")
+        if not (graphs and self.options.get("expandable_segments") and trainer.world_size > 1):
+            return
+        register = os.environ.get("NCCL_GRAPH_REGISTER")
+        if register not in (None, "0"):
+            raise AllocatorOptionError(
+                "expandable_segments",
+                f"with CUDA graphs it hangs in NCCL while NCCL_GRAPH_REGISTER={register}; set"
+                " NCCL_GRAPH_REGISTER=0",
+            )
+        self._change.set(os.environ, "NCCL_GRAPH_REGISTER", "0")
+
+    def _describe(self, proof: Proof | None) -> str:
+        if self.pluggable is not None:
+            return f"allocator from {self.pluggable.library}" + (
+                "" if torch.cuda.is_available() else " (not loaded: this run uses no CUDA)"
+            )
+        if proof is None:
+            return (
+                f"'{to_text(self.options)}' is well-formed; this run uses no CUDA, so there is"
+                " nothing to prove"
+            )
+        return proof.describe()
+
+    # ---- at the end --------------------------------------------------------------------------
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.restore:
+            self.restore_now()
+
+    def restore_now(self) -> None:
+        """Put back the environment and, where it was changed, the running allocator's options."""
+        for name in self._change.undo(os.environ):
+            rank_zero_warn(
+                f"AllocatorConfig: {name} was changed by someone else meanwhile and is left as"
+                " it is"
+            )
+        if self._allocator is not None:
+            self._allocator.apply(undo_text(self.options, self._undo_text, self.version))
+            if self._undo_fraction is not None:
+                self._allocator.set_memory_fraction(self._undo_fraction)
+        self._allocator = self._undo_fraction = None
+        self._in_place = False
+
+    def suggest(self, figures: RunFigures) -> list[Suggestion]:
+        """After a run: which option would have helped and why; empty where none would.
+
+        `figures` come from `CUDAMemoryTracker.run_figures()`.
+        """
+        return suggest(figures, self.options, self.version)

@@ -1,0 +1,98 @@
+"""The allocator options in the environment: read, merged with ours, written, put back.
+
+torch reads the options from a variable when CUDA starts, and launchers hand the environment to the
+processes they start, so this is how options reach every process in time.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .grammar import AllocatorOptionError, Value, Version, parse
+
+# torch 2.13 obeys the first of these that is set, other versions the last: we write the same text
+# to both of NAMES, and refuse to guess when a user's variables disagree.
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+READ_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+Policy = Literal["merge", "replace", "respect", "refuse"]
+POLICIES = ("merge", "replace", "respect", "refuse")
+
+
+def find_text(environ: Mapping[str, str]) -> tuple[str, str]:
+    """(variable, text) of the options in the environment; ("", "") where there are none."""
+    texts = {name: environ[name] for name in READ_NAMES if environ.get(name, "").strip()}
+    if len(set(texts.values())) > 1:
+        shown = ", ".join(f"{name}={text!r}" for name, text in texts.items())
+        raise AllocatorOptionError(
+            next(iter(texts)),
+            f"these variables disagree: {shown}; torch versions differ in which one they obey."
+            " Keep one of them, or pass environment='replace'",
+        )
+    return next(iter(texts.items()), ("", ""))
+
+
+def merge(
+    ours: Mapping[str, Value], environ: Mapping[str, str], policy: Policy, version: Version
+) -> tuple[dict[str, Value], list[str]]:
+    """Join our options with those of the environment; returns the result and who won what.
+
+    An option that only one side names is taken from that side, whatever the policy, except that
+    "replace" drops everything the environment says. Where both name it: "merge" takes ours,
+    "respect" the environment's, "refuse" raises.
+    """
+    if policy == "replace":
+        return dict(ours), []
+    variable, text = find_text(environ)
+    try:
+        theirs = parse(text, version)
+    except AllocatorOptionError as error:
+        raise AllocatorOptionError(
+            error.option,
+            f"{error} (in {variable}={text!r}); correct it or pass environment='replace'",
+        ) from error
+    result, decisions = {**theirs, **ours}, []
+    for name in ours.keys() & theirs.keys():
+        if ours[name] == theirs[name]:
+            continue
+        if policy == "refuse":
+            raise AllocatorOptionError(
+                name,
+                f"the argument is {ours[name]!r} and {variable} says {theirs[name]!r}; make them"
+                " agree",
+            )
+        if policy == "respect":
+            result[name] = theirs[name]
+        winner, loser = (
+            (variable, "the argument") if policy == "respect" else ("the argument", variable)
+        )
+        decisions.append(f"{name}: {winner} wins over {loser} ({result[name]!r})")
+    return result, sorted(decisions)
+
+
+@dataclass
+class EnvironmentChange:
+    """Variables we set, and what they held before; `undo` puts back only what still holds ours."""
+
+    before: dict[str, str | None] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+
+    def set(self, environ: MutableMapping[str, str], name: str, text: str) -> None:
+        """Set one variable, remembering its first value."""
+        self.before.setdefault(name, environ.get(name))
+        self.written[name] = text
+        environ[name] = text
+
+    def undo(self, environ: MutableMapping[str, str]) -> list[str]:
+        """Put the variables back; returns those that someone else changed meanwhile, left alone."""
+        foreign = []
+        for name, text in self.before.items():
+            if environ.get(name) != self.written[name]:
+                foreign.append(name)
+            elif text is None:
+                del environ[name]
+            else:
+                environ[name] = text
+        self.before.clear()
+        self.written.clear()
+        return foreign

@@ -1,0 +1,1 @@
+"""`CUDAGraphStep`: the training step, captured and replayed as CUDA graphs."""

@@ -1,0 +1,140 @@
+"""What can be said about a run before and after its steps: why they cannot be captured."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
+
+from .source_lines import definition
+from .watch import Problem
+
+_OPTIONS_OF_ZERO3 = {
+    "debug": "looks at values on the host.",
+    "reduce_once": "exchanges something else in each micro-batch of a window. Leave it out.",
+}
+
+
+class GraphCaptureError(RuntimeError):
+    """Something cannot be captured, and ``strict`` was asked for."""
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
+    """Problems that are there before the first step."""
+    step, found = (
+        definition(module.training_step),
+        [*check_device(trainer), *_check_ddp(trainer.strategy.model)],
+    )
+    if not module.automatic_optimization:
+        found.append(
+            Problem(
+                "The module optimizes manually: its `training_step` runs backward and the optimizer"
+                " itself.",
+                step,
+            )
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        found.append(
+            Problem(
+                "`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.", step
+            )
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        what = "LBFGS runs a step several times, as often as values tell it."
+        found.append(Problem(what, definition(module.configure_optimizers)))
+    if trainer._detect_anomaly:
+        found.append(Problem("`Trainer(detect_anomaly=True)` looks at values on the host."))
+    return found
+
+
+def _check_ddp(model: object) -> list[Problem]:
+    found = []
+    if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
+        what = (
+            "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients that a"
+            " graph adds to. Leave it out."
+        )
+        found.append(Problem(what))
+    if isinstance(model, DistributedDataParallel) and model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+        what = (
+            f"`DDPStrategy(ddp_comm_hook=...)`, {name}, is Python, which would run only once. Leave"
+            " it out."
+        )
+        found.append(Problem(what))
+    return found
+
+
+def check_device(trainer: Trainer) -> list[Problem]:
+    """Problems of any capture in this run."""
+    strategy, found = trainer.strategy, []
+    if (
+        not isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+        and strategy.strategy_name != "zero3"
+    ):
+        found.append(
+            f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or"
+            " `zero3`."
+        )
+    for option, why in _OPTIONS_OF_ZERO3.items():
+        if getattr(strategy, f"_{option}", False):
+            found.append(f"`Zero3Strategy({option}=True)` {why}")
+    settings = (
+        os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    )
+    device, fraction = strategy.root_device, 1.0
+    if device.type == "cuda" and "garbage_collection_threshold" in settings:
+        fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
+    found += check_allocator(settings, trainer.world_size, os.environ, fraction)
+    return [Problem(what) for what in found]
+
+
+def check_strategy_of_modules(trainer: Trainer) -> list[Problem]:
+    """Problems of graphs of single modules."""
+    if getattr(trainer.strategy, "_stop_on_nonfinite", False):
+        return [
+            Problem(
+                "`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules"
+                " compute."
+            )
+        ]
+    return []
+
+
+def check_allocator(
+    settings: str, world_size: int, environ: Mapping[str, str], fraction: float = 1.0
+) -> list[str]:
+    """Settings of the CUDA allocator that do not go with graphs.
+
+    Args:
+        settings: the value of PYTORCH_CUDA_ALLOC_CONF.
+        world_size: number of ranks.
+        environ: of the process.
+        fraction: of the device's memory that the process may use, as it was set since.
+    """
+    found = []
+    asked = re.search(r"per_process_memory_fraction:([0-9]*\.?[0-9]+)", settings)
+    # the allocator collects nothing otherwise
+    limited = min(fraction, float(asked[1]) if asked else 1.0) < 1
+    if "garbage_collection_threshold" in settings and limited:
+        found.append(
+            "The allocator's garbage_collection_threshold frees unused memory when more is asked"
+            " for, in a capture too, which ends it with an error. Unset it, or"
+            " per_process_memory_fraction."
+        )
+    if (
+        "expandable_segments:True" in settings
+        and world_size > 1
+        and environ.get("NCCL_GRAPH_REGISTER") != "0"
+    ):
+        found.append(
+            "NCCL registers the memory of graphs, which hangs with expandable_segments. Set"
+            " NCCL_GRAPH_REGISTER=0."
+        )
+    return found

@@ -1,0 +1,1 @@
+"""`CUDAMemoryTracker`: where the memory of a device goes, and who took it."""

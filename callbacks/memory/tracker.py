@@ -1,0 +1,355 @@
+"""`CUDAMemoryTracker`: how much memory each part of a step needs, on which rank, and for what."""
+
+import functools
+import logging
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from ..allocator.advice import RunFigures
+from .figures import GIB, KEYS, SPREAD_KEYS
+from .leaks import LeakDetector, LeakWatch
+from .ledger import measure_module, measure_units
+from .out_of_memory import OutOfMemory, attach_observer, find_unit, is_out_of_memory, parse_wanted
+from .phases import Budget, Phase, PhaseMeter
+from .ranks import RankGatherer, Spread, spread, to_metrics
+from .recording import Recording, run_figures
+from .report import write_png, write_report
+from .source import MemorySource, choose_source
+
+log = logging.getLogger(__name__)
+
+
+class CUDAMemoryTracker(Callback):
+    """Tracks memory by step, phase, category and rank; names leaks; explains out-of-memory errors.
+
+    Works with any strategy. Without CUDA it tracks the process's resident memory instead and says
+    so. It only observes: no number of the training changes, and nothing waits for the device.
+
+    Logged every `every_n_steps` optimizer steps, to every logger, under the keys of
+    `lightning_zero3.callbacks.memory.figures.KEYS`: peaks in total and by phase, allocated,
+    reserved, inactive, one fragmentation figure, retries, pinned host memory, memory outside of
+    torch, CUDA graph pools, and the ledger: parameters, gradients, optimizer state, slots, buffers,
+    static inputs of graphs and activations (the rest). Over several ranks a key is the highest
+    rank's, and the main ones also have `/min`, `/mean` and `/max_rank`; one packed all-gather
+    carries them all.
+
+    What is exact: the peak of the run and of the steps between two logging steps, always (with a
+    pluggable allocator, where only the driver can be asked, it is that of the readings); peaks by
+    phase in every step that is read closely, which is every step as long as that takes less than
+    `time_share` of the time. Closely is one reading and reset for each phase: without CUDA 0.45 ms
+    a step on a core of 2.6 GHz, so that by default every step above 0.2 s is read. The table says
+    how many were. Altogether the tracker took 0.3% to 0.5% of steps of 12 ms and more, on two busy
+    cores.
+
+    Args:
+        every_n_steps: optimizer steps between logging; None takes the Trainer's
+            `log_every_n_steps`.
+        time_share: how much of the time, above 0, may go into readings between logging steps: three
+            quarters of it into peaks by phase. None reads every step closely, whatever it costs.
+        reset_peaks: reset the allocator's peaks, which are process-wide, after each reading. With
+            False other readers keep theirs, and quiet phases and steps have lower bounds.
+        per_unit: also log `memory/unit/NAME_gib`, the model state of each part of the model.
+        every_statistic: log `/min`, `/mean` and `/max_rank` of every key, not only of the main
+            ones.
+        progress_bar: show the peak of this rank in the progress bar.
+        table: print a table when fitting ends.
+        report: path of an HTML page to write when fitting ends; self-contained.
+        report_png: also draw the page's charts to a PNG beside it (needs matplotlib).
+        history_entries: how many allocations, with Python stacks, the CUDA allocator remembers for
+            snapshots and the report; None is 100000 with `report` and none without. Costs time.
+        oom_folder: where snapshots go after an out-of-memory error; None is `default_root_dir`/oom.
+        leak_window: steps of whose memory the lowest level is compared with the windows before; 0
+            for no leak detection.
+        leak_windows: consecutive windows with a risen floor that make a leak.
+        leak_growth_mib: least growth over those windows, in MiB.
+
+    Attributes:
+        run_spreads: the figures of the whole run over all ranks, by key, once fitting has ended.
+        leaks: the leaks that were reported on this rank.
+        oom_reports: the out-of-memory errors on this rank, caught ones too.
+    """
+
+    _run: Recording | None = None
+    _trainer: Trainer | None = None
+    _source_name = ""
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        time_share: float | None = 0.003,
+        reset_peaks: bool = True,
+        per_unit: bool = False,
+        every_statistic: bool = False,
+        progress_bar: bool = True,
+        table: bool = True,
+        report: str | None = None,
+        report_png: bool = False,
+        history_entries: int | None = None,
+        oom_folder: str | None = None,
+        leak_window: int = 10,
+        leak_windows: int = 3,
+        leak_growth_mib: float = 8.0,
+    ) -> None:
+        _check(locals())
+        self.every_n_steps = every_n_steps
+        self.time_share = inf if time_share is None else time_share
+        self.reset_peaks = reset_peaks
+        self.per_unit = per_unit
+        self.every_statistic = every_statistic
+        self.progress_bar = progress_bar
+        self.table = table
+        self.report = report
+        self.report_png = report_png
+        self.history_entries = (
+            history_entries if history_entries is not None else 100_000 * (report is not None)
+        )
+        self.oom_folder = oom_folder
+        self.leak_settings = (leak_window, leak_windows, int(leak_growth_mib * 2**20))
+        self.run_spreads: dict[str, Spread] = {}
+        self.leaks: list[str] = []
+        self.oom_reports: list[OutOfMemory] = []
+
+    # ---- begin and end -----------------------------------------------------------------------
+
+    def make_source(self, device: torch.device) -> MemorySource:
+        """Where figures come from; override to feed others."""
+        return choose_source(device)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._run is not None:  # the validation inside of a fit
+            return
+        device = trainer.strategy.root_device
+        source = self.make_source(device)
+        if source.name != "cuda":
+            figures = {
+                "process": "this process's resident memory",
+                "driver": "what the whole device has used",
+            }
+            rank_zero_info(
+                f"CUDAMemoryTracker: no CUDA allocator to ask, tracking {figures.get(source.name)}"
+            )
+        meter = PhaseMeter(source, self.reset_peaks, 0.75 * self.time_share)
+        resident = meter.last.allocated - measure_module(pl_module, "cpu")
+        window, windows, growth = self.leak_settings
+        self._run = Recording(
+            source=source,
+            meter=meter,
+            ends=Budget(0.25 * self.time_share),
+            gatherer=RankGatherer(),
+            leak=LeakWatch(LeakDetector(window, windows, growth)) if window else None,
+            leaks=self.leaks,
+            process=max(0, resident) if source.name == "process" else 0,
+            step=trainer.global_step,
+        )
+        self._trainer, self._source_name = trainer, source.name
+        self._record_checkpoints(trainer, self._run)
+        if source.name == "cuda" and device.type == "cuda":
+            self._watch_cuda(device, self._run)
+        if self.progress_bar and trainer.progress_bar_callback is not None:
+            _show_in_progress_bar(trainer.progress_bar_callback, self._run)
+
+    def _watch_cuda(self, device: torch.device, run: Recording) -> None:
+        if torch.cuda.memory.get_allocator_backend() != "native":
+            return
+        attach_observer(self._on_cuda_oom)
+        if self.history_entries:
+            # stacks="all" would resolve C++ frames as well, for minutes.
+            torch.cuda.memory._record_memory_history(
+                enabled="all",
+                context="all",
+                stacks="python",
+                max_entries=self.history_entries,
+                device=device,
+            )
+            run.undo.append(lambda: torch.cuda.memory._record_memory_history(enabled=None))
+
+    @staticmethod
+    def _record_checkpoints(trainer: Trainer, run: Recording) -> None:
+        """Lightning has a hook for the beginning of a save and none for its end."""
+        save = trainer.save_checkpoint
+
+        @functools.wraps(save)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            before = run.meter.phase
+            run.meter.enter("checkpoint")
+            try:
+                save(*args, **kwargs)
+            finally:
+                run.meter.enter(before)
+
+        trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+        run.undo.append(lambda: trainer.__dict__.pop("save_checkpoint", None))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._run = self._trainer = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A launcher may pickle the callback; what belongs to a run stays in its process."""
+        return {**self.__dict__, "_run": None, "_trainer": None}
+
+    # ---- phases ------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        if self._run is not None:
+            self._run.meter.enter(phase)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._run is not None
+        self._run.begin_batch()
+
+    @override
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        self._enter("backward")
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        self._enter("optimizer")
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._enter("validation")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._enter("other")
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # ---- figures -----------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """On logging steps one collective, then the loggers; they write on rank 0 only."""
+        assert self._run is not None
+        if not self._run.end_batch(
+            trainer, pl_module, self.every_n_steps or trainer.log_every_n_steps
+        ):
+            return
+        in_full = list(KEYS) if self.every_statistic else SPREAD_KEYS
+        metrics = to_metrics(self._run.gather_window(), self._run.gatherer.world_size, in_full)
+        if self.per_unit:
+            units = measure_units(trainer, pl_module, self._run.source.device_type)
+            metrics.update({f"memory/unit/{name}_gib": size / GIB for name, size in units.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The run's own peaks, gathered once more; every rank gets here or none."""
+        run = self._run
+        assert run is not None
+        names, gathered = run.gather_run(trainer, pl_module)
+        self.run_spreads = spread(names, gathered)
+        if not trainer.is_global_zero:
+            return
+        if self.table:
+            print(run.table(self.run_spreads))
+        if self.report is not None:
+            data, path = run.report(pl_module, names, gathered), Path(self.report)
+            write_report(path, data)
+            if self.report_png:
+                write_png(path.with_suffix(".png"), data)
+            rank_zero_info(f"CUDAMemoryTracker: wrote {path}")
+
+    def run_figures(self) -> RunFigures:
+        """Of the fullest rank, for `AllocatorConfig.suggest`, once fitting has ended."""
+        if not self.run_spreads:
+            raise RuntimeError("run_figures: there are none before Trainer.fit has ended normally")
+        return run_figures(self._source_name, self.run_spreads)
+
+    # ---- out of memory -----------------------------------------------------------------------
+
+    def _on_cuda_oom(self, device: int, wanted: int, limit: int, free: int) -> None:
+        """torch calls this before it raises, also when the program catches the error."""
+        if self._trainer is not None and len(self.oom_reports) < 3:
+            self._report_oom(self._trainer, wanted, None)
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if not is_out_of_memory(exception) or self._run is None:
+            return
+        unit = find_unit(exception, pl_module)
+        if self.oom_reports and self.oom_reports[-1].step == trainer.global_step:
+            report = self.oom_reports[-1]  # the observer was here before, with better figures
+            report.unit = unit
+        else:
+            report = self._report_oom(trainer, parse_wanted(exception), unit)
+        if report is None:
+            return
+        log.error("CUDAMemoryTracker: %s", report.describe())
+        if hasattr(exception, "add_note"):
+            exception.add_note(report.describe())
+
+    def _report_oom(
+        self, trainer: Trainer, wanted: int | None, unit: str | None
+    ) -> OutOfMemory | None:
+        """Never raises: the out-of-memory error must reach the program, not an error of ours."""
+        assert self._run is not None
+        try:
+            report = self._run.explain_oom(
+                trainer, wanted, unit, Path(self.oom_folder or f"{trainer.default_root_dir}/oom")
+            )
+        except Exception:  # reported in full, and the original error goes on
+            log.exception("CUDAMemoryTracker: the report on an out-of-memory error failed")
+            return None
+        self.oom_reports.append(report)
+        return report
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    least = {
+        "every_n_steps": 1,
+        "history_entries": 0,
+        "leak_window": 0,
+        "leak_windows": 1,
+        "leak_growth_mib": 0,
+    }
+    for name, bound in least.items():
+        if arguments[name] is not None and arguments[name] < bound:
+            raise ValueError(f"{name}: expected at least {bound}, got {arguments[name]}")
+    share = arguments["time_share"]
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(
+            f"time_share: expected a share above 0 and at most 1, or None for no limit, got {share}"
+        )
+    if arguments["report_png"] and arguments["report"] is None:
+        raise ValueError("report_png: draws the charts of the report; give report= a path too")
+
+
+def _show_in_progress_bar(bar: Any, run: Recording) -> None:
+    """Through the bar's own figures: `self.log(prog_bar=True)` would wait for the device every
+    batch.
+    """
+    get_metrics = bar.get_metrics
+
+    @functools.wraps(get_metrics)
+    def with_memory(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        # A step that has not been read yet has no peak of its own.
+        peak = run.meter.step_peak or run.meter.last.peak_allocated
+        return {**get_metrics(*args, **kwargs), "mem": f"{peak / GIB:.1f}G"}
+
+    bar.get_metrics = with_memory
+    run.undo.append(lambda: bar.__dict__.pop("get_metrics", None))

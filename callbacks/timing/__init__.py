@@ -1,0 +1,1 @@
+"""`StepTimer`: where the time of a step goes."""

@@ -1,0 +1,274 @@
+"""The one communicator to ``torch.distributed``: every byte the engine exchanges goes through one
+of these objects.
+
+Tests substitute the object to count, delay or break a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from .exchange_log import LOOK_FOR, DivergenceError, ExchangeLog, Meeting
+from .rounding import narrow
+
+# The process group's own methods, under their names before and since torch 2.13: the functions of
+# torch.distributed around them add seven Python calls to each collective.
+_all_gather = (
+    getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+)
+_reduce_scatter = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None)
+    or dist.ProcessGroup._reduce_scatter_base
+)
+
+# a sum, unless said otherwise
+_GATHER_OPTIONS, _REDUCE_OPTIONS = (
+    AllgatherOptions(),
+    ReduceScatterOptions(),
+)
+_GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = False  # on the current stream
+
+
+class Work(Protocol):
+    """A collective in flight: one of these, or of ``torch.distributed``."""
+
+    def wait(self) -> Any:
+        """Block the host (CPU) or the current stream (CUDA) until it is over, and return its
+        result; called once.
+        """
+
+
+class Pending(Work):
+    """Has its result from the start, and waits for ``works``."""
+
+    def __init__(self, result: Tensor, works: Sequence[Work] = ()) -> None:
+        self._result = result
+        self._works = works
+
+    def wait(self) -> Tensor:
+        """See :meth:`Work.wait`."""
+        for work in self._works:
+            work.wait()
+        return self._result
+
+
+class _Shard(tuple[Tensor, Work]):
+    """As :class:`Pending`, of one work. A tuple, because that is made without a Python call, in
+    each reduction.
+    """
+
+    __slots__ = ()
+
+    def wait(self) -> Tensor:
+        """See :meth:`Work.wait`."""
+        self[1].wait()
+        return self[0]
+
+
+_OVER = Pending(torch.empty(0, device="cpu"))
+
+
+class LocalCollectives:
+    """One rank: everything is already where it belongs.
+
+    Attributes:
+        rank: among the ranks that share the model's shards, ``world_size`` in number.
+        global_rank: among all ranks: ``replicas`` groups that share shards.
+        alone: there is nobody to exchange with, and nothing to shard.
+        exchange_log: of the exchanges.
+    """
+
+    alone = True
+    rank = 0
+    world_size = 1
+    global_rank = 0
+    replicas = 1
+
+    def __init__(self) -> None:
+        self.exchange_log = ExchangeLog()
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is held between exchanges."""
+        return 0
+
+    def meet(self, meeting: Meeting) -> None:
+        """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can
+        be told.
+        """
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
+        """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at
+        ``[r * shard, (r + 1) * shard)``.
+
+        What ``wait()`` returns means nothing.
+        """
+        return _OVER
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
+        """Sum ``buffer`` [world_size * shard] over ranks; the result is this rank's shard [shard]
+        of the sum.
+
+        The result may be part of ``buffer``, which is overwritten.
+        """
+        return Pending(buffer)
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory [nbytes, uint8] that :meth:`all_gather` and :meth:`reduce_scatter` are fastest in;
+        collective.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
+        """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what
+        rank r sends here.
+        """
+        return Pending(arriving.copy_(sent))
+
+    def reduce_scatter_in(
+        self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0
+    ) -> Work:
+        """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``; ``room`` as
+        in :func:`narrow`.
+        """
+        return _RoundedSum(self, buffer, dtype, room, label)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
+        return tensor
+
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
+        """Elementwise maximum of an int64 CPU tensor [any length] over ranks; host side only, never
+        waits for a device.
+        """
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy contiguous ``tensor`` of rank ``source`` to all ranks in place."""
+        return tensor
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """``value`` of every rank, in rank order."""
+        return [value]
+
+
+class _RoundedSum(Pending):
+    """A reduce-scatter of ``buffer`` [world_size * shard] in fp32, whose summands travel in
+    ``dtype``.
+
+    Every rank's shard is rounded, the own one too, so that a sum does not depend on who computes
+    it. Sums are taken in rank order when all have arrived: they do not depend on timing.
+    """
+
+    def __init__(
+        self,
+        communicator: LocalCollectives,
+        buffer: Tensor,
+        dtype: torch.dtype,
+        room: Tensor,
+        label: int,
+    ) -> None:
+        # over what has been sent by then
+        super().__init__(buffer[: buffer.numel() // communicator.world_size])
+        arriving = buffer.view(dtype)[buffer.numel() :]
+        self._exchange = communicator.all_to_all(narrow(buffer, dtype, room), arriving, label)
+        self._world_size = communicator.world_size
+
+    def wait(self) -> Tensor:
+        """See :meth:`Work.wait`."""
+        first, *others = self._exchange.wait().view(self._world_size, -1)
+        self._result.copy_(first)
+        for summand in others:
+            self._result.add_(summand)
+        return self._result
+
+
+class GroupCollectives(LocalCollectives):
+    """Collectives of a process group (NCCL, or gloo with CUDA tensors); of one rank, too, whose
+    exchanges are real ones.
+    """
+
+    alone = False
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._group = group
+        self._control = control or group
+        self.rank = self.global_rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
+        """See :meth:`LocalCollectives.all_gather`."""
+        self.exchange_log.progress[1] += 1
+        self.exchange_log.trace.append(label)
+        work = _all_gather(
+            self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS
+        )
+        return _OVER if work is None else work
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        self.exchange_log.progress[1] += 1
+        self.exchange_log.trace.append(label)
+        own = shard = buffer.view(self.world_size, -1)[self.rank]
+        if buffer.is_complex():  # NCCL knows no complex numbers
+            own, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
+        work = _reduce_scatter(self._group, own, buffer, _REDUCE_OPTIONS)
+        return _Shard((shard, _OVER if work is None else work))
+
+    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
+        """See :meth:`LocalCollectives.all_to_all`."""
+        self.exchange_log.progress[1] += 1
+        self.exchange_log.trace.append(label)
+        # As bytes: gloo does not know every dtype.
+        dist.all_to_all_single(
+            arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group
+        )
+        return Pending(arriving)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See :meth:`LocalCollectives.all_reduce`."""
+        self.meet(Meeting.SUM)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
+        return tensor
+
+    def meet(self, meeting: Meeting) -> None:
+        """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
+        self.exchange_log.trace.append(meeting)
+
+    def require_same_label(self, label: int, rank: int, other: int) -> None:
+        """Raise if ``rank`` exchanges ``other`` and not ``label``."""
+        if other != label:
+            names = dist.get_process_group_ranks(self._group)
+            log = self.exchange_log
+            raise DivergenceError(
+                f"The ranks run different things: rank {names[self.rank]} is about to"
+                f" {log.describe(label)}, rank {names[rank]} to {log.describe(other)}. {LOOK_FOR}"
+            )
+
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        self.exchange_log.progress[1] += 1
+        self.exchange_log.trace.append(meeting)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """See :meth:`LocalCollectives.broadcast`."""
+        self.meet(Meeting.VALUES)
+        # As bytes: gloo does not know every dtype.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
+        return tensor
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """See :meth:`LocalCollectives.all_gather_object`."""
+        self.meet(Meeting.OBJECTS)
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values

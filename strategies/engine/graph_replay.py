@@ -1,0 +1,139 @@
+"""What the engine notes in Python during a step, for steps and modules that run as captured
+graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from .engine import Zero3Engine
+from .unit import Phase, Unit
+
+
+class ReplayedStep:
+    """The books of one captured forward and backward.
+
+    A graph repeats what the device did in the capture, gathers and reductions included. That is
+    right only if the slots hold what they held then, nothing is on its way, and the gradients are
+    to be added to; and afterwards the engine must know what the slots hold now. So each capture and
+    each replay stands between a ``begin_`` and an ``end_`` of this object.
+    """
+
+    def __init__(self, engine: Zero3Engine) -> None:
+        self._engine = engine
+        engine.reducer.lasting = engine.reducer.captured = True
+        # units in slots after the forward, after the backward
+        self._filled: list[list[int]] = [
+            [],
+            [],
+        ]
+        self._used: list[int] = []  # numbers of the parameters that get a gradient
+        # buffers that forward, that backward writes to
+        self._written: list[list[Tensor]] = [
+            [],
+            [],
+        ]
+
+    def begin_forward(self) -> None:
+        """The slots are empty: units that an earlier micro-batch has left there are gathered
+        again.
+        """
+        self._engine.open_step()
+        self._fill([])
+
+    @contextmanager
+    def capture_forward(self) -> Iterator[None]:
+        """Inside of the graph."""
+        versions = self._engine.buffers.versions()
+        yield
+        self._end_capture(0, versions)
+
+    def end_forward(self) -> None:
+        """The graph was replayed."""
+        self._note(0)
+
+    def open_backward(self) -> None:
+        """Inside of ``engine.backward()``, which goes on to end the pass; autograd's run, of a copy
+        of the loss, does not.
+        """
+        self._engine.passes.begin(silent=True)
+
+    def begin_backward(self, parameters: list[Tensor]) -> None:
+        """That run is over."""
+        self._fill(self._filled[0])  # a hook of the user's may have run units since
+        self._engine.reducer.zero_untouched()  # the graph adds to gradients that are there, or zero
+        for number in self._used:
+            self._engine.gradients.used[number] = 1
+
+    @contextmanager
+    def capture_backward(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Inside of the graph, around autograd's pass: what the other ranks wait for at its end is
+        captured too.
+        """
+        versions, books = self._engine.buffers.versions(), self._engine.gradients.used
+        before = bytes(books)
+        books[:] = bytes(len(books))
+        yield
+        self._engine.passes.complete()
+        self._engine.reducer.finish()  # nothing is on its way when the graph ends
+        self._end_capture(1, versions)
+        self._used = [number for number, used in enumerate(books) if used]
+        books[:] = bytes(a | b for a, b in zip(books, before, strict=True))
+
+    def end_backward(self) -> None:
+        """The graph was replayed."""
+        self._note(1)
+
+    def _join(self) -> None:
+        for unit in self._engine.units:
+            # hazard: work in a side stream that the graph does not wait for at its end
+            unit.arrive()
+
+    def _end_capture(self, part: int, versions: list[tuple[Tensor, int]]) -> None:
+        self._join()
+        self._filled[part] = [
+            unit.index for unit in self._engine.units if unit.phase is Phase.READY
+        ]
+        self._written[part] = [buffer for buffer, version in versions if buffer._version != version]
+
+    def _fill(self, filled: list[int]) -> None:
+        """Bring the units with these indices, and no others, into the slots; collective."""
+        for unit in self._engine.units:
+            if unit.index not in filled:
+                unit.release()
+        for index in filled:
+            self._engine.units[index].gather()
+        self._join()
+
+    def _note(self, part: int) -> None:
+        for unit in self._engine.units:
+            unit.replayed(unit.index in self._filled[part])
+        increment_version(self._written[part])  # seen by those who keep buffers equal on all ranks
+
+
+def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:
+    """The unit that is in its slot while ``module`` runs, which is to be captured; None if it reads
+    no gathered parameter.
+
+    Raises:
+        ValueError: there are units inside of the module, or around other modules.
+    """
+    read = set(module.parameters())
+    units = [
+        u
+        for u in engine.units
+        if not u.whole and not read.isdisjoint(entry.parameter for entry in u.entries)
+    ]
+    inside = set(module.modules()) - {module}
+    within = [unit.name for unit in units if not inside.isdisjoint(unit.members)]
+    if within or len(units) > 1:
+        names = ", ".join((within or [unit.name for unit in units])[:4])
+        raise ValueError(
+            f"its weights are gathered unit by unit ({names}) while it runs. Name modules that are"
+            " units, or are inside of one."
+        )
+    return units[0] if units else None

@@ -1,0 +1,337 @@
+"""From full gradients on every rank to summed gradient shards.
+
+Each gradient is copied into the unit's range of the reduce buffer as soon as autograd has made it,
+and dropped. When the unit's turn in backward is over, the range is reduce-scattered and this rank's
+part of the mean is added to the flat gradients. The range has the same size on every rank: what a
+rank did not use is zero there.
+
+Units that are not reduced at the same time share memory. With ``once`` each has its own, and what
+several backward passes put there stays until it is asked for: one reduction for all of them, at the
+price of a full-size fp32 gradient on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..collectives import LocalCollectives, Work, narrow
+from ..residency.given_out import storage_of
+from .chunk import Chunk
+from .layout import ArenaLayout, overlap
+from .shards import Entry, FlatGroup
+from .streams import Stream
+from .unit import Exchange, Unit
+
+
+def _dtype(chunk: Chunk) -> torch.dtype:
+    """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
+    own = chunk.master_dtype
+    return own if own in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+
+
+def tensors_in(memory: Tensor) -> int:
+    """How many tensors view the memory of this one, itself and one for who asks included."""
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+
+
+def _nbytes(unit: Unit) -> int:
+    return sum(
+        chunk.layout.numel * _dtype(chunk).itemsize for chunk in unit.chunks if chunk.trained
+    )
+
+
+class _Range:
+    """A unit's part of the reduce buffer."""
+
+    def __init__(self, unit: Unit, buffer: Tensor, region: range) -> None:
+        self.unit, self.region = unit, region
+        memory = buffer[region.start : region.start + _nbytes(unit)]
+        self.chunks: list[tuple[Chunk, Tensor]] = []
+        self.views: list[Tensor] = []  # of each trained parameter
+        self.gaps: list[Tensor] = []
+        for chunk in (chunk for chunk in unit.chunks if chunk.trained):
+            nbytes = chunk.layout.numel * _dtype(chunk).itemsize
+            part, memory = memory[:nbytes].view(_dtype(chunk)), memory[nbytes:]
+            self.chunks.append((chunk, part))
+            self.views += chunk.views(part)
+            self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
+        self.pending: list[Work] = []  # in flight
+        self.dropped = False  # what is in flight is not wanted any more
+
+
+class Reducer:
+    """Owns the reduce buffer and everything in flight out of it, in ``stream``.
+
+    Args:
+        once: room for the gradients of all units, so that they can be held.
+        wire_dtype: that fp32 gradients travel in; their own if None. Sums are in fp32 all the same.
+    """
+
+    # by number of the parameter: where its gradient goes, of the parameter's shape
+    views: list[Tensor]
+    written: (
+        bytearray  # by number of the parameter: there is a gradient already where the next one goes
+    )
+    # by index of the unit: the memory of its range is its own, until its gradients are sent
+    claimed: bytearray
+    whole = False  # gradients stay where autograd's are put
+    once = False
+    holding = False  # the backward that runs, or comes, does not reduce
+    held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
+    captured = False  # graphs write to the gradients where they are now
+    looked_at = False  # the user asks for the gradient of a flat tensor
+    apart: set[FlatGroup]  # of which no user has a flat gradient that is one still
+    # cleared gradients keep their memory: somebody has its address, or a device's allocator might
+    # cut it up
+    lasting: bool
+    inspect: Callable[[Unit, Tensor], None] | None = (
+        None  # looks at a unit's gradients before they are sent
+    )
+
+    def __init__(
+        self,
+        units: list[Unit],
+        collectives: LocalCollectives,
+        stream: Stream,
+        device: torch.device,
+        once: bool,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self._collectives, self._stream, self._wire_dtype = collectives, stream, wire_dtype
+        self.once, self.lasting = once, device.type != "cpu"
+        trained = [u for u in units if u.trained]
+        # 2: a unit's reduction overlaps the next unit's backward
+        ends = 2 if stream.on_device else 1
+        layout = ArenaLayout.build(
+            [_nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends
+        )
+        self.buffer = collectives.allocate(layout.nbytes, device)
+        self._ranges = {
+            u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)
+        }
+        views = {
+            e.number: view
+            for u in trained
+            for e, view in zip(u.trained, self._ranges[u.index].views, strict=True)
+        }
+        self.views = [views[number] for number in range(len(views))]
+        self.written, self.claimed = bytearray(len(views)), bytearray(len(units))
+        self.apart: set[FlatGroup] = set()
+        self._when_held: dict[FlatGroup, int] = {}  # `written_by_others` when gradients were held
+        self._open: list[_Range] = []
+        self._flying: _Range | None = None
+        self._mark: torch.cuda.Event | None = None
+
+    def claim(self, index: int) -> None:
+        """Free the range of the unit with this index for its gradients; collective if others are
+        reduced for it.
+        """
+        place = self._ranges[index]
+        for other in sorted(self._open, key=lambda opened: opened.unit.index):  # alike on all ranks
+            if overlap(other.region, place.region):
+                self.reduce(other.unit)
+        flying, region = self._flying, place.region  # `overlap`, without a call
+        if (
+            flying is not None
+            and flying.region.start < region.stop
+            and region.start < flying.region.stop
+        ):
+            self.finish()  # hazard: overwriting gradients that are being sent
+        self.claimed[index] = 1
+        self._open.append(place)
+
+    def reduce(self, unit: Unit) -> None:
+        """Send the unit's gradients, zeros for those that this rank does not have; collective."""
+        place = self._ranges.get(unit.index)
+        if place is None or self.holding:
+            return
+        if not self.claimed[unit.index]:
+            self.claim(unit.index)
+        if self._flying is not None:
+            self.finish()
+        if unit.announce is not None:
+            unit.announce(unit, Exchange.REDUCE)
+        for entry, view in zip(unit.trained, place.views, strict=True):
+            if not self.written[entry.number]:
+                view.zero_()
+            self.written[entry.number] = 0
+        for gap in place.gaps:
+            gap.zero_()
+        if self._stream.on_device:
+            with self._stream.fork():
+                self._send(place)
+                self._accumulate(place)
+                self._mark = self._stream.mark()
+        else:
+            self._send(place)
+        self.claimed[unit.index], self._flying = 0, place
+        self._open.remove(place)
+        if unit.announce is not None:
+            self.finish()  # ranks that assist do so at once, and may wait until all have their sums
+
+    def _send(self, place: _Range) -> None:
+        label = place.unit.labels[Exchange.REDUCE]
+        for _, part in place.chunks:
+            if self.inspect is not None:
+                self.inspect(place.unit, part)
+            if self._wire_dtype is None or part.dtype != torch.float32:
+                work = self._collectives.reduce_scatter(part, label)
+            else:
+                work = self._collectives.reduce_scatter_in(
+                    self._wire_dtype, part, self._stream.room, label
+                )
+            place.pending.append(work)
+
+    def finish(self) -> None:
+        """Wait for what is in flight and add it to the flat gradients."""
+        place, self._flying = self._flying, None
+        if place is not None:
+            self._accumulate(place)
+            if self._stream.on_device:
+                # hazard: the buffer's next gradients, or the optimizer, before the sum is there
+                self._stream.join(self._mark)
+
+    def _accumulate(self, place: _Range) -> None:
+        scale = 1.0 / (self._collectives.world_size * self._collectives.replicas)
+        pending, place.pending = place.pending, []
+        dropped, place.dropped = place.dropped, False
+        for (chunk, _), work in zip(place.chunks, pending, strict=False):
+            total = work.wait()  # [shard]
+            if dropped:
+                continue
+            for piece in chunk.owned:
+                group, part = piece.group, total[piece.inside]
+                target = (group.grad if group.allocated is None else group.allocated)[piece.place]
+                first, piece.window = piece.window != group.window, group.window
+                if target.dtype != part.dtype:
+                    part.mul_(scale)
+                    (
+                        target.copy_(part)
+                        if first
+                        else target.add_(narrow(part, target.dtype, self._stream.room))
+                    )
+                elif first:
+                    torch.mul(part, scale, out=target)
+                else:
+                    target.add_(part, alpha=scale)
+                group.uncounted += 1  # the engine's write: ranks have another number of them
+
+    def zero_untouched(self) -> None:
+        """Gradients of units that no backward reached since they were cleared are zero, not what
+        they were.
+        """
+        for place in self._ranges.values():
+            for chunk, _ in place.chunks:
+                for piece in chunk.owned:
+                    if piece.window != piece.group.window:
+                        piece.window = piece.group.window
+                        piece.group.grad[piece.place].zero_()
+                        piece.group.uncounted += 1
+
+    def is_zero(self, group: FlatGroup) -> bool:
+        """Whether the gradients of ``group`` that the optimizer sees are zero on all ranks;
+        collective.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = [
+                segment.view(group.grad)
+                for segment in group.segments
+                if segment.parameter.grad is not None
+            ]
+        return not self._collectives.all_reduce(sum(view.count_nonzero() for view in shown))
+
+    def note_held(self, groups: Sequence[FlatGroup]) -> None:
+        """Flat gradients of ``groups``, if any are held, show those of before."""
+        self._when_held = {group: group.written_by_others for group in groups} if self.held else {}
+        for group in self._when_held:
+            self.outdate(
+                group, "what a backward since has added to it is held (`reduce_once=True`)"
+            )
+
+    def drop_zeroed(self, group: FlatGroup) -> None:
+        """Drop what is held of ``group`` if `zero_grad(set_to_none=False)` has cleared those of
+        before; collective then.
+        """
+        if self._when_held[group] == group.written_by_others:
+            return
+        if not self.is_zero(group):
+            raise RuntimeError(
+                f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in"
+                " `optimizer.param_groups` between micro-batches that are reduced later"
+                " (`reduce_once=True`). Change `parameter.grad`, or clear them."
+            )
+        self.written[group.numbers] = bytes(len(group.entries))  # they go, and zeros stay
+
+    def begin_window(self, group: FlatGroup) -> None:
+        """The gradients of ``group`` were cleared, and the next ones are on their way."""
+        # one for who asks
+        if group.allocated is not None and tensors_in(group.allocated) > 2 and not self.captured:
+            group.give_back()  # who has those of before keeps them
+        if self.lasting:
+            # allocated on the compute stream, which frees it, and not on the side stream
+            _ = group.grad
+
+    def retire(self, entry: Entry) -> None:
+        """The user gives ``entry`` another gradient, or none: flat gradients that are kept do not
+        show it, and say so.
+        """
+        group = entry.group
+        if group not in self.apart and group.shows_gradients:
+            self.apart.add(group)  # until one is read again
+            self.outdate(
+                group, f"the gradient of parameter {entry.name!r} was assigned or cleared since"
+            )
+            if not self.whole:
+                self.make_way(group)  # an optimizer may have one in its state
+
+    def outdate(self, group: FlatGroup, why: str) -> None:
+        """Flat gradients that are kept are those of ``group`` no more, and say so."""
+        group.over.append(why)
+        group.over = []
+        group.show_anew()
+
+    def make_way(self, group: FlatGroup, entries: Sequence[Entry] = ()) -> None:
+        """Others are written in the place of gradients of ``group`` (of ``entries``): who has these
+        keeps them.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [
+                segment.parameter.grad
+                for segment in group.segments
+                if segment.parameter.grad is not None
+            ]
+            # itself, and one for who asks
+            ours = 2 + sum(storage_of(grad) == storage_of(group.grad) for grad in grads)
+        if tensors_in(group.grad) > ours and not self.captured:
+            group.leave()
+
+    def show(self, shown: bytes, graphs: bytes) -> None:
+        """Gradients are complete, some of ``graphs``: made with create_graph. A resting parameter's
+        are read in access.py.
+        """
+
+    def hide(self) -> None:
+        """The gradients that were shown are over."""
+
+    def changed(self) -> list[tuple[Entry, Tensor | None]]:
+        """Gradients that the user replaced since they were shown."""
+        return []
+
+    def abandon(self) -> None:
+        """After an exception: forget gradients that were not sent, and those that are on their
+        way.
+        """
+        if self._flying is not None:
+            self._flying.dropped = True  # not awaited here: the other ranks may never send
+            if self._stream.on_device:
+                # hazard: on a device its sum is on the way into gradients that are cleared next
+                self._stream.join(self._mark)
+        self.held = False
+        for place in self._open:
+            self.claimed[place.unit.index] = 0
+            for entry in place.unit.trained:
+                self.written[entry.number] = 0
+        self._open = []

@@ -1,0 +1,1 @@
+"""Evaluation and prediction on ranks that have unequal numbers of batches."""

@@ -1,0 +1,165 @@
+"""Lightning's cluster environments beside our record: theirs where they exist and agree, ours where
+they lack one.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from typing_extensions import override
+
+from .detect import detect
+from .launchers import INTEL_MPI, KUBEFLOW, MVAPICH, OPEN_MPI, VARIABLES, find_launcher
+from .world import Devices, LaunchError, Request, World, require_devices, require_requested
+
+_BY_MPI = (OPEN_MPI, MVAPICH, INTEL_MPI)
+# Those that read variables which we read too. MPIEnvironment asks mpi4py.
+_BY_VARIABLES = (KubeflowEnvironment, LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+# What LightningEnvironment and the launchers that go with it read.
+_LIGHTNINGS_VARIABLES = (
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class DetectedEnvironment(ClusterEnvironment):
+    """Processes that were started by MPI (without ``mpi4py``), or with torch's variables by a
+    launcher of another name.
+    """
+
+    def __init__(self) -> None:
+        self._world = detect(os.environ, Devices())
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self._world.main_address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self._world.main_port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return find_launcher(os.environ) in (*_BY_MPI, VARIABLES)
+
+    @override
+    def world_size(self) -> int:
+        return self._world.world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Ignored: the launcher has decided."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._world.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Ignored: the launcher has decided."""
+
+    @override
+    def local_rank(self) -> int:
+        return self._world.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self._world.node_rank
+
+
+def choose(plugin: ClusterEnvironment) -> ClusterEnvironment:
+    """The environment to use where Lightning has chosen ``plugin``."""
+    launcher = find_launcher(os.environ)
+    if type(plugin) is LightningEnvironment and launcher is KUBEFLOW:
+        return KubeflowEnvironment()
+    # Lightning takes mpirun in a SLURM job for srun, whose variables describe mpirun's own helpers.
+    if type(plugin) in (LightningEnvironment, SLURMEnvironment) and launcher in _BY_MPI:
+        return DetectedEnvironment()
+    if type(plugin) is LightningEnvironment and launcher is VARIABLES:
+        return DetectedEnvironment()
+    return plugin
+
+
+def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
+    """This process's record, which the cluster environment agrees with.
+
+    Raises:
+        LaunchError: variables, plugin, Trainer and devices contradict each other.
+    """
+    environ = dict(os.environ)
+    if type(plugin) is LightningEnvironment:
+        # Chosen by the user, where Lightning would have taken another, to start processes in spite
+        # of a launcher.
+        environ = {name: environ[name] for name in _LIGHTNINGS_VARIABLES if name in environ}
+    elif type(plugin) not in (*_BY_VARIABLES, DetectedEnvironment):
+        return _ask(plugin, devices, request)
+    world = detect(environ, devices, request)
+    theirs = {
+        "rank": plugin.global_rank(),
+        "local_rank": plugin.local_rank(),
+        "world_size": plugin.world_size(),
+    }
+    for item, value in theirs.items():
+        if getattr(world, item) != value:
+            raise LaunchError(
+                f"{type(plugin).__name__} says {item} {value}, but {world.because(item)} says"
+                f" {getattr(world, item)}. Unset the variables that another launcher or an earlier"
+                " Trainer has left, or pass the right environment to Trainer(plugins=...)."
+            )
+    return world
+
+
+def _ask(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
+    name = type(plugin).__name__
+    values = {
+        "rank": plugin.global_rank(),
+        "local_rank": plugin.local_rank(),
+        "node_rank": plugin.node_rank(),
+        "world_size": plugin.world_size(),
+        "main_address": plugin.main_address,
+        "main_port": plugin.main_port,
+    }
+    world = World(
+        launcher=name,
+        **values,
+        local_world_size=request.processes,
+        device_type=devices.type,
+        backend=request.backend or devices.backend,
+        why=(
+            ("launcher", "Trainer(plugins=...)"),
+            *((item, f"{name} says {value}") for item, value in values.items()),
+            ("local_world_size", f"Trainer(devices={request.processes})"),
+            ("device_type", f"{devices.count} x {devices.type} visible"),
+            (
+                "backend",
+                (
+                    "process_group_backend"
+                    if request.backend
+                    else f"torch's default for {devices.type}"
+                ),
+            ),
+        ),
+    )
+    require_requested(world, request)
+    require_devices(world, devices)
+    return world

@@ -1,0 +1,315 @@
+"""``python -m lightning_zero3 env``: where this process runs, as a table or as JSON; under a
+launcher, all ranks in one table.
+
+Differences that matter (versions, devices, variables) are marked. Nothing is trained, and no
+process group is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .detect import detect
+from .host import cpus_of_numa_node, numa_node_of, online_cpus, visible_devices
+from .preflight import package_version
+from .rendezvous import open_store
+from .world import LaunchError, World
+
+DESCRIPTION = (
+    "show where this process runs; under torchrun, srun or mpirun all ranks in one table, with what"
+    " differs"
+)
+
+# Variables that decide how processes are started, meet, and use the machine.
+_VARIABLES = (
+    *(
+        "CUDA_",
+        "FI_",
+        "GLOO_",
+        "JSM_",
+        "KMP_",
+        "LSB_",
+        "MASTER_",
+        "MKL_",
+        "MPI_LOCAL",
+        "MV2_COMM_",
+        "NCCL_",
+        "NVIDIA_VISIBLE",
+    ),
+    *("OMPI_COMM_", "OMP_", "PET_", "PL_", "PMI_", "PYTORCH_", "SLURM_", "TORCH", "UCX_"),
+    *(
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "RANK",
+        "WORLD_SIZE",
+    ),
+)
+# Items in which ranks are expected to differ, and ends of names of such.
+_OWN = (
+    "rank",
+    "local_rank",
+    "node_rank",
+    "pid",
+    "hostname",
+    "free_gib",
+    "memory_available_gib",
+    "RANK",
+)
+_OWN_ENDS = ("_RANK", "_PID", "ERROR_FILE", "GTIDS", "LOCALID", "NODEID", "PROCID", "RANKID")
+_OWN_SECTIONS = ("why", "addresses")
+
+Facts = dict[str, dict[str, Any]]  # section -> item -> value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=30.0,
+        help="seconds to wait for the other ranks (default: 30)",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print on rank 0; 1 if this process was started in a way that cannot work, or ranks are
+    missing.
+    """
+    problem, world = "", None
+    try:
+        world = detect(os.environ, visible_devices())
+    except LaunchError as error:
+        problem = str(error)
+    everyone = {world.rank if world is not None else 0: collect(world)}
+    if world is not None and world.world_size > 1:
+        try:
+            everyone = _gather(world, everyone[world.rank], arguments.timeout)
+        except LaunchError as error:
+            problem = str(error)
+        missing = sorted(set(range(world.world_size)) - everyone.keys())
+        if not problem and missing and world.rank == 0:
+            problem = (
+                f"Ranks {missing} of {world.world_size} did not come within"
+                f" {arguments.timeout:g} s."
+            )
+    if world is None or world.rank == 0 or problem:
+        marked = differences(everyone)
+        if arguments.json:
+            print(
+                json.dumps(
+                    {"problem": problem or None, "differs": marked, "ranks": everyone},
+                    indent=1,
+                    default=str,
+                )
+            )
+        else:
+            _print_table(everyone, marked, problem)
+    return 1 if problem else 0
+
+
+# ---- facts
+# --------------------------------------------------------------------------------------------------
+
+
+def collect(world: World | None) -> Facts:
+    """What can be known without the other ranks."""
+    record: dict[str, Any] = {}
+    if world is not None:
+        record = {key: value for key, value in asdict(world).items() if key != "why"}
+    return {
+        "process": {**record, "pid": os.getpid(), "hostname": socket.gethostname()},
+        "why": dict(world.why) if world is not None else {},
+        "versions": _versions(),
+        "host": _host(),
+        "devices": _devices(world),
+        "network": {name: _state_of(name) for _, name in socket.if_nameindex()},
+        "addresses": {name: _address_of(name) for _, name in socket.if_nameindex()},
+        "variables": {
+            name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)
+        },
+    }
+
+
+def _versions() -> dict[str, Any]:
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    return {
+        "lightning_zero3": package_version("lightning-zero3"),
+        "lightning": package_version("lightning"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "backends": ", ".join(
+            b for b in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(b)
+        ),
+    }
+
+
+def _host(proc: Path = Path("/proc")) -> dict[str, Any]:
+    lines = (proc / "meminfo").read_text().splitlines() if (proc / "meminfo").exists() else []
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    allowed = (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
+    nodes = {n: cpus for n in range(64) if (cpus := cpus_of_numa_node(n))}
+    return {
+        "memory_gib": round(kib.get("MemTotal", 0) / 2**20, 1),
+        "memory_available_gib": round(kib.get("MemAvailable", 0) / 2**20, 1),
+        "cpus": len(online_cpus()),
+        "cpus_allowed": len(allowed),
+        "threads": torch.get_num_threads(),
+        "numa_nodes": (
+            ", ".join(
+                f"{n}: {len(cpus)} CPUs, {len(cpus & allowed)} allowed" for n, cpus in nodes.items()
+            )
+            or None
+        ),
+    }
+
+
+def _devices(world: World | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        p = torch.cuda.get_device_properties(device)
+        where = f"compute {p.major}.{p.minor}, NUMA node {numa_node_of(device)}"
+        found[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.1f} GiB, {where}"
+    if found and world is not None and world.device_type == "cuda":
+        try:
+            # opens a context: on its own
+            found["free_gib"] = round(torch.cuda.mem_get_info(world.local_rank)[0] / 2**30, 1)
+        except RuntimeError as error:  # another process has it for itself, or all of its memory
+            found["free_gib"] = f"unknown: {str(error).splitlines()[0]}"
+    return found or {"cpu": platform.processor() or platform.machine()}
+
+
+def _state_of(interface: str, sys_net: Path = Path("/sys/class/net")) -> str:
+    state, speed = sys_net / interface / "operstate", sys_net / interface / "speed"
+    try:
+        mbit = int(speed.read_text())
+    except (OSError, ValueError):  # virtual interfaces have no speed, or -1
+        mbit = -1
+    text = state.read_text().strip() if state.exists() else "state unknown"
+    return f"{text}, {mbit} Mbit/s" if mbit > 0 else text
+
+
+def _address_of(interface: str) -> str | None:
+    """IPv4 address by Linux's SIOCGIFADDR."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+# ---- all ranks -----------------------------------------------------------------------------------
+
+
+def _gather(world: World, mine: Facts, timeout_s: float) -> dict[int, Facts]:
+    """Everyone's facts on rank 0, one's own elsewhere; ranks that do not come are left out."""
+    store = dist.PrefixStore("env", open_store(world, timedelta(seconds=timeout_s)))
+    store.set(f"facts {world.rank}", json.dumps(mine, default=str))
+    until = time.monotonic() + timeout_s
+    awaited = [f"facts {r}" for r in range(world.world_size)] if world.rank == 0 else ["done"]
+    try:
+        while time.monotonic() < until and not store.check(awaited):
+            time.sleep(0.05)
+    except RuntimeError:
+        if world.rank == 0:
+            raise  # to others rank 0, which serves the store, has ended: it has all it needs
+    if world.rank != 0:
+        return {world.rank: mine}
+    found = {r: json.loads(store.get(key)) for r, key in enumerate(awaited) if store.check([key])}
+    store.set("done", "")
+    return found
+
+
+def differences(everyone: Mapping[int, Facts]) -> list[str]:
+    """Names, "section.item", of what is not the same on all ranks and should be."""
+    return [
+        f"{section}.{item}"
+        for section, item in _items(everyone)
+        if section not in _OWN_SECTIONS
+        and not (item in _OWN or item.endswith(_OWN_ENDS))
+        and len({str(facts[section].get(item)) for facts in everyone.values()}) > 1
+    ]
+
+
+def _items(everyone: Mapping[int, Facts]) -> list[tuple[str, str]]:
+    return list(
+        dict.fromkeys(
+            (s, i) for facts in everyone.values() for s, items in facts.items() for i in items
+        )
+    )
+
+
+def _print_table(everyone: Mapping[int, Facts], marked: list[str], problem: str) -> None:
+    table = Table(title=f"{len(everyone)} rank(s)", title_justify="left")
+    for name in ("", "item", "value", "decided by"):
+        table.add_column(name, overflow="fold")
+    section_before = ""
+    for section, item in _items(everyone):
+        if section == "why":
+            continue
+        if section != section_before:
+            table.add_section()
+            table.add_row("", f"[bold]{section}", "", "")
+            section_before = section
+        values = {rank: facts[section].get(item) for rank, facts in everyone.items()}
+        why = (
+            {rank: facts["why"].get(item, "") for rank, facts in everyone.items()}
+            if section == "process"
+            else {}
+        )
+        differs = f"{section}.{item}" in marked
+        table.add_row("[red]differs" if differs else "", item, _by_rank(values), _by_rank(why))
+    console = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 150)
+    console.print(table)
+    if problem:
+        console.print(problem, markup=False, soft_wrap=True)
+
+
+def _by_rank(values: Mapping[int, Any]) -> str:
+    """One value if all have the same, else each with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault("-" if value is None else str(value), []).append(rank)
+    if len(ranks) < 2:
+        return escape("".join(ranks))
+    return escape(
+        "\n".join(f"{','.join(map(str, owners))}: {value}" for value, owners in ranks.items())
+    )

@@ -1,0 +1,201 @@
+"""The roll call before a process group starts: every rank is there once, and all are alike, or all
+say what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from .world import LaunchError, World
+
+_log = logging.getLogger(__name__)
+
+_EXPLAIN_AFTER_S = 20.0
+# what all ranks must agree in
+_ALIKE = (
+    "torch",
+    "lightning",
+    "lightning_zero3",
+    "backend",
+    "world_size",
+)
+
+
+def describe_process(
+    world: World, backend: str, device: torch.device | None = None
+) -> dict[str, object]:
+    """What the others check about this process."""
+    cuda = device is not None and device.type == "cuda"
+    return {
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "torch": torch.__version__,
+        "lightning": package_version("lightning"),
+        "lightning_zero3": package_version("lightning-zero3"),
+        "backend": backend,
+        "device": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
+        "born_ns": time.time_ns(),  # tells two processes of one pid apart, on hosts of one name
+    }
+
+
+def package_version(package: str) -> str:
+    """Of an installed distribution, or "not installed"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline: float) -> None:
+    """Wait until every rank is there once, and all are alike; rank 0 looks, and all get its
+    verdict.
+
+    Args:
+        store: of this roll call alone.
+        world: who this process is.
+        card: what it tells the others.
+        deadline: on ``time.monotonic``.
+
+    Raises:
+        LaunchError: naming the ranks and what is wrong with them, on every rank that is there.
+    """
+    try:
+        _answer(store, world, card)
+        if world.rank == 0:
+            problem = _look(store, world, deadline)
+            store.set("verdict", json.dumps([problem, world.world_size]))
+        else:
+            problem = _listen(store, world, deadline)
+    except RuntimeError as error:
+        if isinstance(error, LaunchError):
+            raise
+        raise LaunchError(
+            f"Rank {world.rank} lost its connection to rank 0 at {world.meeting_point} before"
+            f" training began; rank 0's own output says why. torch says: {error}"
+        ) from error
+    if problem:
+        if world.rank == 0:
+            _wait(
+                lambda: store.add("heard", 0) >= world.world_size - 1, time.monotonic() + 1, world
+            )
+        raise LaunchError(problem)
+
+
+def _answer(store: dist.Store, world: World, card: dict[str, object]) -> None:
+    mine = json.dumps(card, sort_keys=True)
+    there = store.compare_set(f"rank {world.rank}", "", mine).decode()
+    if there == mine:
+        return
+    text = (
+        f"Two processes are rank {world.rank}: {_name(json.loads(there))} and {_name(card)}. RANK"
+        f" is set twice alike, or two runs share {world.meeting_point}. Give every process a rank"
+        " of its own and every run a port of its own."
+    )
+    store.set("doubled", text)
+    raise LaunchError(text)
+
+
+def _look(store: dist.Store, world: World, deadline: float) -> str:
+    """What is wrong with the ranks, empty if nothing is."""
+    ranks = range(world.world_size)
+    with explained(f"Not all of {world.world_size} ranks have come to {world.meeting_point}"):
+        complete = _wait(
+            lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["doubled"]),
+            deadline,
+            world,
+        )
+    if store.check(["doubled"]):
+        return store.get("doubled").decode()
+    present = [r for r in ranks if store.check([f"rank {r}"])]
+    cards = {r: json.loads(store.get(f"rank {r}")) for r in present}
+    if not complete:
+        missing = [r for r in ranks if r not in cards]
+        hosts = sorted({str(card["host"]) for card in cards.values()})
+        return (
+            f"Ranks {missing} of {world.world_size} ({world.because('world_size')}) did not come to"
+            f" {world.meeting_point} in time; ranks {present} did, from {', '.join(hosts)}. Look at"
+            " the output of the missing ones, or start fewer."
+        )
+    return _compare(cards)
+
+
+def _compare(cards: dict[int, dict[str, object]]) -> str:
+    first = cards[0]
+    for rank, card in cards.items():
+        for item in _ALIKE:
+            theirs = card.get(item)  # another version may not tell it
+            if theirs != first[item]:
+                return (
+                    f"Rank {rank} ({_name(card)}) has {item} {theirs}, but rank 0 ({_name(first)})"
+                    f" has {first[item]}. All ranks need the same: install it alike on every node,"
+                    " or correct the launch command."
+                )
+    owners: dict[object, int] = {}
+    for rank, card in cards.items():
+        other = owners.setdefault(card["device"], rank)
+        if card["device"] is not None and other != rank:
+            return (
+                f"Ranks {other} ({_name(cards[other])}) and {rank} ({_name(card)}) use one GPU,"
+                f" {card['device']}. Give each process on a node a LOCAL_RANK of its own, and"
+                " CUDA_VISIBLE_DEVICES alike."
+            )
+    return ""
+
+
+def _listen(store: dist.Store, world: World, deadline: float) -> str:
+    with explained(f"Rank {world.rank} waits for the other ranks at {world.meeting_point}"):
+        # Rank 0 has the same deadline and names who is missing; leave it the time to say so.
+        if not _wait(lambda: store.check(["verdict"]), deadline + 5, world):
+            return (
+                f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Its own output"
+                " says why."
+            )
+    problem, world_size = json.loads(store.get("verdict"))
+    store.add("heard", 1)
+    if not problem and world_size != world.world_size:
+        return (
+            f"Rank {world.rank} counts {world.world_size} processes"
+            f" ({world.because('world_size')}), rank 0 {world_size}."
+        )
+    return problem
+
+
+def _wait(done: Callable[[], bool], deadline: float, world: World) -> bool:
+    began, least = time.monotonic(), max(0.002, 1e-4 * world.world_size)  # all ask one store
+    while not done():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        time.sleep(min(max(least, (now - began) / 50), 0.25))  # at most 2% of the wait is lost
+    return True
+
+
+def _name(card: dict[str, object]) -> str:
+    return f"process {card['pid']} on {card['host']}"
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say what this process waits for, if it takes long."""
+    timer = threading.Timer(
+        _EXPLAIN_AFTER_S, _log.warning, [f"{what}, after {_EXPLAIN_AFTER_S:g} s; still trying."]
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

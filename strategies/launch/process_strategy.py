@@ -1,0 +1,385 @@
+"""The processes of a run: who they are, how they are started, and what they tell each other on
+behalf of Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.call import _interrupt
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from ..collectives import CollectiveTimer, LocalCollectives, Meeting
+from .cluster_environment import choose, identify
+from .detect import told_variables
+from .host import bind_to_numa_node, limit_threads, visible_devices
+from .rendezvous import end_process_group, listen, serve_at, start_process_group
+from .signals import AgreedSignals
+from .world import LaunchError, Request, World
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+def _finds_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
+    """Whether the process that launches is to choose where all will meet.
+
+    Raises:
+        LaunchError: it is on one of several nodes, and each would choose another port.
+    """
+    if type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ:
+        return False
+    if nodes > 1:
+        raise LaunchError(
+            f"Trainer(num_nodes={nodes}) starts processes on each node, but MASTER_PORT is not set:"
+            " they would wait for each other at different ports. Set it to a free port of rank 0's"
+            " host, and MASTER_ADDR to that host, alike on all nodes (and NODE_RANK to each one's"
+            " number), or start with torchrun."
+        )
+    return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    rank_zero_info(line)
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """This process becomes rank 0 and starts the others; Lightning's finds a port, closes it, and
+    hopes.
+    """
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _finds_port(self.cluster_environment, self.num_nodes):
+            os.environ["MASTER_PORT"] = str(serve_at(listen()))
+        try:
+            return super().launch(function, *args, **kwargs)
+        except BaseException:
+            if not _distributed_is_initialized():  # nobody will be there whom they could wait for
+                self.kill(signal.SIGTERM)
+            raise
+
+
+class _ForkLauncher(_MultiProcessingLauncher):
+    """The processes inherit the open port, or are sent it; rank 0 serves there."""
+
+    _listener: socket.socket | None = None
+    put_back: Callable[[], None] | None = (
+        None  # what was taken from the trainer for the time that it handles an error
+    )
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.restore()
+        try:
+            with self._port():
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self.kill(signal.SIGTERM)
+            # it would save from here, which is no rank: the ranks have saved, if they could
+            if trainer is not None:
+                self.put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
+                trainer.callbacks = [
+                    callback
+                    for callback in trainer.callbacks
+                    if not isinstance(callback, Checkpoint)
+                ]
+            raise
+
+    def restore(self) -> None:
+        """The trainer has all its callbacks again."""
+        if self.put_back is not None:
+            self.put_back()
+            self.put_back = None
+
+    @contextmanager
+    def _port(self) -> Iterator[None]:
+        assert isinstance(self._strategy, ProcessStrategy)
+        if not _finds_port(self._strategy.cluster_environment, self._strategy.num_nodes):
+            yield
+            return
+        try:
+            with listen() as self._listener:
+                yield
+        finally:
+            self._listener = None
+            # Lightning's: the next launch shall have a port of its own
+            os.environ.pop("MASTER_PORT", None)
+
+    @override
+    def _wrapping_function(
+        self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            os.environ["MASTER_PORT"] = str(
+                serve_at(listener) if process_idx == 0 else listener.getsockname()[1]
+            )
+            if process_idx:
+                listener.close()
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except BaseException as error:
+            # Lightning does this in the process that called `fit` alone, which is no rank
+            if trainer is not None:
+                _interrupt(trainer, error)
+                trainer._teardown()
+            if isinstance(error, KeyboardInterrupt) or (
+                isinstance(error, SystemExit) and not error.code
+            ):
+                raise SystemExit(
+                    1
+                ) from error  # SIGTERM's too: that process would wait for a result for ever
+            raise
+
+
+class ProcessStrategy(ParallelStrategy):
+    """One process for each device, as ``ddp`` has them; knows nothing of models. Defaults are the
+    subclass's.
+    """
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        start_method: StartMethod,
+        start_timeout: timedelta,
+        cpu_affinity: bool,
+    ) -> None:
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
+        self._cluster_environment = (
+            cluster_environment  # one that the user passes is never replaced
+        )
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method: StartMethod = start_method
+        self._communicator: LocalCollectives | None = (
+            None  # once the model is sharded: all that ranks do together is told apart
+        )
+        self._timer: CollectiveTimer | None = None
+        self._start_timeout = start_timeout
+        self._cpu_affinity = cpu_affinity
+        self._signals: AgreedSignals | None = None
+        self.world: World | None = None  # who this process is, from `setup_environment` on
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """How processes find each other: Lightning's, or ours for launchers that Lightning does not
+        know.
+        """
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, cluster_environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = (
+            None if cluster_environment is None else choose(cluster_environment)
+        )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning shards data and synchronises logged values for strategies that say so."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the process group."""
+        return self._process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero utilities who this process is."""
+        try:
+            if self.cluster_environment is not None:
+                self.cluster_environment.set_global_rank(
+                    self.node_rank * self.num_processes + self.local_rank
+                )
+                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            # Some environments ignore the setter: ask them.
+            rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        except ValueError as error:
+            raise LaunchError(
+                f"A variable of the launcher is no whole number ({error})."
+                f" {told_variables(os.environ)}"
+            ) from error
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method != "popen":
+            # an earlier fit's in this process: its threads would be missing in a fork
+            end_process_group()
+            self._launcher = _ForkLauncher(self, start_method=self._start_method)
+        elif (
+            not self.cluster_environment.creates_processes_externally
+            and self.num_processes * self.num_nodes > 1
+        ):
+            if _IS_INTERACTIVE:
+                raise LaunchError(
+                    f'Trainer(strategy="zero3", devices={self.num_processes}) runs the script again'
+                    ' in every process, which a notebook cannot. Use strategy="zero3_notebook", or'
+                    ' Zero3Strategy(start_method="fork").'
+                )
+            self._launcher = _ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.cluster_environment is not None and self.parallel_devices is not None
+        self.set_world_ranks()
+        request = Request(
+            self.num_processes,
+            self.num_nodes,
+            self._start_method,
+            bool(_IS_INTERACTIVE),
+            self._process_group_backend,
+        )
+        self.world = identify(
+            self.cluster_environment, visible_devices(self.parallel_devices[0].type), request
+        )
+        if self.world.launcher == "torchrun":
+            self.num_nodes = self.world.num_nodes
+        super().setup_environment()
+        reset_seed()
+        limit_threads(self.world.local_world_size)
+        if self._cpu_affinity:
+            bind_to_numa_node(self.root_device)
+        self._process_group_backend = self.world.backend
+        device = self.root_device if self.root_device.type != "cpu" else None
+        start_process_group(
+            self.world, self.world.backend, self._timeout, self._start_timeout, device
+        )
+        if self.world.world_size > 1:  # for users' own tools; torchrun has set them already
+            os.environ.update(
+                MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port)
+            )
+        _say_once(
+            f"zero3: {self.world.world_size} rank(s) on {self.world.num_nodes} node(s),"
+            f" {self.world.backend}, started by {self.world.launcher}"
+        )
+        assert self.lightning_module is not None
+        self._signals = AgreedSignals.take_over(self.lightning_module.trainer)
+
+    @override
+    def teardown(self) -> None:
+        # Not super().teardown(), which would move the module's resting parameters to the CPU.
+        if isinstance(self._launcher, _ForkLauncher):
+            self._launcher.restore()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        module = self.lightning_module
+        if module is not None and module._trainer is not None and module._trainer.interrupted:
+            end_process_group(failed=True)  # else at exit: users gather and save after `fit`
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._wait_for_all(Meeting.BARRIER)
+
+    def _wait_for_all(self, meeting: Meeting) -> None:
+        if _distributed_is_initialized():
+            self._meet(meeting)
+            dist.barrier(
+                device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None
+            )
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        self._meet(Meeting.OBJECTS)
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=dist.group.WORLD)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
+            # Lightning would divide in integers, and a metric's batch sizes differ on uneven ranks.
+            tensor = tensor.double()
+        self._meet(Meeting.SUM)
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self._meet(Meeting.VALUES)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _meet(self, meeting: Meeting) -> None:
+        # A rank that waits here for others that gather a weight would wait for ever.
+        if self._communicator is not None and _distributed_is_initialized():
+            self._communicator.meet(meeting)
+
+    def communication_seconds(self) -> float:
+        """Time in gathers, reductions and agreements on this rank since the first call, by a
+        ``CollectiveTimer``.
+
+        The first call begins to measure, after the model has been set up.
+        """
+        if self._communicator is None:
+            return 0.0
+        if self._timer is None or self._timer.communicator is not self._communicator:
+            self._timer = CollectiveTimer(self._communicator, self.root_device)
+        return self._timer.seconds()

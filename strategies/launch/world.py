@@ -1,0 +1,136 @@
+"""The record of one process among those of a run, and what it is held against. Strings and integers
+only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class LaunchError(RuntimeError):
+    """The processes of this run were started in a way that cannot work."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What this process can compute on: the type of torch's devices, how many it sees, and torch's
+    backend for them.
+    """
+
+    type: str = "cpu"
+    count: int = 1
+    backend: str = "gloo"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the Trainer was asked for: ``devices``, ``num_nodes``, how to start processes if need
+    be, and a backend if given.
+    """
+
+    processes: int = 1
+    nodes: int = 1
+    start_method: str = "popen"
+    interactive: bool = False
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those of a run.
+
+    Attributes:
+        launcher: "single", "torchrun", "slurm", "openmpi", "mvapich", "intelmpi", "lsf",
+            "kubeflow", "variables" (RANK and so on without a launcher's name), "subprocess"
+            (Lightning ran the script again), "spawn", "notebook", or the name of a
+            ClusterEnvironment of the user's.
+        rank: number of this process among all.
+        local_rank: among those of its node.
+        node_rank: number of its node.
+        world_size: processes in all.
+        local_world_size: on this node.
+        main_address: host of rank 0, where processes meet.
+        main_port: its port; 0 stands for any that is free.
+        device_type: as in ``torch.device(...).type``.
+        backend: of the process group.
+        why: for each of the above, the variable and value (or the rule) that decided.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    main_address: str
+    main_port: int
+    device_type: str
+    backend: str
+    why: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for small, large in (("rank", "world_size"), ("local_rank", "local_world_size")):
+            if not 0 <= getattr(self, small) < getattr(self, large):
+                raise LaunchError(
+                    f"{small} {getattr(self, small)} ({self.because(small)}) is none of the {large}"
+                    f" {getattr(self, large)} ({self.because(large)}), which are numbered from 0."
+                    " Correct the variable, or unset it where another launcher has left it."
+                )
+        if self.local_world_size > self.world_size:
+            raise LaunchError(
+                f"This node has {self.local_world_size} processes"
+                f" ({self.because('local_world_size')}), but there are {self.world_size} in all"
+                f" ({self.because('world_size')}). Unset the variable that is left over."
+            )
+        if not 0 <= self.main_port < 2**16:
+            raise LaunchError(
+                f"{self.because('main_port')} is not a port. Set MASTER_PORT to a number from 1024"
+                " to 65535."
+            )
+
+    def because(self, item: str) -> str:
+        """What decided ``item``: a variable and its value, or a rule."""
+        return dict(self.why).get(item, "given")
+
+    @property
+    def meeting_point(self) -> str:
+        """Address and port of rank 0, and where they come from."""
+        return (
+            f"{self.main_address}:{self.main_port} ({self.because('main_address')};"
+            f" {self.because('main_port')})"
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, if all have as many processes as this one."""
+        return -(-self.world_size // self.local_world_size)
+
+
+def require_requested(world: World, request: Request) -> None:
+    """Raise :class:`LaunchError` unless the Trainer asks for what was started.
+
+    torchrun has the last word on the number of nodes, which changes when a node joins or leaves.
+    """
+    asked = request.processes * request.nodes
+    elastic = world.launcher == "torchrun" and request.processes == world.local_world_size
+    if asked != world.world_size and not elastic:
+        raise LaunchError(
+            f"{world.launcher} started {world.world_size} processes"
+            f" ({world.because('world_size')}), but Trainer(devices={request.processes},"
+            f" num_nodes={request.nodes}) asks for {asked}. Use"
+            f" Trainer(devices={world.local_world_size}, num_nodes={world.num_nodes}), or start"
+            f" {asked} processes."
+        )
+
+
+def require_devices(world: World, devices: Devices) -> None:
+    """Raise :class:`LaunchError` if two processes would share a device."""
+    if devices.type != "cpu" and world.local_world_size > devices.count:
+        raise LaunchError(
+            f"{world.local_world_size} processes on this node"
+            f" ({world.because('local_world_size')}), but this one sees {devices.count}"
+            f" {devices.type} device(s). Start fewer, or let every process see all devices of its"
+            " node (CUDA_VISIBLE_DEVICES alike for all; SLURM: --gpu-bind=none)."
+        )

@@ -1,0 +1,3 @@
+"""How an optimizer may step: on shards, on whole parameters, or not at all. And its param
+groups.
+"""

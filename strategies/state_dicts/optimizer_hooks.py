@@ -1,0 +1,67 @@
+"""What an optimizer's own code does where ``state_dict`` and ``load_state_dict`` of torch would ask
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+
+NO_STATES = (
+    "it has no optimizer states: those of the last `fit` are gone, as they are when a `validate`,"
+    " `test` or `predict` begins, or spawned processes have ended, so no `fit` can go on from this"
+    " file. Save before that, or, where weights are all you want, with `weights_only=True`."
+)
+_TOLD: WeakSet[type[Optimizer]] = WeakSet()
+
+
+def ask_hooks(optimizer: Optimizer, kind: str, *state: dict[str, Any]) -> Any:
+    """What the user's hooks make of ``state``, in the order of torch. This package's own are about
+    other states.
+    """
+    for hook in vars(optimizer).get(f"_optimizer_{kind}_hooks", {}).values():
+        if not getattr(hook, "__module__", "").startswith(__name__.partition(".")[0]):
+            changed = hook(optimizer, *state)
+            state = (changed,) if state and changed is not None else state
+    return state[0] if state else None
+
+
+def finish_loading(optimizer: Optimizer) -> None:
+    """Let its own code at what was loaded, as ``torch.optim.Optimizer.load_state_dict`` does; when
+    all is read.
+    """
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    ask_hooks(optimizer, "load_state_dict_post")
+
+
+def remarks_on_methods(optimizer: Optimizer) -> list[str]:
+    """What to say, once, if its class saves or loads in a way of its own."""
+    cls = type(optimizer)
+    own = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if getattr(cls, name) is not getattr(Optimizer, name)
+    ]
+    if not own or cls in _TOLD:
+        return []
+    _TOLD.add(cls)
+    return [
+        f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3 does"
+        " not call: only `state` and `param_groups` of optimizers are saved and loaded. Keep what"
+        " belongs to no parameter in `state`, under a string, and adjust what was loaded in"
+        " `__setstate__`."
+    ]
+
+
+def require_as_many(states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+    """Raise a ValueError unless each optimizer has a state, or none has."""
+    if states and len(states) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint has the states of {len(states)} optimizers, and `configure_optimizers`"
+            f" returns {len(optimizers)}. Return as many, or start all anew, without the"
+            " checkpoint's learning-rate schedules: in `on_load_checkpoint`,"
+            ' `checkpoint["optimizer_states"] = []` and `checkpoint["lr_schedulers"] = []`.'
+        )

@@ -1,0 +1,157 @@
+"""States of the random generators: capture, restore, derive, synchronize.
+
+Four generators count: python's ``random``, numpy's global one, torch's CPU generator and the
+current CUDA device's. A state is a dict of tensors and numbers only, so that ``torch.load`` reads
+it with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+State = dict[str, Any]
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*keys: int) -> int:
+    """Mix integers into one seed of 63 bits (splitmix64; equal on every platform and process)."""
+    state = 0
+    for key in keys:
+        state = (state + 0x9E3779B97F4A7C15 + (key & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators, the current CUDA device's only if CUDA is in use already."""
+    seed_cpu(seed)
+    if _cuda_in_use():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed python, numpy and torch's CPU generator."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # Not torch.manual_seed: it asks every accelerator backend too, which costs 100 times as much.
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give each rank a dropout and augmentation stream of its own, reproducible from the seed.
+
+    Call it after the weights were initialised, which needs equal generators on all ranks. Rank 0
+    keeps its generators, so that a run on one rank draws the same numbers with and without us.
+    """
+    if rank > 0:
+        seed_all(derive_seed(seed, rank))
+
+
+def capture() -> State:
+    """The states of all generators of this process."""
+    version, keys, gauss = random.getstate()
+    _, np_keys, pos, has_gauss, cached = np.random.get_state()
+    state: State = {
+        "python": {
+            "version": version,
+            "keys": torch.tensor(keys, dtype=torch.int64, device="cpu"),  # [625]
+            "gauss": gauss,
+        },
+        "numpy": {
+            # As int64: torch.load refuses numpy arrays by default.
+            "keys": torch.from_numpy(np.asarray(np_keys).astype(np.int64)),  # [624]
+            "pos": int(pos),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if _cuda_in_use():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: State) -> None:
+    """Put every generator in ``state`` back to where it was."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, numpy["pos"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def mark(device: bool = False) -> Callable[[], None]:
+    """Remember where the generators are, the current CUDA ``device``'s too; the result puts them
+    back. Takes microseconds.
+    """
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if device and _cuda_in_use() else None
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    return put_back
+
+
+@contextmanager
+def scoped(seed: int | None = None) -> Iterator[None]:
+    """Run a block, seeded or not, that leaves python's, numpy's and torch's CPU state untouched."""
+    put_back = mark()
+    try:
+        if seed is not None:
+            seed_cpu(seed)
+        yield
+    finally:
+        put_back()
+
+
+def gather_states() -> list[State]:
+    """The states of every rank, on every rank. A collective."""
+    if not dist.is_initialized():
+        return [capture()]
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, capture())
+    return states
+
+
+def restore_rank(states: Sequence[State], rank: int, seed: int, step: int) -> None:
+    """Restore this rank's state, or derive one if there were fewer ranks."""
+    if rank < len(states):
+        restore(states[rank])
+    else:
+        seed_all(derive_seed(seed, rank, step))
+
+
+def synchronize(names: Sequence[str]) -> None:
+    """Set these generators ("torch", "cuda", "numpy", "python") of all ranks to rank 0's state. A
+    collective.
+
+    From there on all ranks draw the *same* dropout masks, and the same augmentation in the main
+    process, for their different samples, which correlates the ranks' gradients. Seldom wanted; the
+    order of samples does not need it.
+    """
+    if not dist.is_initialized():
+        return
+    mine = capture()
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, {name: mine[name] for name in names if name in mine})
+    restore({**mine, **states[0]})
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

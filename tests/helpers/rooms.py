@@ -1,0 +1,259 @@
+"""The rooms of the package: what each may import, and how large it may be.
+
+    python tests/helpers/rooms.py    # rooms with their tokens; writes the picture in ARCHITECTURE.md
+
+A room is a folder of `strategies/` or `callbacks/`, or a file that stands beside them. Its size is
+counted in tokens of Python code, without comments and docstrings, which formatting does not change.
+"""
+
+import ast
+import io
+import tokenize
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURE = ROOT / "docs" / "ARCHITECTURE.md"
+BEGIN, END = "<!-- rooms: written by tests/helpers/rooms.py -->", "<!-- end of rooms -->"
+
+
+@dataclass(frozen=True)
+class Room:
+    """One row of the table."""
+
+    name: str  # its path below the root, without ".py"
+    about: str
+    uses: str = ""  # the rooms that it imports from, each of which stands in a row above
+    packages: str = "torch"  # what it may import beside the standard library
+    private_to: str = ""  # the only room that may import it, if there is one
+    tokens: int = 0  # the most that it may have
+
+
+_LIGHTNING = "torch lightning typing_extensions"
+
+# Imports go up in this table, never down.
+ROOMS = [
+    Room(
+        "strategies/support",
+        "collector pauses, thread stacks, RNG states",
+        packages="torch numpy",
+        tokens=1_070,
+    ),
+    Room("strategies/collectives", "every exchange between ranks", tokens=9_301),
+    Room(
+        "strategies/residency",
+        "parameters whose values are elsewhere",
+        packages="torch numpy",
+        private_to="strategies/engine",
+        tokens=11_409,
+    ),
+    Room(
+        "strategies/engine",
+        "ZeRO-3 in plain torch",
+        "strategies/support strategies/collectives strategies/residency",
+        "torch numpy",
+        tokens=42_802,
+    ),
+    Room(
+        "strategies/state_dicts",
+        "values and optimizer state by name",
+        "strategies/engine",
+        tokens=8_157,
+    ),
+    Room(
+        "strategies/optimizers",
+        "how an optimizer may step",
+        "strategies/collectives strategies/engine strategies/state_dicts",
+        tokens=8_861,
+    ),
+    Room(
+        "strategies/launch",
+        "how processes find each other",
+        "strategies/collectives",
+        f"{_LIGHTNING} rich",
+        tokens=11_938,
+    ),
+    Room(
+        "strategies/data",
+        "sharded loaders that resume",
+        "strategies/support",
+        "torch numpy",
+        tokens=17_571,
+    ),
+    Room(
+        "strategies/checkpoints",
+        "files: sharded, full, atomic",
+        "strategies/engine strategies/state_dicts strategies/launch strategies/data",
+        f"{_LIGHTNING} safetensors",
+        tokens=10_818,
+    ),
+    Room(
+        "strategies/numerics",
+        "precision, and the first nan or inf",
+        "strategies/support strategies/engine",
+        _LIGHTNING,
+        tokens=4_724,
+    ),
+    Room(
+        "strategies/liveness",
+        "heartbeats and the watchdog",
+        "strategies/support strategies/collectives strategies/engine strategies/launch",
+        _LIGHTNING,
+        tokens=7_822,
+    ),
+    Room(
+        "strategies/evaluation",
+        "ranks with unequal numbers of batches",
+        "strategies/collectives strategies/engine strategies/data strategies/liveness",
+        f"{_LIGHTNING} torchmetrics",
+        tokens=1_933,
+    ),
+    Room(
+        "strategies/adapters",
+        "Lightning's callbacks on shards",
+        "strategies/collectives strategies/engine",
+        _LIGHTNING,
+        tokens=3_060,
+    ),
+    Room(
+        "strategies/zero3",
+        "the strategy: Trainer hooks, a few calls each",
+        "strategies/collectives strategies/engine strategies/state_dicts strategies/optimizers"
+        " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
+        " strategies/liveness strategies/evaluation strategies/adapters",
+        _LIGHTNING,
+        tokens=2_522,
+    ),
+    Room(
+        "strategies",
+        "registers the strategy",
+        "strategies/launch strategies/data strategies/checkpoints strategies/liveness"
+        " strategies/zero3",
+        "lightning",
+        tokens=142,
+    ),
+    Room(
+        "strategies/lightning_zero3",
+        "what users import, and its commands",
+        "strategies/state_dicts strategies",
+        "",
+        tokens=305,
+    ),
+    Room("callbacks/allocator", "options of the CUDA allocator", packages=_LIGHTNING, tokens=7_184),
+    Room(
+        "callbacks/memory",
+        "where memory goes, and who took it",
+        "strategies/engine callbacks/allocator",
+        _LIGHTNING,
+        tokens=14_336,
+    ),
+    Room(
+        "callbacks/timing",
+        "where the time of a step goes",
+        "strategies/collectives callbacks/memory",
+        _LIGHTNING,
+        tokens=1_496,
+    ),
+    Room(
+        "callbacks/graphs",
+        "the training step as CUDA graphs",
+        "strategies/support strategies/collectives strategies/engine strategies/liveness",
+        f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
+        tokens=23_899,
+    ),
+    Room(
+        "callbacks/cuda_backend",
+        "precision and workspaces of CUDA's libraries",
+        "callbacks/allocator",
+        _LIGHTNING,
+        tokens=1_799,
+    ),
+    Room(
+        "callbacks",
+        "loads a callback when it is first used",
+        "callbacks/allocator callbacks/memory callbacks/timing callbacks/graphs"
+        " callbacks/cuda_backend",
+        "",
+        tokens=194,
+    ),
+]
+
+
+def source_modules(root: Path) -> list[str]:
+    """Every source file: its path below ``root`` without ".py"."""
+    files = [*root.glob("strategies/**/*.py"), *root.glob("callbacks/**/*.py")]
+    return sorted(file.relative_to(root).with_suffix("").as_posix() for file in files)
+
+
+def room_of(module: str, rooms: list[Room]) -> Room | None:
+    """The room of a source file: of its own name, else of its folder."""
+    names = {room.name: room for room in rooms}
+    return names.get(module) or names.get(module.rpartition("/")[0])
+
+
+def count_tokens(source: str) -> int:
+    """Tokens of Python code: no comments, no docstrings, no line breaks or indentation."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                if isinstance(first.value.value, str):
+                    docstrings.add((first.lineno, first.col_offset))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    layout |= {tokenize.ENCODING, tokenize.ENDMARKER}
+    total = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        depth -= kind == "FSTRING_END"
+        if depth == 0 and token.type not in layout and token.start not in docstrings:
+            total += kind != "FSTRING_START"  # one token, as before Python 3.12: its end counts
+        depth += kind == "FSTRING_START"
+    return total
+
+
+def sizes(root: Path, rooms: list[Room]) -> dict[str, int]:
+    """Tokens of each room."""
+    found = dict.fromkeys((room.name for room in rooms), 0)
+    for module in source_modules(root):
+        if (room := room_of(module, rooms)) is not None:
+            found[room.name] += count_tokens((root / f"{module}.py").read_text(encoding="utf-8"))
+    return found
+
+
+def draw(rooms: list[Room]) -> str:
+    """The table as a mermaid flowchart. Arrows lead from a room to those that it imports.
+
+    What a room reaches through another one that it imports anyway has no arrow of its own.
+    """
+    uses = {room.name: set(room.uses.split()) for room in rooms}
+
+    def reached(name: str) -> set[str]:
+        return uses[name].union(*map(reached, uses[name])) if uses[name] else set()
+
+    lines = ["```mermaid", "flowchart TD"]
+    for room in reversed(rooms):
+        title = "callbacks/&#95;_init__" if room.name == "callbacks" else room.name
+        lines.append(f'    {_id(room.name)}["<b>{title}</b><br>{room.about}"]')
+    for room in reversed(rooms):
+        indirect = set().union(*map(reached, uses[room.name]))
+        for used in sorted(uses[room.name] - indirect):
+            lines.append(f"    {_id(room.name)} --> {_id(used)}")
+    return "\n".join([*lines, "```"])
+
+
+def _id(name: str) -> str:
+    return name.replace("/", "_")
+
+
+def picture_in(text: str) -> str:
+    """What stands between the marks in a document."""
+    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
+
+
+if __name__ == "__main__":
+    for name, tokens in (found := sizes(ROOT, ROOMS)).items():
+        print(f"{name:28} {tokens:7,}")
+    print(f"{'all':28} {sum(found.values()):7,}")
+    document = PICTURE.read_text(encoding="utf-8")
+    PICTURE.write_text(document.replace(picture_in(document), draw(ROOMS)), encoding="utf-8")
