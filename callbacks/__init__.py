@@ -1,6 +1,7 @@
-"""Callbacks for memory and speed. They observe; those with `Config` in their name act, and say how.
+"""Callbacks for memory and speed, which load when they are first used.
 
-The names load when they are first used, so that `allocator_early` can run before anything else.
+So `allocator_early` can run before torch is imported. Callbacks with `Config` in their name change
+settings and say how; `CUDAGraphStep` replays steps; the others observe alone.
 """
 
 from importlib import import_module
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from .memory.tracker import CUDAMemoryTracker
     from .timing.step_timer import StepTimer
 
-_HOMES = {
+# name of a callback -> its module
+_MODULE_OF = {
     "AllocatorConfig": "allocator.config",
     "CUDABackendConfig": "cuda_backend",
     "CUDAGraphStep": "graphs.callback",
@@ -22,7 +24,7 @@ _HOMES = {
     "PluggableAllocator": "allocator.pluggable",
     "StepTimer": "timing.step_timer",
 }
-# Modules whose `KEYS` list what a callback logs.
+# Modules whose `KEYS` are the keys that a callback logs.
 _MODULES = {"memory_figures": "memory.figures", "step_timer": "timing.step_timer"}
 __all__ = [
     "AllocatorConfig",
@@ -37,6 +39,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{_MODULES[name]}", __name__)
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -1,6 +1,4 @@
-"""``python -m lightning_zero3.callbacks.allocator_early``: the name that users type; see
-`allocator/early.py`.
-"""
+"""Run `allocator/early.py` as ``python -m lightning_zero3.callbacks.allocator_early``."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""`CUDABackendConfig`: precision, workspaces, caches and debugging switches of the CUDA
-libraries.
-"""
+"""`CUDABackendConfig`: sets precision, workspaces, caches and debugging of CUDA's libraries."""
 
 import os
 import re
@@ -17,12 +15,12 @@ from typing_extensions import override
 from .allocator.environment import EnvironmentChange
 
 _WORKSPACE = re.compile(r"(:[0-9]+:[0-9]+)+")
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the two that cuBLAS documents as reproducible
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # those that cuBLAS documents as reproducible
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One switch of torch: how it is read, how it is written, what it shall be."""
+    """A switch of torch: its name, the value to set, and functions that read and write it."""
 
     name: str
     value: Any
@@ -31,27 +29,30 @@ class Setting:
 
 
 class CUDABackendConfig(Callback):
-    """Sets switches of torch's CUDA backends for the run, says them in one line, puts them back.
+    """Sets switches of torch's CUDA backends for the run, logs them in one line, puts them back.
 
-    Environment variables are set by the constructor, where launched processes inherit them; create
-    the callback before anything touches the GPU. torch's own switches are set in every process when
-    the run starts. An argument left at None is not touched. Unlike the other callbacks this one is
-    meant to change numbers: TF32 and reduced-precision reductions round differently.
+    The constructor sets environment variables, so that launched processes inherit them; create the
+    callback before anything touches the GPU. `setup` sets torch's own switches in every process
+    when the run starts. An argument that is None changes nothing. Unlike the other callbacks this
+    one may change the numbers of the training: TF32 and reduced-precision reductions round
+    differently.
 
     Args:
         tf32_matmul: fp32 matrix products in TF32 (True) or full precision (False). Both of torch's
             interfaces are kept in step, so that code reading either sees this value.
         tf32_cudnn: the same for cuDNN's convolutions and recurrent layers.
         fp16_reduced_precision_reduction: let fp16 matrix products sum in fp16.
-        fp16_split_k: let them split the summed dimension; only together with the option before.
+        fp16_split_k: let fp16 products split the summed dimension; needs
+            `fp16_reduced_precision_reduction`.
         bf16_reduced_precision_reduction: let bf16 matrix products sum in bf16.
-        bf16_split_k: let them split the summed dimension; only together with the option before.
+        bf16_split_k: let bf16 products split the summed dimension; needs
+            `bf16_reduced_precision_reduction`.
         fp16_accumulation: let fp16 matrix products accumulate in fp16 throughout.
         cublas_workspace: `CUBLAS_WORKSPACE_CONFIG`: ":SIZE_IN_KIB:COUNT", repeated; ":0:0" for
             none.
         cufft_plan_cache_size: plans cached on every device, or {device index: plans}; 0 for none.
-        kernel_cache: whether kernels compiled at run time are kept on disk.
-        kernel_cache_path: folder for them; created if it is missing.
+        kernel_cache: whether torch keeps kernels that it compiles at run time on disk.
+        kernel_cache_path: folder for these kernels; created if it is missing.
         nvml_check: look for GPUs through NVML, which does not start CUDA
             (`PYTORCH_NVML_BASED_CUDA_CHECK`).
         deterministic: "on" raises where an operation has no reproducible form, "warn" warns, "off".
@@ -79,22 +80,20 @@ class CUDABackendConfig(Callback):
         launch_blocking: bool | None = None,
         restore: bool = True,
     ) -> None:
-        arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "restore")
-        }
-        self.asked = {
+        # before any other local exists
+        self.arguments = {
             name: value
-            for name, value in arguments.items()
-            if value is not None and name != "__class__"
+            for name, value in locals().items()
+            if value is not None and name not in ("self", "restore", "__class__")
         }
         self.restore = restore
-        _check_types(self.asked)
+        _check_types(self.arguments)
         _check_workspace(cublas_workspace, deterministic)
         _check_cufft(cufft_plan_cache_size)
         for name, base in (("fp16_split_k", "fp16"), ("bf16_split_k", "bf16")):
             if (
-                self.asked.get(name) is not None
-                and f"{base}_reduced_precision_reduction" not in self.asked
+                self.arguments.get(name) is not None
+                and f"{base}_reduced_precision_reduction" not in self.arguments
             ):
                 raise ValueError(
                     f"{name}: torch sets it only together with {base}_reduced_precision_reduction;"
@@ -111,21 +110,23 @@ class CUDABackendConfig(Callback):
     # ---- environment -------------------------------------------------------------------------
 
     def _variables(self) -> dict[str, str]:
-        asked, variables = self.asked, {}
+        arguments, variables = self.arguments, {}
         for option, name in (
             ("kernel_cache", "USE_PYTORCH_KERNEL_CACHE"),
             ("nvml_check", "PYTORCH_NVML_BASED_CUDA_CHECK"),
             ("launch_blocking", "CUDA_LAUNCH_BLOCKING"),
         ):
-            if option in asked:
-                variables[name] = "1" if asked[option] else "0"
-        if "kernel_cache_path" in asked:
-            variables["PYTORCH_KERNEL_CACHE_PATH"] = str(Path(asked["kernel_cache_path"]).resolve())
-        if "cublas_workspace" in asked:
-            variables["CUBLAS_WORKSPACE_CONFIG"] = asked["cublas_workspace"]
-        elif asked.get("deterministic") in ("on", "warn"):
-            # Without one of these cuBLAS is not reproducible, and torch raises at the first
-            # product.
+            if option in arguments:
+                variables[name] = "1" if arguments[option] else "0"
+        if "kernel_cache_path" in arguments:
+            variables["PYTORCH_KERNEL_CACHE_PATH"] = str(
+                Path(arguments["kernel_cache_path"]).resolve()
+            )
+        if "cublas_workspace" in arguments:
+            variables["CUBLAS_WORKSPACE_CONFIG"] = arguments["cublas_workspace"]
+        elif arguments.get("deterministic") in ("on", "warn"):
+            # With another workspace cuBLAS is not reproducible, and torch raises at the first
+            # matrix product.
             if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in DETERMINISTIC_WORKSPACES:
                 variables["CUBLAS_WORKSPACE_CONFIG"] = DETERMINISTIC_WORKSPACES[0]
         return variables
@@ -133,12 +134,12 @@ class CUDABackendConfig(Callback):
     def _set_environment(self) -> None:
         variables = self._variables()
         for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"):
-            late = (
+            is_late = (
                 name in variables
                 and torch.cuda.is_initialized()
                 and os.environ.get(name) != variables[name]
             )
-            if late:
+            if is_late:
                 raise RuntimeError(
                     f"{name}={variables[name]} comes too late: CUDA has started in this process and"
                     " reads it once. Create the callback before anything touches the GPU, or set"
@@ -153,10 +154,10 @@ class CUDABackendConfig(Callback):
     # ---- torch's switches --------------------------------------------------------------------
 
     def settings(self) -> list[Setting]:
-        """The asked switches that apply to this process."""
+        """Return the switches that the arguments ask for and this process has."""
         settings = [*self._precision_settings()]
-        if "deterministic" in self.asked:
-            mode = {"off": 0, "warn": 1, "on": 2}[self.asked["deterministic"]]
+        if "deterministic" in self.arguments:
+            mode = {"off": 0, "warn": 1, "on": 2}[self.arguments["deterministic"]]
             settings.append(
                 Setting(
                     "deterministic",
@@ -169,23 +170,25 @@ class CUDABackendConfig(Callback):
 
     def _precision_settings(self) -> list[Setting]:
         matmul, settings = torch.backends.cuda.matmul, []
-        if "tf32_matmul" in self.asked:
-            value = "tf32" if self.asked["tf32_matmul"] else "ieee"
+        if "tf32_matmul" in self.arguments:
+            value = "tf32" if self.arguments["tf32_matmul"] else "ieee"
             settings.append(Setting("tf32_matmul", value, _read_tf32_matmul, _write_tf32_matmul))
-        if "tf32_cudnn" in self.asked:
+        if "tf32_cudnn" in self.arguments:
             settings.append(
-                Setting("tf32_cudnn", self.asked["tf32_cudnn"], _read_tf32_cudnn, _write_tf32_cudnn)
+                Setting(
+                    "tf32_cudnn", self.arguments["tf32_cudnn"], _read_tf32_cudnn, _write_tf32_cudnn
+                )
             )
         for kind in ("fp16", "bf16"):
             name = f"{kind}_reduced_precision_reduction"
-            if name in self.asked:
-                pair = (self.asked[name], self.asked.get(f"{kind}_split_k", True))
-                settings.append(Setting(name, pair, *_reduction(f"allow_{name}")))
-        if "fp16_accumulation" in self.asked:
+            if name in self.arguments:
+                pair = (self.arguments[name], self.arguments.get(f"{kind}_split_k", True))
+                settings.append(Setting(name, pair, *_access_reduction(f"allow_{name}")))
+        if "fp16_accumulation" in self.arguments:
             settings.append(
                 Setting(
                     "fp16_accumulation",
-                    self.asked["fp16_accumulation"],
+                    self.arguments["fp16_accumulation"],
                     lambda: matmul.allow_fp16_accumulation,
                     lambda value: setattr(matmul, "allow_fp16_accumulation", value),
                 )
@@ -193,7 +196,7 @@ class CUDABackendConfig(Callback):
         return settings
 
     def _cufft_settings(self) -> list[Setting]:
-        sizes = self.asked.get("cufft_plan_cache_size")
+        sizes = self.arguments.get("cufft_plan_cache_size")
         if sizes is None or not torch.cuda.is_available():
             return []
         devices = range(torch.cuda.device_count())
@@ -203,7 +206,7 @@ class CUDABackendConfig(Callback):
                 f"cufft_plan_cache_size: no devices {missing}, this process sees {len(devices)}"
             )
         return [
-            Setting(f"cufft_plan_cache_size[{device}]", size, *_cufft_cache(device))
+            Setting(f"cufft_plan_cache_size[{device}]", size, *_access_cufft_cache(device))
             for device, size in wanted.items()
         ]
 
@@ -211,7 +214,7 @@ class CUDABackendConfig(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not self._change.written:  # an earlier run's teardown put the environment back
+        if not self._change.written:  # the teardown of an earlier run has put the environment back
             self._set_environment()
         for setting in self.settings():
             self._before.append((setting, setting.read()))
@@ -224,8 +227,8 @@ class CUDABackendConfig(Callback):
         rank_zero_info(self.describe())
 
     def describe(self) -> str:
-        """The one line that is logged at the start."""
-        parts = [f"{name}={value}" for name, value in self.asked.items()]
+        """Return the line that `setup` logs."""
+        parts = [f"{name}={value}" for name, value in self.arguments.items()]
         parts += [f"{name}={text}" for name, text in self._change.written.items()]
         where = "" if torch.cuda.is_available() else " (no CUDA here: nothing will use them)"
         return f"CUDABackendConfig: {', '.join(parts) or 'nothing asked for'}{where}"
@@ -236,7 +239,7 @@ class CUDABackendConfig(Callback):
             self.restore_now()
 
     def restore_now(self) -> None:
-        """Put switches and environment back, last one first."""
+        """Put back the switches, the last one first, and the environment."""
         while self._before:
             setting, value = self._before.pop()
             setting.write(value)
@@ -247,17 +250,18 @@ class CUDABackendConfig(Callback):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Switches are read and put back in the process that set them; closures do not travel.
+        # The process that set the switches puts them back, and closures cannot be pickled.
         return {**self.__dict__, "_before": []}
 
 
-def _check_types(asked: dict[str, Any]) -> None:
+def _check_types(arguments: dict[str, Any]) -> None:
     words = ("cublas_workspace", "cufft_plan_cache_size", "kernel_cache_path", "deterministic")
-    for name, value in asked.items():
+    for name, value in arguments.items():
         if name not in words and not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False, got {value!r}")
-    if asked.get("deterministic", "off") not in ("off", "warn", "on"):
-        raise ValueError(f"deterministic: expected off, warn or on, got {asked['deterministic']!r}")
+    value = arguments.get("deterministic", "off")
+    if value not in ("off", "warn", "on"):
+        raise ValueError(f"deterministic: expected off, warn or on, got {value!r}")
 
 
 def _check_workspace(workspace: str | None, deterministic: str | None) -> None:
@@ -284,9 +288,10 @@ def _check_cufft(sizes: int | dict[int, int] | None) -> None:
             )
 
 
-# torch has two interfaces to TF32, and reading the older one raises after only the newer was
-# written ("mix of the legacy and new APIs"), which Lightning does when it sets a GPU up. The older
-# one first and the newer after it with the same meaning leaves both readable.
+# torch has two interfaces to TF32. After a write to the newer one alone torch raises at a read of
+# the older one ("mix of the legacy and new APIs"), and Lightning's `_check_cuda_matmul_precision`
+# reads it when it sets up a GPU. So we write the older one first and then the newer one with the
+# same meaning, which keeps both readable.
 
 
 def _read_tf32_matmul() -> str:
@@ -294,22 +299,24 @@ def _read_tf32_matmul() -> str:
 
 
 def _write_tf32_matmul(value: str) -> None:
-    torch.backends.cuda.matmul.fp32_precision = "none"  # both agree again, whoever wrote before
+    torch.backends.cuda.matmul.fp32_precision = (
+        "none"  # both agree again, whatever was written before
+    )
     torch.backends.cuda.matmul.allow_tf32 = value == "tf32"
     torch.backends.cuda.matmul.fp32_precision = value
 
 
 def _read_tf32_cudnn() -> bool:
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"
+    # (made when torch is imported)
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 def _write_tf32_cudnn(value: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = (
-        value  # sets both convolutions and recurrent layers in both interfaces
-    )
+    # This sets convolutions and recurrent layers in both interfaces.
+    torch.backends.cudnn.allow_tf32 = value
 
 
-def _reduction(attribute: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _access_reduction(attribute: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     matmul = torch.backends.cuda.matmul
 
     def read() -> tuple[bool, bool]:
@@ -321,6 +328,6 @@ def _reduction(attribute: str) -> tuple[Callable[[], Any], Callable[[Any], None]
     return read, write
 
 
-def _cufft_cache(device: int) -> tuple[Callable[[], int], Callable[[int], None]]:
+def _access_cufft_cache(device: int) -> tuple[Callable[[], int], Callable[[int], None]]:
     cache = torch.backends.cuda.cufft_plan_cache[device]
     return lambda: cache.max_size, lambda size: setattr(cache, "max_size", size)

@@ -25,10 +25,13 @@ def _full_name(cls: object) -> str:
 
 
 def _register() -> None:
-    """Register once; refuse to replace, or be silently replaced by, a class of another package.
+    """Register `Zero3Strategy` once, and refuse to replace a class of another package.
 
-    Lightning reads the name when a Trainer is built. Overriding the entry would change which
-    class an unrelated part of the program gets, so whoever comes second fails, by name.
+    Lightning reads the name when a Trainer is built. Overriding the entry would change which class
+    an unrelated part of the program gets, so the second registration fails.
+
+    Raises:
+        RuntimeError: another class is registered under one of the names.
     """
     for name in Zero3Strategy.registered_names:
         if name not in StrategyRegistry:
@@ -43,7 +46,7 @@ def _register() -> None:
                 " one file was imported under two names: take the checkout off sys.path and"
                 " import `lightning_zero3`."
             )
-        # The module was executed again (a reload): hand out the class that users import now.
+        # The module was executed again (a reload): register the class that users import now.
         StrategyRegistry.remove(name)
     Zero3Strategy.register_strategies(StrategyRegistry)
 

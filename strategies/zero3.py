@@ -24,14 +24,14 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .adapters.lightning_callbacks import adapt, follow, start_averages
+from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import UnitPolicy, Zero3Engine, gathered
 from .engine.memory_ledger import by_category, by_unit
 from .evaluation.strategy import EvaluationStrategy
-from .evaluation.torchmetrics import share_metrics
+from .evaluation.torchmetrics import prepare_metrics
 from .launch.host import require_sync_batch_norm
 from .launch.process_strategy import StartMethod
 from .liveness.watchdog import WatchOptions
@@ -39,9 +39,9 @@ from .numerics.nonfinite import FiniteCheck
 from .numerics.precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
 from .numerics.rerun import SecondRun
 from .optimizers.param_groups import ParamGroups
-from .state_dicts.optimizer_state import of_rank_zero
+from .state_dicts.optimizer_state import broadcast_created_state
 
-_NAMES: dict[str, StartMethod] = {
+_START_METHODS: dict[str, StartMethod] = {
     "zero3": "popen",
     "zero3_spawn": "spawn",
     "zero3_notebook": "fork",
@@ -49,11 +49,10 @@ _NAMES: dict[str, StartMethod] = {
 
 
 class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
-    """Trains with parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3,
-    arXiv 1910.02054).
+    """Trains with parameters, gradients and optimizer state sharded over all ranks.
 
-    A LightningModule that trains with ``strategy="ddp"`` trains with ``strategy="zero3"`` to the
-    same losses.
+    This is stage 3 of ZeRO (arXiv 1910.02054). A LightningModule that trains with
+    ``strategy="ddp"`` trains with ``strategy="zero3"`` to the same losses.
 
     Args:
         accelerator: set by the Trainer.
@@ -62,50 +61,51 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         checkpoint_io: writes and reads checkpoint files.
         precision_plugin: set by the Trainer from ``precision``.
         process_group_backend: "nccl" on CUDA and "gloo" on the CPU by default.
-        timeout: after which a collective that a rank does not join is an error.
+        timeout: time after which a collective that a rank does not join is an error.
         start_method: how ``Trainer(devices=n)`` starts processes: "popen" runs the script again for
             each (as ``ddp``), "spawn", "fork" and "forkserver" use ``multiprocessing``.
         unit_policy: which modules are gathered together: None finds repeated blocks by itself; a
             list of module classes or class names; or a function from the model to a list of modules
             or lists of modules.
-        shard_size: shard over groups of so many neighbouring ranks, a node's for example, each of
-            which has all of the model; by default over all ranks.
+        shard_size: number of neighbouring ranks, a node's for example, that share one copy of the
+            model; by default all ranks.
         keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed"
-            and "16-mixed" gather in fp32, though they are linear or convolution layers: for those
+            and "16-mixed" gather in fp32, though they are linear or convolution layers: for layers
             that the model runs with autocast off.
         gather_dtype: "bf16" sends fp32 parameters as bfloat16, except those in ``keep_in_fp32``:
             layers compute in fp32 with rounded weights. The shards that the optimizer steps on stay
             exact.
-        reduce_dtype: "bf16" sends fp32 gradients as bfloat16; they are added up in fp32 and in rank
+        reduce_dtype: "bf16" sends fp32 gradients as bfloat16; ranks add them up in fp32 and in rank
             order.
-        reduce_once: with ``accumulate_grad_batches``, add the gradients of the micro-batches up on
-            each rank and reduce them with the last one, instead of each by itself: fewer bytes, for
-            a full-size fp32 gradient in every rank's memory.
+        reduce_once: with ``accumulate_grad_batches``, each rank adds up the gradients of its
+            micro-batches and reduces the sum with the last one, instead of each by itself: fewer
+            bytes, for a full-size fp32 gradient in every rank's memory.
         data: how loaders are shared out over the ranks and resumed; see
             :class:`~lightning_zero3.strategies.data.DataOptions`. With
             ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
         checkpoint: sharded directories or full files; see
             :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
         debug: memory that a unit has given up reads as NaN, and writes that would not reach the
-            shards are errors. No two units share memory then: it takes that of the whole model on
-            every rank.
+            shards are errors. No two units share memory then: every rank needs memory for the
+            whole model.
         start_timeout: how long a process waits for the others to come up, before an error names
-            those that did not.
+            the ranks that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has
             bound it already.
-        stop_on_nonfinite: look at the loss and at each flat group of gradients, with a kernel each,
-            and raise at the end of a backward with nan or inf (with "16-mixed" in the loss, because
-            the scaler skips steps with such gradients), naming the step, the rank, the unit and the
-            parameters where it first appeared. To find these the micro-batch is run once more,
-            ``training_step`` included; with manual optimization, `reduce_once` or a
-            ``dataloader_iter``, where it cannot be, a kernel looks at each unit's outputs and
-            gradients in every step.
+        stop_on_nonfinite: raise at the end of a backward that has nan or inf in the loss or in
+            gradients (with "16-mixed" in the loss alone, because the scaler skips steps with such
+            gradients). The error names the step, the rank, the unit and the parameters where the
+            value first appeared. The check costs one kernel for the loss and one for each flat
+            group of gradients. To find the place, the strategy runs the micro-batch once more,
+            ``training_step`` included. It cannot do so with manual optimization, `reduce_once` or a
+            ``dataloader_iter``: there a kernel checks each unit's outputs and gradients in every
+            step.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None for no
             such thread.
     """
 
     strategy_name = "zero3"
-    registered_names = tuple(_NAMES)
+    registered_names = tuple(_START_METHODS)
 
     def __init__(
         self,
@@ -152,15 +152,19 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._checkpoints = checkpoint or CheckpointOptions()
         self._debug = debug
         self._stop_on_nonfinite = stop_on_nonfinite
-        self._finite: FiniteCheck | None = None
-        self._second_run: SecondRun | None = None  # where a micro-batch can be run again
+        self._finite_check: FiniteCheck | None = None
+        self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
         self._watch_options = watch
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._data.take_over(self._trainer)
-        adapt(self._trainer.callbacks)
+        self._data.disable_sampler_injection(self._trainer)
+        adapt(self._callbacks)
+
+    @property
+    def _callbacks(self) -> list[pl.Callback]:
+        return self._trainer.callbacks  # type: ignore[attr-defined]  # not declared
 
     # ------------------------------------------------------------------------------------ precision
 
@@ -170,28 +174,28 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         return (
             self._precision_plugin
             if self._precision_plugin is not None
-            else self._convert(Precision())
+            else self._convert_precision(Precision())
         )
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = (
-            None if precision_plugin is None else self._convert(precision_plugin)
+            None if precision_plugin is None else self._convert_precision(precision_plugin)
         )
 
-    def _convert(self, plugin: Precision) -> Precision:
-        return convert(plugin, self._sum, self._adopt, self._unguard)
+    def _convert_precision(self, plugin: Precision) -> Precision:
+        return convert(plugin, self._sum_over_ranks, self._adopt_gradients, self._hand_over)
 
-    def _sum(self, value: Tensor) -> Tensor:
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
         assert self.engine is not None
         return self.engine.collectives.all_reduce(value.to(self.root_device))
 
-    def _adopt(self) -> None:
+    def _adopt_gradients(self) -> None:
         if self.engine is not None:
             self.engine.adopt_gradients()
 
-    def _unguard(self, optimizer: Optimizer) -> None:
+    def _hand_over(self, optimizer: Optimizer) -> None:
         if self.engine is not None:
             self.engine.hand_over(optimizer)
 
@@ -209,26 +213,26 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
         if fitting:
-            # On the module's own parameters, as the user wrote it; the engine re-points every group
-            # to its flat shard.
+            # `configure_optimizers` gets the module's own parameters, as the user wrote it. The
+            # engine puts its flat shards into every param group afterwards.
             self.setup_optimizers(trainer)
-        self._shard()
+        self._shard_model()
         self._load_weights()
         if fitting:
-            start_averages(self, trainer.callbacks)
+            start_averages(self, self._callbacks)
         self._data.seed_ranks(trainer)
         self.setup_precision_plugin()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """This rank's share of ``dataloader``, which keeps its own order and resumes with the next
-        sample; collective.
+        """Return this rank's share of ``dataloader``; collective.
+
+        The share keeps the loader's own order and resumes with the next sample.
         """
         return self._data.shard(self._trainer, dataloader)
 
-    def _shard(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+    def _shard_model(self) -> None:
+        module = self._trainer.lightning_module
         names = {id(p): name for name, p in module.named_parameters()}
         states = [
             {names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers
@@ -238,18 +242,18 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self._communicator = make_collectives(group, self.root_device)
         else:
             self._communicator = make_hybrid_collectives(self._shard_size, self.root_device)
-        self.show_progress()
+        self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
-        if self._report_differing(self.engine):
-            states = of_rank_zero(self.engine, states)
+        if self._has_differing_ranks(self.engine):
+            states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
-        share_metrics(module, self.root_device)
+        prepare_metrics(module, self.root_device)
         _update_properties(module, device=self.root_device)
 
     def _build_engine(self) -> Zero3Engine:
-        module = self.lightning_module
-        assert module is not None
+        module = self._trainer.lightning_module
+        assert self._communicator is not None
         kept = kept_names(module, self._keep_in_fp32, self.precision_plugin.precision)
         dtypes = gather_dtypes(module, self.precision_plugin.precision, kept)
         wire = self._gather_dtype or torch.float32
@@ -266,9 +270,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             reduce_once=self._reduce_once,
         )
 
-    def _report_differing(self, engine: Zero3Engine) -> bool:
-        everyone = engine.collectives.all_gather_object(engine.differing[:3])
-        for rank, names in enumerate(everyone):
+    def _has_differing_ranks(self, engine: Zero3Engine) -> bool:
+        """Warn if a rank initialised other values than rank 0, and return that; collective."""
+        differing = engine.collectives.all_gather_object(engine.differing[:3])
+        for rank, names in enumerate(differing):
             if names:
                 rank_zero_warn(
                     f"Rank {rank} initialised {names[0]!r} (and perhaps others) differently from"
@@ -280,7 +285,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: the engine moves shards, never the whole model."""
+        """Do nothing: the engine moves shards, never the whole model."""
 
     @contextmanager
     @override
@@ -297,18 +302,21 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if module is not None and module._trainer is not None and self.engine is not None:
             fitting = module._trainer.state.fn == TrainerFn.FITTING
             if fitting and not module._trainer.interrupted:
-                self.end_together()  # where a rank had no batch at all
+                # `_FitLoop.run` has not called `on_run_end` on a rank that had no batch at all.
+                self.end_together()
             if fitting and self._layer_sync:
+                assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)
             if (
                 isinstance(self._launcher, _MultiProcessingLauncher)
                 and not module._trainer.interrupted
             ):
-                # the launcher sends rank 0's state_dict to the process that called fit
+                # `_MultiProcessingLauncher._collect_rank_zero_results` reads `state_dict` on all
+                # ranks, and saves rank 0's for the process that called `fit`.
                 self.engine.unshard()
                 self.engine = None
         self.stop_watch()
-        self._check_values(None)
+        self._set_finite_check(None)
         super().teardown()
 
     # ---------------------------------------------------------------------------------------- steps
@@ -316,20 +324,21 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.engine is not None and self.lightning_module is not None
+        assert self.engine is not None
         self.engine.structure.check()
         self._data.on_train_start(self._trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        # after the user's hooks, and before the optimizer looks at its groups
+        # `_TrainingEpochLoop.advance` calls this after the user's hooks, which may edit groups, and
+        # before the optimizer uses them.
         self._follow_groups()
         self._data.on_train_batch_start(self._trainer)
         if self._stop_on_nonfinite and (
-            self._finite is None or self._finite.engine is not self.engine
+            self._finite_check is None or self._finite_check.engine is not self.engine
         ):
-            self._check_values(self.engine)
+            self._set_finite_check(self.engine)
         if self._second_run is not None:
             self._second_run.begin()
 
@@ -340,18 +349,20 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             return super().training_step(*args, **kwargs)
 
     def _are_gradients_over(self) -> bool:
-        """Whether Lightning clears gradients after this `training_step`, and no hook can look at
-        them before.
+        """Return whether Lightning clears gradients before a hook can look at them.
+
+        Its closure calls `training_step`, then `optimizer_zero_grad`, then `backward`.
         """
-        assert self.lightning_module is not None
-        trainer, module = self._trainer, self.lightning_module
+        trainer = self._trainer
+        module = trainer.lightning_module
         return (
             module.automatic_optimization
-            and not trainer.fit_loop._skip_backward  # in SWA's last epoch, which clears none
+            # `StochasticWeightAveraging` sets it for its last epoch, which clears no gradients.
+            and not trainer.fit_loop._skip_backward
             and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
             and not any(
                 is_overridden("on_before_zero_grad", callback, pl.Callback)
-                for callback in trainer.callbacks
+                for callback in self._callbacks
             )
             and not any(
                 is_overridden(hook, module)
@@ -359,23 +370,21 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             )
         )
 
-    def _check_values(self, engine: Zero3Engine | None) -> None:
-        """From now on for nan and inf in steps of ``engine``; None: no more."""
-        if self._finite is not None:
-            self._finite.close()
-        self._finite = self._second_run = None
+    def _set_finite_check(self, engine: Zero3Engine | None) -> None:
+        """Check steps of ``engine`` for nan and inf from now on; check none if it is None."""
+        if self._finite_check is not None:
+            self._finite_check.close()
+        self._finite_check = self._second_run = None
         if engine is None:
             return
-        step = self._trainer.lightning_module.training_step
-        fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
-        if (
-            self._trainer.lightning_module.automatic_optimization
-            and not engine.reducer.once
-            and not fetches
-        ):
+        module = self._trainer.lightning_module
+        has_iterator = is_param_in_hook_signature(
+            module.training_step, "dataloader_iter", explicit=True
+        )
+        if module.automatic_optimization and not engine.reducer.once and not has_iterator:
             self._second_run = SecondRun(self._trainer, engine, super().training_step)
-        # A loss scaler skips steps whose gradients overflow.
-        self._finite = FiniteCheck(
+        # The loss scaler of "16-mixed" skips steps whose gradients overflow.
+        self._finite_check = FiniteCheck(
             engine, self._second_run, gradients=self.precision_plugin.precision != "16-mixed"
         )
 
@@ -385,24 +394,25 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     ) -> Tensor:
         assert self.lightning_module is not None and self.engine is not None
         self.pre_backward(closure_loss)
-        if self._finite is not None:
-            self._finite.loss(closure_loss)
+        if self._finite_check is not None:
+            self._finite_check.record_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self._groups.require_cleared(self.engine)
-        # Gradients are complete before `on_after_backward` looks at them.
+        # hazard: the user's `on_after_backward` may read gradients, which are complete only at the
+        # end of this context.
         with self.engine.backward():
             self.precision_plugin.backward(
                 closure_loss, self.lightning_module, optimizer, *args, **kwargs
             )
-        if self._finite is not None:
-            self._finite.check(self._trainer.global_step)
+        if self._finite_check is not None:
+            self._finite_check.check(self._trainer.global_step)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Around all micro-batches of a window but the last."""
+    def block_backward_sync(self) -> Any:
+        """Return the context of all micro-batches of an accumulation window but the last."""
         return nullcontext() if self.engine is None else self.engine.accumulate()
 
     def gathered(
@@ -410,43 +420,48 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None,
         modify: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside, parameters have their full values; to be entered by all ranks, and read or
-        written by any; gradients by all.
+        """Return a context in which parameters have their full values; collective.
+
+        All ranks enter it. Inside, any rank may read or write parameters alone; gradients are read
+        and written by all ranks together.
 
         Args:
             what: a module of the model, or some parameters; the whole model by default.
             modify: store rank 0's values at exit.
 
         Raises:
-            ResidencyError: at exit, a parameter was changed without ``modify``.
+            ResidencyError: at exit, if a parameter was changed without ``modify``.
         """
         what = self.lightning_module if what is None else what
         return nullcontext() if what is None else gathered(what, modify)
 
     @contextmanager
     def param_groups(self) -> Generator[None, None, None]:
-        """Inside, optimizers' param groups hold the module's own parameters, to be edited; between
-        steps, on all ranks.
+        """Return a context in which optimizers' param groups hold the module's own parameters.
+
+        The groups may be edited inside. All ranks enter it, between steps.
         """
         if self.engine is None:
             yield
             return
-        with self._groups.shown(self.engine):
+        with self._groups.expose_parameters(self.engine):
             yield
         self._follow_groups()
 
     def _follow_groups(self) -> None:
         assert self.engine is not None
-        before, self.engine = self.engine, self._groups.follow(self.engine)
-        if self.engine is not before:
-            follow(self._trainer.callbacks, before, self.engine)
+        old_engine, self.engine = self.engine, self._groups.apply_edits(self.engine)
+        if self.engine is not old_engine:
+            move_averages(self._callbacks, old_engine, self.engine)
 
     def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
-        """Bytes on this rank by category: parameters, gradients, optimizer_state, slots, buffers.
+        """Return bytes on this rank by category.
+
+        The categories are parameters, gradients, optimizer_state, slots and buffers.
 
         Args:
-            per_unit: add "units": shards of parameters, gradients and optimizer state by the name
-                of their unit.
+            per_unit: add "units": bytes of the shards of parameters, gradients and optimizer state
+                by the name of their unit.
         """
         assert self.engine is not None and self.lightning_module is not None
         ledger: dict[str, Any] = by_category(self.engine, self.optimizers, self.lightning_module)
@@ -457,7 +472,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, method in _NAMES.items():
+        for name, method in _START_METHODS.items():
             strategy_registry.register(
                 name, cls, description=f"ZeRO-3, processes started by {method}", start_method=method
             )

@@ -1,3 +1,4 @@
-"""`AllocatorConfig`: options of the CUDA allocator. Imports nothing: parts of it run before torch
-is imported.
+"""`AllocatorConfig`: options of the CUDA allocator.
+
+This file imports nothing, as parts of the folder run before torch is imported.
 """

@@ -1,4 +1,4 @@
-"""After a run: which allocator option would have helped, judged from the tracker's figures."""
+"""Judge after a run, from the tracker's figures, which allocator option would have helped."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from .grammar import OPTIONS, Value, Version, to_text
 
 GIB = 2**30
-# Below this share of reserved memory that nobody uses, fragmentation is not worth an option.
+# Fragmentation is worth an option from this share of reserved memory that no tensor uses.
 FRAGMENTED = 0.2
-LEAST_WASTE = GIB // 4  # bytes; less than one large request would not be served from it anyway
-NEARLY_FULL = 0.85  # of the device
-PINNED_WASTE = 1.3  # powers of two waste 1.5 on average for sizes just above one
+LEAST_WASTE = GIB // 4  # bytes; too few to serve one large request, fragmented or not
+NEARLY_FULL = 0.85  # share of the device
+# Reserved over allocated bytes; rounding up to powers of two makes this 1.5 on average for sizes
+# just above one.
+PINNED_WASTE = 1.3
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run needed on its fullest rank; bytes unless said otherwise."""
+    """The memory that a run needed on its fullest rank, in bytes except for counts."""
 
-    source: str  # "cuda", "process", ...
+    source: str  # name of the `MemorySource`: "cuda", "driver" or "process"
     peak_allocated: int
     peak_reserved: int
     capacity: int
@@ -30,13 +32,13 @@ class RunFigures:
 
     @property
     def fragmentation(self) -> float:
-        """Share of reserved memory that was unused at the worst step end, 0 to 1."""
+        """The share of reserved memory that was unused at the worst step end, 0 to 1."""
         return self.worst_waste / self.reserved_at_worst if self.reserved_at_worst else 0.0
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One option to set, or "none", with the reason in figures."""
+    """An option to set, or "none" with no value, and the reason in figures."""
 
     option: str
     value: Value | None
@@ -51,8 +53,9 @@ class Suggestion:
 def suggest(
     figures: RunFigures, options: Mapping[str, Value], version: Version
 ) -> list[Suggestion]:
-    """Every option of this torch that the figures speak for; a single "none" with the reason where
-    nothing would help.
+    """Suggest every option of this torch that the figures speak for.
+
+    Where no option would help, the one suggestion is "none" with the reason.
     """
     if figures.source != "cuda":
         return [
@@ -71,17 +74,19 @@ def suggest(
             )
         ]
     found = [
-        *_against_fragmentation(figures, options),
-        *_against_pinned_waste(figures, options, version),
+        *_suggest_against_fragmentation(figures, options),
+        *_suggest_against_pinned_waste(figures, options, version),
     ]
-    return found or [Suggestion("none", None, _why_none(figures, options))]
+    return found or [Suggestion("none", None, _explain_none(figures, options))]
 
 
-def _against_fragmentation(figures: RunFigures, options: Mapping[str, Value]) -> list[Suggestion]:
-    pressed = (
+def _suggest_against_fragmentation(
+    figures: RunFigures, options: Mapping[str, Value]
+) -> list[Suggestion]:
+    is_short = (
         figures.retries or figures.ooms or figures.peak_reserved > NEARLY_FULL * figures.capacity
     )
-    if not pressed or figures.fragmentation < FRAGMENTED or figures.worst_waste < LEAST_WASTE:
+    if not is_short or figures.fragmentation < FRAGMENTED or figures.worst_waste < LEAST_WASTE:
         return []
     state = (
         f"{_gib(figures.worst_waste)} of {_gib(figures.reserved_at_worst)} reserved"
@@ -105,7 +110,7 @@ def _against_fragmentation(figures: RunFigures, options: Mapping[str, Value]) ->
     return []
 
 
-def _against_pinned_waste(
+def _suggest_against_pinned_waste(
     figures: RunFigures, options: Mapping[str, Value], version: Version
 ) -> list[Suggestion]:
     waste = figures.pinned_reserved - figures.pinned_allocated
@@ -120,14 +125,14 @@ def _against_pinned_waste(
         f"{_gib(figures.pinned_reserved)} of host memory is pinned for"
         f" {_gib(figures.pinned_allocated)} in use, since sizes are rounded up to powers of two"
     )
-    # The second option is what makes the first one safe up to torch 2.13.
+    # Up to torch 2.13 the first option is safe only together with the second one.
     return [
         Suggestion("pinned_max_round_threshold_mb", 64, reason),
         Suggestion("pinned_max_cached_size_mb", 64, "needed with pinned_max_round_threshold_mb"),
     ]
 
 
-def _why_none(figures: RunFigures, options: Mapping[str, Value]) -> str:
+def _explain_none(figures: RunFigures, options: Mapping[str, Value]) -> str:
     if figures.retries or figures.ooms:
         used = figures.peak_allocated / figures.capacity if figures.capacity else 0.0
         if figures.fragmentation < FRAGMENTED:

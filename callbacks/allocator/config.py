@@ -1,4 +1,4 @@
-"""`AllocatorConfig`: the CUDA caching allocator's options, set in time, proved, put back."""
+"""`AllocatorConfig`: sets the CUDA allocator's options in time, proves them, and puts them back."""
 
 import os
 from typing import Any, Literal
@@ -24,13 +24,14 @@ class AllocatorConfig(Callback):
     """Sets the options of torch's CUDA allocator and proves on every rank that they are in effect.
 
     Create it before anything touches the GPU: the constructor puts the options into the
-    environment, where this process and every process a launcher starts will read them. Where CUDA
-    runs already, they are handed to the running allocator instead, which obeys all but `backend`.
-    At the start of the run the allocator's own settings are read back, compared with what was asked
-    and between ranks; a difference is an error. Without CUDA the options are checked and nothing
-    else happens.
+    environment, where this process and every process that a launcher starts will read them. Where
+    CUDA runs already, the callback hands them to the running allocator instead, which obeys all but
+    `backend`. At the start of the run it reads the allocator's own settings and compares them with
+    the options, and between ranks; a difference is an error. Without CUDA it checks the options and
+    does nothing else.
 
-    Sizes are in MB as torch understands them (2**20 bytes). An option left at None is not touched.
+    Sizes are in MB as torch understands them (2**20 bytes). The callback does not touch an option
+    that is None.
 
     Args:
         backend: "native" or "cudaMallocAsync" (the driver's pool). Fixed when torch is imported:
@@ -49,7 +50,7 @@ class AllocatorConfig(Callback):
         graph_capture_record_stream_reuse: reuse recorded blocks while a CUDA graph is captured.
         release_lock_on_cudamalloc: let other threads allocate during cudaMalloc.
         pinned_use_cuda_host_register: pin host memory with cudaHostRegister.
-        pinned_num_register_threads: power of two up to 128; needs the option before.
+        pinned_num_register_threads: power of two up to 128; needs `pinned_use_cuda_host_register`.
         pinned_use_background_threads: query the events of pinned blocks on a thread of their own.
         pinned_reserve_segment_size_mb: pinned memory to reserve at the first pinned allocation.
         pinned_max_round_threshold_mb: (torch 2.13) larger pinned blocks are not rounded up to a
@@ -57,26 +58,26 @@ class AllocatorConfig(Callback):
         pinned_max_cached_size_mb: (torch 2.13) larger pinned blocks are given back at once.
         pinned_free_catch_all: (torch 2.12) take back pinned blocks whose owner is unknown.
         pluggable: an allocator from a shared library instead of torch's.
-        environment: what to do with options the environment already has: "merge" keeps those we do
-            not name and overrides the others, "respect" lets the environment win, "replace" drops
-            them all, "refuse" raises where both name an option with different values.
+        environment: what to do with options that the environment has already: "merge" keeps those
+            without an argument and overrides the others, "respect" lets the environment win,
+            "replace" drops them all, "refuse" raises where an argument has another value.
         restore: put the environment and the running allocator back at teardown. In the process that
             starts a "spawn" launcher no hook runs at the end; call `restore_now()` there.
 
     Attributes:
-        options: those in effect, ours joined with the environment's.
-        decisions: who won where both named an option.
-        proof: what was read back from the allocator; None without CUDA.
+        options: the options in effect: the arguments joined with those of the environment.
+        decisions: one sentence for each option of both, which of the two won.
+        proof: the comparison with the allocator's own settings; None without CUDA.
     """
 
     options: dict[str, Value]
     decisions: list[str]
     proof: Proof | None = None
-    _allocator: Allocator | None = None  # the running one, which holds our options
-    _undo_text = ""  # what the environment said before
-    _undo_fraction: float | None = None
-    _in_place = False
-    _late = False  # CUDA ran before the environment was written
+    _allocator: Allocator | None = None  # the running allocator, which has our options
+    _previous_text = ""  # options in the environment before ours
+    _previous_fraction: float | None = None
+    _is_in_place = False  # the environment has our options
+    _is_late = False  # CUDA ran before the environment had our options
 
     def __init__(
         self,
@@ -103,16 +104,14 @@ class AllocatorConfig(Callback):
         environment: Policy = "merge",
         restore: bool = True,
     ) -> None:
-        arguments = locals()  # read before any other local exists
+        given = locals()  # read before any other local exists
         if environment not in POLICIES:
             raise ValueError(
                 f"environment: expected one of {', '.join(POLICIES)}, got {environment!r}"
             )
         self.version = torch_version()
-        self.asked = {
-            name: self._check(name, arguments[name])
-            for name in OPTIONS
-            if arguments[name] is not None
+        self.arguments = {
+            name: self._check(name, given[name]) for name in OPTIONS if given[name] is not None
         }
         self.pluggable = pluggable
         self.policy: Policy = environment
@@ -131,16 +130,16 @@ class AllocatorConfig(Callback):
     # ---- before the run ----------------------------------------------------------------------
 
     def _put_in_place(self) -> None:
-        """Environment first, so that processes started from here on have the options."""
-        self.options, self.decisions = merge(self.asked, os.environ, self.policy, self.version)
+        """Put the options into the environment, so that processes started from now on have them."""
+        self.options, self.decisions = merge(self.arguments, os.environ, self.policy, self.version)
         check_conflicts(self.options, self._surroundings())
         self._check_backend()
-        self._undo_text = "" if self.policy == "replace" else find_text(os.environ)[1]
+        self._previous_text = "" if self.policy == "replace" else find_text(os.environ)[1]
         if self.options or self.policy == "replace":
             for name in NAMES:
                 self._change.set(os.environ, name, to_text(self.options))
         self._install_pluggable()
-        self._in_place, self._late = True, torch.cuda.is_initialized()
+        self._is_in_place, self._is_late = True, torch.cuda.is_initialized()
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
@@ -150,8 +149,9 @@ class AllocatorConfig(Callback):
         )
 
     def _check_backend(self) -> None:
-        """`backend` is decided when torch is imported; say now, not at the first allocation, that
-        it is too late.
+        """Refuse another `backend` than the running one, which torch chose when it was imported.
+
+        Without this check torch would fail at the first allocation.
         """
         wanted = self.options.get("backend")
         if wanted is None or not torch.backends.cuda.is_built():
@@ -171,20 +171,16 @@ class AllocatorConfig(Callback):
             self.pluggable.install()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A spawned process receives the callback pickled, before CUDA starts there."""
+        """Restore the callback in a spawned process, before CUDA starts there."""
         self.__dict__.update(state)
-        # these belong to the process that was left
-        self._allocator, self._undo_fraction = (
-            None,
-            None,
-        )
+        self._allocator = self._previous_fraction = None  # those of the other process
         self._install_pluggable()
 
     # ---- at the start of the run -------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not self._in_place:  # an earlier run's teardown put everything back
+        if not self._is_in_place:  # an earlier run's teardown put everything back
             self._put_in_place()
         self._check_graphs(trainer)
         self._allocator = allocator = self.make_allocator(trainer.strategy.root_device)
@@ -196,24 +192,28 @@ class AllocatorConfig(Callback):
         rank_zero_info(f"AllocatorConfig: {self._describe(proof)}")
 
     def make_allocator(self, device: torch.device) -> Allocator | None:
-        """The allocator to prove against; None where the run uses no CUDA."""
+        """Return the allocator whose settings are read; None where the run uses no CUDA."""
         return CUDAAllocator(device) if device.type == "cuda" else None
 
     def _bring_into_effect(self, allocator: Allocator) -> Proof:
         fraction = self.options.get("per_process_memory_fraction")
-        if isinstance(fraction, (int, float)):  # as an option it is read only when CUDA starts
-            self._undo_fraction = allocator.memory_fraction()
+        if isinstance(fraction, (int, float)):
+            # torch reads the option of this name only when CUDA starts.
+            self._previous_fraction = allocator.memory_fraction()
             allocator.set_memory_fraction(fraction)
         proof = prove(self.options, allocator)
-        if "backend" not in proof.wrong and (self._late or proof.wrong):
-            # The running allocator takes all but `backend`; options that cannot be read back must
-            # be handed over too.
+        if "backend" not in proof.wrong and (self._is_late or proof.wrong):
+            # The running allocator accepts all options but `backend`. Hand over all of them, as
+            # some cannot be read back.
             allocator.apply(to_text(self.options))
             proof = prove(self.options, allocator)
         return proof
 
     def _compare_ranks(self, proof: Proof | None) -> None:
-        """Gather before judging: a rank that raised alone would leave the others waiting."""
+        """Raise on all ranks if options differ between ranks, or did not take effect on any.
+
+        hazard: a rank that raised before the gather would leave the others waiting in it.
+        """
         mine: dict[str, Any] = dict(self.options)
         wrong = dict(proof.wrong) if proof else {}
         gathered: list[Any] = [(mine, wrong)]
@@ -226,9 +226,9 @@ class AllocatorConfig(Callback):
                 "Give every rank the same environment, or pass environment='replace'."
             )
         faults = [
-            f"  rank {rank}: {name}: asked for {asked!r}, the allocator has {found!r}"
+            f"  rank {rank}: {name}: asked for {expected!r}, the allocator has {found!r}"
             for rank, (_, wrong) in enumerate(gathered)
-            for name, (asked, found) in wrong.items()
+            for name, (expected, found) in wrong.items()
         ]
         if faults:
             early = _EARLY.format(text=to_text(self.options))
@@ -239,12 +239,18 @@ class AllocatorConfig(Callback):
             )
 
     def _check_graphs(self, trainer: Trainer) -> None:
-        """CUDA graphs and expandable segments need NCCL not to register its buffers."""
+        """Warn of options that disturb CUDA graphs, and keep NCCL from registering its buffers.
+
+        With CUDA graphs and expandable segments over several ranks NCCL hangs if it registers them.
+
+        Raises:
+            AllocatorOptionError: the user has set `NCCL_GRAPH_REGISTER` otherwise.
+        """
         classes = [cls for callback in trainer.callbacks for cls in type(callback).__mro__]  # type: ignore[attr-defined]
-        graphs = any("cudagraph" in cls.__name__.lower() for cls in classes)
-        for remark in find_remarks(self.options, graphs):
+        has_graphs = any("cudagraph" in cls.__name__.lower() for cls in classes)
+        for remark in find_remarks(self.options, has_graphs):
             rank_zero_warn(f"AllocatorConfig: {remark}")
-        if not (graphs and self.options.get("expandable_segments") and trainer.world_size > 1):
+        if not (has_graphs and self.options.get("expandable_segments") and trainer.world_size > 1):
             return
         register = os.environ.get("NCCL_GRAPH_REGISTER")
         if register not in (None, "0"):
@@ -282,14 +288,14 @@ class AllocatorConfig(Callback):
                 " it is"
             )
         if self._allocator is not None:
-            self._allocator.apply(undo_text(self.options, self._undo_text, self.version))
-            if self._undo_fraction is not None:
-                self._allocator.set_memory_fraction(self._undo_fraction)
-        self._allocator = self._undo_fraction = None
-        self._in_place = False
+            self._allocator.apply(undo_text(self.options, self._previous_text, self.version))
+            if self._previous_fraction is not None:
+                self._allocator.set_memory_fraction(self._previous_fraction)
+        self._allocator = self._previous_fraction = None
+        self._is_in_place = False
 
     def suggest(self, figures: RunFigures) -> list[Suggestion]:
-        """After a run: which option would have helped and why; empty where none would.
+        """Suggest after a run which options would have helped, and why; see `advice.suggest`.
 
         `figures` come from `CUDAMemoryTracker.run_figures()`.
         """

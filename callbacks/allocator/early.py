@@ -1,16 +1,16 @@
-"""Allocator options that must stand before torch is imported, above all `backend`.
+"""Set allocator options before torch is imported, which `backend` needs above all.
 
 From the command line, for any script and any launcher that inherits the environment:
 
     python -m lightning_zero3.callbacks.allocator_early backend:cudaMallocAsync -- train.py
 
-Or as the first import of a script; the process then restarts itself once, before it has done
+Or in the first lines of a script; the process then restarts itself once, before it has done
 anything:
 
     from lightning_zero3.callbacks import allocator_early
     allocator_early.ensure("backend:cudaMallocAsync")
 
-Both check the options first and start a fresh interpreter with them in its environment.
+Both check the options and start a fresh interpreter with them in its environment.
 """
 
 import os
@@ -22,7 +22,8 @@ from .environment import NAMES, merge
 from .grammar import Version, parse, to_text
 from .rules import Surroundings, check_conflicts
 
-# Set by a restart, so that a process which still has the wrong options fails instead of looping.
+# Variable set by a restart: a process that has it and still the wrong options fails, else it would
+# restart without end.
 MARKER = "LIGHTNING_ZERO3_ALLOCATOR_RESTARTED"
 USAGE = (
     "usage: python -m lightning_zero3.callbacks.allocator_early OPTION:VALUE[,OPTION:VALUE...] --"
@@ -31,13 +32,13 @@ USAGE = (
 
 
 def torch_version() -> Version:
-    """(major, minor) of the installed torch, without importing it."""
+    """Return (major, minor) of the installed torch, without importing it."""
     major, minor = installed_version("torch").split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
 
 def prepare(options: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for these options, joined with what the environment says."""
+    """Return the variables to set for these options joined with those of the environment."""
     version = torch_version()
     merged, _ = merge(parse(options, version), environ, "merge", version)
     check_conflicts(merged, Surroundings(version))
@@ -45,10 +46,14 @@ def prepare(options: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ensure(options: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Return if this process was started with these options, else restart it with them, once."""
+    """Return if this process was started with these options, else restart it once with them.
+
+    Raises:
+        RuntimeError: a restart has set other options, or CUDA has started in this process.
+    """
     wanted = prepare(options, environ)
     if all(environ.get(name) == text for name, text in wanted.items()):
-        environ.pop(MARKER, None)  # children that need other options may restart in their turn
+        environ.pop(MARKER, None)  # a child process that needs other options may restart, too
         return
     if MARKER in environ:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""The allocator options in the environment: read, merged with ours, written, put back.
+"""Read, merge, write and put back the allocator options in the environment.
 
 torch reads the options from a variable when CUDA starts, and launchers hand the environment to the
-processes they start, so this is how options reach every process in time.
+processes that they start. So options in the environment reach every process in time.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -10,8 +10,8 @@ from typing import Literal
 
 from .grammar import AllocatorOptionError, Value, Version, parse
 
-# torch 2.13 obeys the first of these that is set, other versions the last: we write the same text
-# to both of NAMES, and refuse to guess when a user's variables disagree.
+# torch 2.13 obeys the first of these variables that is set, other versions the last. So we write
+# the same text to both of NAMES, and raise when a user's variables disagree.
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 READ_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -20,13 +20,17 @@ POLICIES = ("merge", "replace", "respect", "refuse")
 
 
 def find_text(environ: Mapping[str, str]) -> tuple[str, str]:
-    """(variable, text) of the options in the environment; ("", "") where there are none."""
+    """Return (variable, text) of the options in the environment; ("", "") where there are none.
+
+    Raises:
+        AllocatorOptionError: the variables disagree.
+    """
     texts = {name: environ[name] for name in READ_NAMES if environ.get(name, "").strip()}
     if len(set(texts.values())) > 1:
-        shown = ", ".join(f"{name}={text!r}" for name, text in texts.items())
+        listed = ", ".join(f"{name}={text!r}" for name, text in texts.items())
         raise AllocatorOptionError(
             next(iter(texts)),
-            f"these variables disagree: {shown}; torch versions differ in which one they obey."
+            f"these variables disagree: {listed}; torch versions differ in which one they obey."
             " Keep one of them, or pass environment='replace'",
         )
     return next(iter(texts.items()), ("", ""))
@@ -35,11 +39,18 @@ def find_text(environ: Mapping[str, str]) -> tuple[str, str]:
 def merge(
     ours: Mapping[str, Value], environ: Mapping[str, str], policy: Policy, version: Version
 ) -> tuple[dict[str, Value], list[str]]:
-    """Join our options with those of the environment; returns the result and who won what.
+    """Join our options with those of the environment.
 
-    An option that only one side names is taken from that side, whatever the policy, except that
-    "replace" drops everything the environment says. Where both name it: "merge" takes ours,
-    "respect" the environment's, "refuse" raises.
+    The result has every option that only one side names, except that "replace" drops all options of
+    the environment. Of an option that both sides name "merge" takes our value and "respect" the
+    environment's.
+
+    Returns:
+        The options, and a sentence for each option of both sides on which side won.
+
+    Raises:
+        AllocatorOptionError: the environment's text is malformed, or both sides name an option with
+            different values and the policy is "refuse".
     """
     if policy == "replace":
         return dict(ours), []
@@ -72,19 +83,19 @@ def merge(
 
 @dataclass
 class EnvironmentChange:
-    """Variables we set, and what they held before; `undo` puts back only what still holds ours."""
+    """Variables that we set; `undo` puts back those that still have our text."""
 
-    before: dict[str, str | None] = field(default_factory=dict)
+    before: dict[str, str | None] = field(default_factory=dict)  # None: the variable was not set
     written: dict[str, str] = field(default_factory=dict)
 
     def set(self, environ: MutableMapping[str, str], name: str, text: str) -> None:
-        """Set one variable, remembering its first value."""
+        """Set one variable, and keep the value that it had before our first change."""
         self.before.setdefault(name, environ.get(name))
         self.written[name] = text
         environ[name] = text
 
     def undo(self, environ: MutableMapping[str, str]) -> list[str]:
-        """Put the variables back; returns those that someone else changed meanwhile, left alone."""
+        """Put the variables back, except those that somebody else has changed; return these."""
         foreign = []
         for name, text in self.before.items():
             if environ.get(name) != self.written[name]:

@@ -1,13 +1,14 @@
-"""The text form of the allocator options: what may be written, read strictly, written canonically.
+"""Parse the text form of the allocator options strictly, and format it canonically.
 
     conf      = entry {"," entry}
     entry     = name ":" value
     value     = "True" | "False" | whole number | decimal fraction | word | divisions
     divisions = power of two | "[" size ":" division {"," size ":" division} ["," ">:" division] "]"
 
-torch's own reader is lax: it takes `64MB` for 64, wraps -5 to unlimited, lets the last of two equal
-names win. Here every such text is an error that names the option. Spaces are allowed around names,
-values and separators, nowhere else. Strings only: neither torch nor the environment is touched.
+torch's own parser is lax: it takes `64MB` for 64 and -5 for no limit, and of two entries with one
+name it takes the last. Here every such text is an error that names the option. Spaces are allowed
+around names, values and separators, nowhere else. This module works on strings alone; it uses
+neither torch nor the environment.
 """
 
 import difflib
@@ -15,21 +16,23 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
 Divisions = int | dict[str, int]
 Value = bool | int | float | str | dict[str, int]
 Version = tuple[int, int]
 Scope = Literal["backend", "device", "pinned"]
 
-LARGEST_MB = 2**43 - 1  # more bytes than a signed 64-bit count holds
+LARGEST_MB = 2**43 - 1  # the bytes of a larger size do not fit a signed 64-bit count
 ROUNDUP_INTERVALS = 16  # sizes from 1 MB to 32768 MB, each interval twice the one before
 LARGEST_DIVISION = 2**16
 
 
 class AllocatorOptionError(ValueError):
-    """A malformed or impossible allocator option; `option` is its name, or the text in its
-    place.
+    """An allocator option is malformed or impossible.
+
+    Attributes:
+        option: its name, or the text in place of a name.
     """
 
     def __init__(self, option: str, problem: str) -> None:
@@ -39,17 +42,18 @@ class AllocatorOptionError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One option: how its value is read, since when torch knows it, and what undoes it."""
+    """One option of the allocator: its grammar, its default, and the first torch that has it."""
 
     name: str
     kind: Literal["flag", "whole", "fraction", "word", "divisions"]
-    scope: Scope  # which allocator obeys it
-    default: str | None  # text that puts torch's default back; None: leaving the option out does
+    scope: Scope  # the allocator that obeys it
+    # Text that restores torch's default; None: a text without the option restores it.
+    default: str | None
     doc: str
     low: float = 0
     high: float = LARGEST_MB
-    open_range: bool = False  # a fraction that may be neither `low` nor `high`
-    power_of_two: bool = False
+    is_open: bool = False  # a fraction that may be neither `low` nor `high`
+    is_power_of_two: bool = False
     words: tuple[str, ...] = ()
     since: Version = (2, 11)
 
@@ -85,7 +89,7 @@ _TABLE = (
         None,
         "share of the allowed memory above which unused blocks are freed",
         high=1,
-        open_range=True,
+        is_open=True,
     ),
     Option(
         "expandable_segments",
@@ -133,7 +137,7 @@ _TABLE = (
         "threads that touch pages before they are registered",
         low=1,
         high=128,
-        power_of_two=True,
+        is_power_of_two=True,
     ),
     Option(
         "pinned_use_background_threads",
@@ -178,7 +182,7 @@ _TABLE = (
     ),
 )
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
-# Written on ROCm, obeyed everywhere.
+# Names from ROCm, which torch obeys everywhere.
 ALIASES = {
     "release_lock_on_hipmalloc": "release_lock_on_cudamalloc",
     "pinned_use_hip_host_register": "pinned_use_cuda_host_register",
@@ -189,11 +193,15 @@ _FRACTION = re.compile(r"[0-9]+(\.[0-9]+)?|\.[0-9]+")
 
 
 def parse(text: str, version: Version) -> dict[str, Value]:
-    """Read a whole configuration; an empty or blank text is no options."""
+    """Parse a whole configuration; a blank text has no options.
+
+    Raises:
+        AllocatorOptionError: the text is malformed, or has an option that this torch lacks.
+    """
     found: dict[str, Value] = {}
     if not text.strip():
         return found
-    last = _plain(text.strip(" ,")) or text
+    last = _option_at_head(text.strip(" ,")) or text
     for entry in _split_entries(text):
         name, colon, value = (part.strip() for part in entry.partition(":"))
         if not name and not colon:
@@ -202,7 +210,7 @@ def parse(text: str, version: Version) -> dict[str, Value]:
             )
         if not colon:
             raise AllocatorOptionError(
-                _plain(name), f"no value in {entry!r}; write {_plain(name)}:VALUE"
+                _option_at_head(name), f"no value in {entry!r}; write {_option_at_head(name)}:VALUE"
             )
         name = canonical_name(name, version)
         if name in found:
@@ -213,7 +221,11 @@ def parse(text: str, version: Version) -> dict[str, Value]:
 
 
 def canonical_name(name: str, version: Version) -> str:
-    """The option's own name for a name or alias; refuses unknown names and newer options."""
+    """Return the option's own name for a name or an alias.
+
+    Raises:
+        AllocatorOptionError: the name is unknown, or needs a newer torch.
+    """
     name = ALIASES.get(name, name)
     if name not in OPTIONS:
         close = difflib.get_close_matches(name.lower(), OPTIONS, n=1)
@@ -229,10 +241,14 @@ def canonical_name(name: str, version: Version) -> str:
 
 
 def check(name: str, value: Value, version: Version) -> Value:
-    """Check a typed value as strictly as its text would be; returns it in canonical form."""
+    """Check a typed value as strictly as its text, and return its canonical form.
+
+    Raises:
+        AllocatorOptionError: the value has a wrong type or is out of range.
+    """
     name = canonical_name(name, version)
     option = OPTIONS[name]
-    wanted = {
+    wanted: Any = {
         "flag": bool,
         "whole": int,
         "fraction": (int, float),
@@ -240,21 +256,21 @@ def check(name: str, value: Value, version: Version) -> Value:
         "divisions": (int, dict),
     }[option.kind]
     if not isinstance(value, wanted) or (isinstance(value, bool) and option.kind != "flag"):
-        raise AllocatorOptionError(name, f"expected {_expected(option)}, got {value!r}")
+        raise AllocatorOptionError(name, f"expected {_describe_expected(option)}, got {value!r}")
     return _PARSERS[option.kind](option, _format_value(value))
 
 
 def to_text(options: Mapping[str, Value]) -> str:
-    """The canonical text: options in the order of the table, no spaces."""
+    """Return the canonical text: options in the order of the table, no spaces."""
     return ",".join(f"{name}:{_format_value(options[name])}" for name in OPTIONS if name in options)
 
 
 def roundup_table(value: Divisions, overwrite_last: bool = False) -> tuple[int, ...]:
-    """What torch makes of `roundup_power2_divisions`: one division for each interval from 1 MB up.
+    """Return torch's table for `roundup_power2_divisions`: a division per interval from 1 MB up.
 
-    A size between two given ones is in no interval and stays at 0, not rounded; `torch_gaps` finds
-    those. `>` counts from the interval above the last size, or, in some torch builds
-    (`overwrite_last`), from the last size itself.
+    torch leaves the interval of a size between two given ones at 0, which means no rounding;
+    `torch_gaps` finds these sizes. `>` counts from the interval above the last size, or, in some
+    torch builds (`overwrite_last`), from the last size itself.
     """
     if isinstance(value, int):
         return (value,) * ROUNDUP_INTERVALS
@@ -272,7 +288,7 @@ def roundup_table(value: Divisions, overwrite_last: bool = False) -> tuple[int, 
 
 
 def torch_gaps(value: Divisions) -> list[int]:
-    """Sizes in MB between two given ones that torch leaves without rounding."""
+    """Return sizes in MB between two given ones that torch leaves without rounding."""
     if isinstance(value, int):
         return []
     sizes = [int(size) for size in value if size != ">"]
@@ -281,30 +297,31 @@ def torch_gaps(value: Divisions) -> list[int]:
 
 
 def _split_entries(text: str) -> Iterator[str]:
-    """Split at the commas outside brackets; a naive split breaks `[256:1,512:2]`."""
+    """Split at the commas outside of brackets, as `[256:1,512:2]` is one value."""
     depth, start = 0, 0
     for position, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
         name = text[start:].partition(":")[0].strip()
         if depth not in (0, 1):
-            raise AllocatorOptionError(_plain(name), "brackets do not match")
+            raise AllocatorOptionError(_option_at_head(name), "brackets do not match")
         if letter == "," and depth == 0:
             yield text[start:position].strip()
             start = position + 1
     if depth:
         raise AllocatorOptionError(
-            _plain(text[start:].partition(":")[0].strip()), "the bracket '[' is never closed"
+            _option_at_head(text[start:].partition(":")[0].strip()),
+            "the bracket '[' is never closed",
         )
     yield text[start:].strip()
 
 
-def _plain(name: str) -> str:
-    """The option at the head of a text with a wrong separator, such as `max_split_size_mb=64`."""
+def _option_at_head(name: str) -> str:
+    """Return the option in front of a wrong separator, as in `max_split_size_mb=64`."""
     head = re.match(r"[A-Za-z0-9_]+", name)
     return head.group() if head else name
 
 
-def _expected(option: Option) -> str:
+def _describe_expected(option: Option) -> str:
     low, high = f"{option.low:g}", f"{option.high:g}" if option.high < LARGEST_MB else ""
     if option.kind == "flag":
         return "True or False, in this exact case"
@@ -312,56 +329,56 @@ def _expected(option: Option) -> str:
         return " or ".join(option.words)
     if option.kind == "fraction":
         return f"a number between {low} and {high}" + (
-            ", neither of them" if option.open_range else ""
+            ", neither of them" if option.is_open else ""
         )
     if option.kind == "divisions":
         return (
             "a power of two, or [SIZE_IN_MB:DIVISION,...,>:DIVISION] with ascending powers of two"
         )
-    kind = "a power of two" if option.power_of_two else "a whole number without unit"
+    kind = "a power of two" if option.is_power_of_two else "a whole number without unit"
     return f"{kind} from {low} to {high}" if high else f"{kind}, at least {low}"
 
 
-def _wrong(option: Option, text: str) -> AllocatorOptionError:
+def _value_error(option: Option, text: str) -> AllocatorOptionError:
     return AllocatorOptionError(
-        option.name, f"expected {_expected(option)}, got {text!r} ({option.doc})"
+        option.name, f"expected {_describe_expected(option)}, got {text!r} ({option.doc})"
     )
 
 
 def _parse_flag(option: Option, text: str) -> bool:
     if text not in ("True", "False"):
-        raise _wrong(option, text)
+        raise _value_error(option, text)
     return text == "True"
 
 
 def _parse_word(option: Option, text: str) -> str:
     if text not in option.words:
-        raise _wrong(option, text)
+        raise _value_error(option, text)
     return text
 
 
 def _parse_whole(option: Option, text: str) -> int:
-    if len(text) > 20 or not _WHOLE.fullmatch(text):  # 2**63 has 19 digits; int() refuses thousands
-        raise _wrong(option, text)
+    if len(text) > 20 or not _WHOLE.fullmatch(
+        text
+    ):  # 2**63 has 19 digits; int() refuses thousands of digits
+        raise _value_error(option, text)
     value = int(text)
     if not option.low <= value <= option.high or (
-        option.power_of_two and not _is_power_of_two(value)
+        option.is_power_of_two and not _is_power_of_two(value)
     ):
-        raise _wrong(option, text)
+        raise _value_error(option, text)
     return value
 
 
 def _parse_fraction(option: Option, text: str) -> float:
     if len(text) > 40 or not _FRACTION.fullmatch(text):
-        raise _wrong(option, text)
+        raise _value_error(option, text)
     value = float(text)
     inside = (
-        option.low < value < option.high
-        if option.open_range
-        else option.low <= value <= option.high
+        option.low < value < option.high if option.is_open else option.low <= value <= option.high
     )
     if not inside:
-        raise _wrong(option, text)
+        raise _value_error(option, text)
     return value
 
 
@@ -423,7 +440,7 @@ def _is_power_of_two(value: int) -> bool:
 
 def _format_value(value: Value) -> str:
     if isinstance(value, float):
-        # repr may be 1e-05, which torch reads and a person may not; nan and inf fail the parse.
+        # repr may be 1e-05, which people read less easily; the parsers refuse nan and inf.
         return format(Decimal(repr(value)), "f")
     if isinstance(value, dict):
         return "[" + ",".join(f"{size}:{division}" for size, division in value.items()) + "]"

@@ -1,4 +1,4 @@
-"""An allocator from a shared library in place of torch's own (`CUDAPluggableAllocator`)."""
+"""Replace torch's allocator by one from a shared library (`CUDAPluggableAllocator`)."""
 
 import ctypes
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-_installed: "PluggableAllocator | None" = None  # one per process: torch cannot swap it again
+# The allocator of this process. torch can replace its own only once.
+_installed: "PluggableAllocator | None" = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,13 @@ class PluggableAllocator:
             )
 
     def check_symbols(self) -> None:
-        """Raise for a function that the library lacks; torch would report a bare AttributeError."""
+        """Require that the library has both functions.
+
+        torch would report a missing one as a bare AttributeError.
+
+        Raises:
+            ValueError: the library lacks a function.
+        """
         library = ctypes.CDLL(str(Path(self.library).resolve()))
         for option, symbol in (("alloc", self.alloc), ("free", self.free)):
             if not hasattr(library, symbol):
@@ -40,7 +47,12 @@ class PluggableAllocator:
                 )
 
     def install(self) -> None:
-        """Make it this process's allocator; possible once, before anything is on the GPU."""
+        """Make this the allocator of the process, before anything is on the GPU.
+
+        Raises:
+            ValueError: the library lacks a function.
+            RuntimeError: another one is installed, or CUDA has started in this process.
+        """
         global _installed
         if _installed == self:
             return

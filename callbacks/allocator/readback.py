@@ -1,7 +1,8 @@
-"""What the allocator itself says its settings are, compared with what was asked for.
+"""Compare the allocator's own settings with the options that we gave it.
 
-The text torch returns proves nothing: it is the last one handed in, even one it rejected. Proof is
-in the typed fields of the snapshot; options without such a field are reported as unreadable.
+The text that torch returns proves nothing: it is the last text that torch was given, even one that
+it rejected. The typed fields of the snapshot prove an option; one without such a field is reported
+as unreadable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from .grammar import OPTIONS, Value, parse, roundup_table
 
 MB = 2**20
-# Options the snapshot shows, with torch's defaults as it shows them.
+# Options that can be read back, from the snapshot or by a function of torch.
 READABLE = (
     "max_split_size_mb",
     "garbage_collection_threshold",
@@ -29,18 +30,18 @@ READABLE = (
 
 
 class Allocator(Protocol):
-    """The running allocator; tests put a recorded one in its place."""
+    """The running allocator; tests replace it by a recorded one."""
 
     def backend(self) -> str:
-        """`native`, `cudaMallocAsync` or `pluggable`."""
+        """Return `native`, `cudaMallocAsync` or `pluggable`."""
         ...
 
     def settings(self) -> Mapping[str, Any]:
-        """The allocator's own typed settings, with the keys of torch's snapshot."""
+        """Return the allocator's own typed settings, with the keys of torch's snapshot."""
         ...
 
     def memory_fraction(self) -> float:
-        """Share of the device this process may use."""
+        """Return the share of the device that this process may use, 0 to 1."""
         ...
 
     def set_memory_fraction(self, fraction: float) -> None:
@@ -59,36 +60,36 @@ class CUDAAllocator:
         self.device = device
 
     def backend(self) -> str:
-        """`native`, `cudaMallocAsync` or `pluggable`."""
+        """See :meth:`Allocator.backend`."""
         return torch.cuda.memory.get_allocator_backend()
 
     def settings(self) -> Mapping[str, Any]:
-        """The allocator's own typed settings."""
+        """See :meth:`Allocator.settings`."""
         return torch.cuda.memory._snapshot(self.device)["allocator_settings"]
 
     def memory_fraction(self) -> float:
-        """Share of the device this process may use."""
+        """See :meth:`Allocator.memory_fraction`."""
         return torch.cuda.memory.get_per_process_memory_fraction(self.device)
 
     def set_memory_fraction(self, fraction: float) -> None:
-        """Takes effect at once, unlike the option of the same name."""
+        """Change the share at once, unlike the option, which torch reads when CUDA starts."""
         torch.cuda.memory.set_per_process_memory_fraction(fraction, self.device)
 
     def apply(self, text: str) -> None:
-        """Hand a whole configuration to the running allocator."""
+        """See :meth:`Allocator.apply`."""
         torch._C._accelerator_setAllocatorSettings(text)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found: options confirmed, those that differ, and those torch does not show."""
+    """The result of a comparison of options with the allocator's settings."""
 
     confirmed: dict[str, Any]
-    wrong: dict[str, tuple[Any, Any]]  # option -> (asked for, found)
+    wrong: dict[str, tuple[Any, Any]]  # option -> (expected, found)
     unreadable: tuple[str, ...]
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         parts = [f"{name}={value}" for name, value in self.confirmed.items()]
         line = "in effect: " + (", ".join(parts) or "nothing to show")
         if self.unreadable:
@@ -96,20 +97,20 @@ class Proof:
         return line
 
 
-def prove(asked: Mapping[str, Value], allocator: Allocator) -> Proof:
-    """Compare every asked option with what the allocator says."""
+def prove(options: Mapping[str, Any], allocator: Allocator) -> Proof:
+    """Compare every option with the allocator's own settings."""
     backend = allocator.backend()
     # Only the native allocator has a snapshot; the driver's pool ignores all options but two.
     settings = allocator.settings() if backend == "native" else {}
     confirmed: dict[str, Any] = {}
     wrong: dict[str, tuple[Any, Any]] = {}
     unreadable = []
-    for name, value in asked.items():
-        found = _read(name, backend, settings, allocator)
+    for name, value in options.items():
+        found = _read_option(name, backend, settings, allocator)
         expected = roundup_table(value) if name == "roundup_power2_divisions" else value
         if found is None:
             unreadable.append(name)
-        elif _same(expected, found) or (
+        elif _is_same(expected, found) or (
             isinstance(value, dict) and found == roundup_table(value, overwrite_last=True)
         ):
             confirmed[name] = value
@@ -119,7 +120,7 @@ def prove(asked: Mapping[str, Value], allocator: Allocator) -> Proof:
 
 
 def compare_ranks(per_rank: Sequence[Mapping[str, Any]]) -> str | None:
-    """A table of the settings on which ranks differ, or None where all agree."""
+    """Return a table of the settings on which ranks differ, or None where all agree."""
     names = sorted({name for rank in per_rank for name in rank})
     rows = []
     for name in names:
@@ -131,23 +132,22 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]]) -> str | None:
     return "\n".join(rows) or None
 
 
-def undo_text(asked: Mapping[str, Value], before: str, version: tuple[int, int]) -> str:
-    """The text that puts a running allocator back to `before`: what was there, plus explicit
-    defaults.
+def undo_text(options: Mapping[str, Value], before: str, version: tuple[int, int]) -> str:
+    """Return the text that undoes `options` in a running allocator whose text was `before`.
 
-    torch resets only some options when they are left out; the others keep their last value, so
-    leaving them out would not undo them.
+    It is `before` with explicit defaults for the other options. torch resets only some options that
+    a text leaves out; the others keep their last value.
     """
     previous = parse(before, version)
     entries = [before] if before.strip() else []
-    for name in asked:
+    for name in options:
         default = OPTIONS[name].default
         if name not in previous and default is not None and name != "per_process_memory_fraction":
             entries.append(f"{name}:{default}")
     return ",".join(entries)
 
 
-def _read(name: str, backend: str, settings: Mapping[str, Any], allocator: Allocator) -> Any:
+def _read_option(name: str, backend: str, settings: Mapping[str, Any], allocator: Allocator) -> Any:
     if name == "backend":
         return backend
     if name == "per_process_memory_fraction":
@@ -162,7 +162,7 @@ def _read(name: str, backend: str, settings: Mapping[str, Any], allocator: Alloc
     return settings[name]
 
 
-def _same(expected: Any, found: Any) -> bool:
+def _is_same(expected: Any, found: Any) -> bool:
     if isinstance(expected, float):
         return abs(expected - found) < 1e-9
     return expected == found

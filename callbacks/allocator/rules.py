@@ -1,6 +1,6 @@
-"""Which allocator options exclude, need or empty each other, each with its reason.
+"""Rules on allocator options that exclude or need each other, each with its reason.
 
-`find_conflict` is what we refuse; `find_remarks` is what works but should be known.
+`check_conflicts` refuses combinations; `find_remarks` describes those that work with a side effect.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ DEFAULT_LARGE_SEGMENT_MB = 20
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the rules need to know of the process besides the options themselves."""
+    """Facts about the process that the rules need besides the options."""
 
     version: Version
     caching_disabled: bool = False  # PYTORCH_NO_CUDA_MEMORY_CACHING
@@ -21,14 +21,24 @@ class Surroundings:
 
 
 def check_conflicts(options: Mapping[str, Value], around: Surroundings) -> None:
-    """Raise for the first combination that cannot do what its author wants."""
-    for rule in (_ignored_by_backend, _sizes, _expandable, _needs_fraction, _pinned):
+    """Refuse combinations of options that cannot do what a user wants.
+
+    Raises:
+        AllocatorOptionError: for the first such combination.
+    """
+    for rule in (
+        _find_ignored_option,
+        _find_wrong_size,
+        _find_split_of_expandable,
+        _find_missing_fraction,
+        _find_pinned_conflict,
+    ):
         if found := rule(options, around):
             raise AllocatorOptionError(*found)
 
 
 def find_remarks(options: Mapping[str, Value], with_cuda_graphs: bool) -> list[str]:
-    """Sentences about combinations that work, with an effect the reader may not expect."""
+    """Return sentences about combinations that work, with effects that a user may not expect."""
     remarks = []
     divisions = options.get("roundup_power2_divisions")
     if isinstance(divisions, (int, dict)) and (gaps := torch_gaps(divisions)):
@@ -49,10 +59,10 @@ def find_remarks(options: Mapping[str, Value], with_cuda_graphs: bool) -> list[s
     return remarks
 
 
-Conflict = tuple[str, str]  # option, problem
+Conflict = tuple[str, str]  # (option, problem)
 
 
-def _ignored_by_backend(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
+def _find_ignored_option(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
     device = [name for name in options if OPTIONS[name].scope == "device"]
     if around.pluggable and (clash := [*device, *(["backend"] if "backend" in options else [])]):
         return (
@@ -70,17 +80,17 @@ def _ignored_by_backend(options: Mapping[str, Value], around: Surroundings) -> C
                 " it; unset the variable"
             ),
         )
-    # The driver's pool has a memory limit as well, so the fraction is obeyed by both backends.
+    # Both backends obey the fraction, as the driver's pool has a memory limit as well.
     ignored = [name for name in device if name != "per_process_memory_fraction"]
     if options.get("backend") == "cudaMallocAsync" and ignored:
         return ignored[0], "backend:cudaMallocAsync ignores it; leave it out or use backend:native"
     return None
 
 
-def _sizes(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
-    segment = _whole(options, "large_segment_size_mb", DEFAULT_LARGE_SEGMENT_MB)
+def _find_wrong_size(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
+    segment = _read_whole(options, "large_segment_size_mb", DEFAULT_LARGE_SEGMENT_MB)
     for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
-        if name in options and _whole(options, name, 0) < segment:
+        if name in options and _read_whole(options, name, 0) < segment:
             return (
                 name,
                 f"must be at least large_segment_size_mb, which is {segment}; got {options[name]}",
@@ -93,7 +103,9 @@ def _sizes(options: Mapping[str, Value], around: Surroundings) -> Conflict | Non
     return None
 
 
-def _expandable(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
+def _find_split_of_expandable(
+    options: Mapping[str, Value], around: Surroundings
+) -> Conflict | None:
     if options.get("expandable_segments") and "max_split_size_mb" in options:
         return (
             "max_split_size_mb",
@@ -106,7 +118,7 @@ def _expandable(options: Mapping[str, Value], around: Surroundings) -> Conflict 
     return None
 
 
-def _needs_fraction(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
+def _find_missing_fraction(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
     fraction = options.get("per_process_memory_fraction", 1.0)
     limited = isinstance(fraction, (int, float)) and fraction < 1.0
     for name in ("garbage_collection_threshold", "throw_on_cudamalloc_oom"):
@@ -121,16 +133,16 @@ def _needs_fraction(options: Mapping[str, Value], around: Surroundings) -> Confl
     return None
 
 
-def _pinned(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
-    threads = _whole(options, "pinned_num_register_threads", 1)
+def _find_pinned_conflict(options: Mapping[str, Value], around: Surroundings) -> Conflict | None:
+    threads = _read_whole(options, "pinned_num_register_threads", 1)
     if threads > 1 and not options.get("pinned_use_cuda_host_register"):
         return (
             "pinned_num_register_threads",
             "has no effect without pinned_use_cuda_host_register:True; set that too",
         )
     if "pinned_max_round_threshold_mb" in options and around.version <= (2, 13):
-        rounded = _whole(options, "pinned_max_round_threshold_mb", 0)
-        cached = options.get("pinned_max_cached_size_mb")  # left out: unlimited
+        rounded = _read_whole(options, "pinned_max_round_threshold_mb", 0)
+        cached = options.get("pinned_max_cached_size_mb")  # None: no limit
         if not isinstance(cached, int) or rounded < cached:
             return (
                 "pinned_max_round_threshold_mb",
@@ -143,7 +155,7 @@ def _pinned(options: Mapping[str, Value], around: Surroundings) -> Conflict | No
     return None
 
 
-def _whole(options: Mapping[str, Value], name: str, default: int) -> int:
+def _read_whole(options: Mapping[str, Value], name: str, default: int) -> int:
     value = options.get(name, default)
     assert isinstance(value, int)  # the grammar has checked it
     return value

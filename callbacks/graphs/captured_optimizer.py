@@ -1,4 +1,4 @@
-"""An optimizer's update as a graph of its own."""
+"""`CapturedOptimizer`: an optimizer's update as a graph of its own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from torch.optim import optimizer as torch_optimizer
 from .device import Graph
 
 _CAPTURABLE = "Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD, RMSprop and Rprop"
-# tensors that a loss scaler leaves for an optimizer that unscales gradients itself
-_OF_SCALERS = (
-    "grad_scale",
-    "found_inf",
-)
-MAX_CHANGES = 5  # of what a graph depends on, without a replay in between
+# Attributes that `torch.amp.GradScaler.step` sets on an optimizer that unscales gradients itself.
+_SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
+MAX_CHANGES = 5  # changes of an optimizer's state or settings without a replay in between
 
 
 def check_optimizer(optimizer: Optimizer, device: torch.device) -> list[str]:
-    """Why the step of ``optimizer``, whose parameters are on ``device``, cannot be captured."""
+    """Return why the step of ``optimizer``, with parameters on ``device``, cannot be captured."""
     name, found = type(optimizer).__name__, []
     for number, group in enumerate(optimizer.param_groups):
         option = "capturable" if "capturable" in group and device.type == "cuda" else "fused"
@@ -47,21 +44,21 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> list[str]:
 
 
 class CapturedOptimizer:
-    """Stands in for ``optimizer.step``: the closure and hooks run as ever, the update is captured
-    once and replayed.
+    """Replaces ``optimizer.step``: captures the update once, then replays it.
 
-    Learning rates are tensors, which schedulers write into. If anything else in the param groups
-    changes, or the tensors of the optimizer's state are other ones, the update runs eagerly and is
-    captured anew after that.
+    The closure and the step hooks run as ever. Learning rates are tensors, which schedulers write
+    into. If any other setting of the param groups changes, or other tensors replace those of the
+    optimizer's state, the update runs eagerly, and is captured anew after that.
 
     Args:
-        optimizer: any that :func:`check_optimizer` has nothing against.
-        make_graph: gives a new graph.
-        may_capture: whether the gradients are at addresses that stay.
-        check: see :func:`check_optimizer`.
+        optimizer: an optimizer for which :func:`check_optimizer` finds nothing.
+        make_graph: returns a new graph.
+        may_capture: returns whether the gradients are at addresses that stay.
+        check: calls :func:`check_optimizer` for ``optimizer``.
 
     Attributes:
-        problems: see :class:`~.graph_ranks.Part`.
+        problems: see :class:`~.ranks.Part`.
+        replays: number of replayed updates.
     """
 
     kind = "the optimizer's step"
@@ -75,40 +72,44 @@ class CapturedOptimizer:
     ) -> None:
         self._optimizer, self._make_graph, self._may_capture = optimizer, make_graph, may_capture
         self._check = check
-        self._eager = optimizer.step
-        self._own = optimizer.__dict__.get("step")  # a scheduler's
+        # A step that an `LRScheduler` of torch has set on the object.
+        self._own_step = optimizer.__dict__.get("step")
         self._graph: Graph | None = None
-        self._before: dict[str, Any] | None = None  # what the last step found
-        self._refused = False
+        self._last_state: dict[str, Any] | None = None  # what the last eager step depended on
+        self._is_eager = False  # from now on
         self.problems: list[str] = []
-        self._changes = 0
-        self._gradients: list[
-            tuple[Tensor, Tensor]
-        ] = []  # parameters, and where the graph reads their gradients
-        self._scaling: dict[str, Tensor] = {}  # where it reads what the loss scaler says
+        self._changes = 0  # since the last replay
+        # Parameters, and where the graph reads their gradients.
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._scaler_tensors: dict[str, Tensor] = {}  # where the graph reads the loss scaling
         self.replays = 0
         optimizer.step = self.step  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        """The optimizer is as it was."""
+    def uninstall(self) -> None:
+        """Free the graph and restore the optimizer's ``step``."""
         self.reset()
         del self._optimizer.step
-        if self._own is not None:
-            self._optimizer.step = self._own  # type: ignore[method-assign]
+        if self._own_step is not None:
+            self._optimizer.step = self._own_step  # type: ignore[method-assign]
 
     def reset(self) -> None:
         """Free the graph; the next step is eager."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._before, self._gradients, self._scaling = None, None, [], {}
+        self._graph = self._last_state = None
+        self._gradients, self._scaler_tensors = [], {}
 
-    def refuse(self) -> None:
-        """From now on it runs eagerly."""
-        self._refused = True
+    def stop_capturing(self) -> None:
+        """Run the update eagerly from now on."""
+        self._is_eager = True
         self.reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See :meth:`torch.optim.Optimizer.step`."""
+        """See :meth:`torch.optim.Optimizer.step`.
+
+        Raises:
+            RuntimeError: a step pre-hook returns other arguments.
+        """
         hooks = [
             *torch_optimizer._global_optimizer_pre_hooks.values(),
             *self._optimizer._optimizer_step_pre_hooks.values(),
@@ -132,27 +133,28 @@ class CapturedOptimizer:
 
     def _update(self) -> None:
         optimizer = self._optimizer
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        # `LRScheduler.step` warns unless its replacement of `optimizer.step` has set this.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         update = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
-        if self._refused or self._changed() or not (self._graph or self._may_capture()):
+        if self._is_eager or self._reset_if_changed() or not (self._graph or self._may_capture()):
             update(optimizer)
-            self._before = self._state()
+            self._last_state = self._state()
             return
-        given = self._given()
+        scaler_tensors = self._find_scaler_tensors()
         if self._graph is None:
             parameters = [
                 p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
             ]
             self._gradients = [(p, p.grad) for p in parameters]
-            self._scaling = {name: value.clone() for name, value in given.items()}
-            vars(optimizer).update(self._scaling)
+            self._scaler_tensors = {name: t.clone() for name, t in scaler_tensors.items()}
+            vars(optimizer).update(self._scaler_tensors)
             graph = self._make_graph()
             with graph.capture():
                 update(optimizer)
             self._graph = graph
-            vars(optimizer).update(given)
-        for name, value in given.items():
-            self._scaling[name].copy_(value)
+            vars(optimizer).update(scaler_tensors)
+        for name, tensor in scaler_tensors.items():
+            self._scaler_tensors[name].copy_(tensor)
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 if parameter.grad.data_ptr() != gradient.data_ptr():
@@ -162,17 +164,18 @@ class CapturedOptimizer:
         self.replays += 1
         self._changes = 0
 
-    def _given(self) -> dict[str, Tensor]:
-        found = {name: getattr(self._optimizer, name, None) for name in _OF_SCALERS}
-        return {name: value for name, value in found.items() if value is not None}
+    def _find_scaler_tensors(self) -> dict[str, Tensor]:
+        found = {name: getattr(self._optimizer, name, None) for name in _SCALER_ATTRIBUTES}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def _changed(self) -> bool:
-        """Whether the update is not that of the last step; then the graph is gone."""
-        now, before = self._state(), self._before
-        what = next(
-            (name for name in now if before is None or not _same(now[name], before.get(name))), None
+    def _reset_if_changed(self) -> bool:
+        """Return whether the update differs from that of the last step; then free the graph."""
+        now, before = self._state(), self._last_state
+        changed = next(
+            (name for name in now if before is None or not _is_same(now[name], before.get(name))),
+            None,
         )
-        if what is None:
+        if changed is None:
             return False
         self.reset()
         self.problems = self._check()
@@ -180,14 +183,14 @@ class CapturedOptimizer:
         if self._changes > MAX_CHANGES:
             name = type(self._optimizer).__name__
             self.problems.append(
-                f"{what} of {name} changes again and again, and a graph would keep it."
+                f"{changed} of {name} changes again and again, and a graph would keep it."
             )
-        self._refused = bool(self.problems)
+        self._is_eager = bool(self.problems)
         return True
 
     def _state(self) -> dict[str, Any]:
-        """What a captured update depends on, by names; of tensors the objects, not the values."""
-        found: dict[str, Any] = {"The loss scaling": tuple(self._given())}
+        """Return by name what a captured update depends on; of tensors the objects, not values."""
+        found: dict[str, Any] = {"The loss scaling": tuple(self._find_scaler_tensors())}
         for number, group in enumerate(self._optimizer.param_groups):
             where = f"of param group {number}"
             found.update(
@@ -204,7 +207,7 @@ class CapturedOptimizer:
         return found
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_same, a, b))
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

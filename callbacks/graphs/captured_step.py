@@ -1,4 +1,4 @@
-"""One captured micro-batch: its forward and its backward."""
+"""`CapturedStep`: the forward and the backward of one micro-batch as two graphs."""
 
 from __future__ import annotations
 
@@ -19,168 +19,171 @@ from .static_inputs import StaticInputs
 
 
 class StaticGradients:
-    """Gradients at fixed addresses, which captured backwards add to."""
+    """Gradients at fixed addresses, which captured backwards add to.
+
+    Its methods are called at the same points of a step as those of `ReplayedStep`, which does the
+    same for the engine of `zero3`.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[Tensor, Tensor] = {}
-        self._cleared: list[Tensor] = []
-        self._made: list[
-            Tensor
-        ] = []  # parameters whose gradients the last backward was the first to ask for
+        self._grads: dict[Tensor, Tensor] = {}  # parameter: its gradient at a fixed address
+        self._cleared: list[Tensor] = []  # parameters that had no gradient before this backward
+        self._new: list[Tensor] = []  # parameters that this backward is the first to need
 
     def begin_backward(self, parameters: list[Tensor]) -> None:
-        """Make ``parameter.grad`` the static one; it keeps the value, or is zero where there was no
-        gradient.
+        """Make each ``parameter.grad`` the static one, with the value that it had, or zero.
 
-        Lightning, users and Lightning's validation set gradients to None, or to other tensors, as
-        they like.
+        Between two backwards, users, Lightning's loop and its validation set gradients to None or
+        to other tensors.
         """
         self._cleared = [p for p in parameters if p.grad is None]
-        self._made = [p for p in parameters if p not in self._held]
+        self._new = [p for p in parameters if p not in self._grads]
         for parameter in parameters:
-            mine = self._held.get(parameter)
-            if mine is None:
-                mine = self._held[parameter] = torch.zeros_like(parameter, requires_grad=False)
-            if parameter.grad is not None and parameter.grad is not mine:
-                mine.copy_(parameter.grad)
-            parameter.grad = mine
+            static = self._grads.get(parameter)
+            if static is None:
+                static = torch.zeros_like(parameter, requires_grad=False)
+                self._grads[parameter] = static
+            if parameter.grad is not None and parameter.grad is not static:
+                static.copy_(parameter.grad)
+            parameter.grad = static
         if self._cleared:
             torch._foreach_zero_([p.grad for p in self._cleared])
 
     @contextmanager
     def capture_backward(self, parameters: list[Tensor]) -> Iterator[None]:
-        """Around the program that is captured; afterwards ``parameters`` are those that get a
-        gradient from it.
-        """
+        """Wrap the captured backward; then reduce ``parameters`` to those that get a gradient."""
         before = [(p, p.grad, p.grad._version) for p in parameters]
         yield
         parameters[:] = [p for p, grad, version in before if grad._version != version]
         for parameter in set(self._cleared).difference(parameters):
             parameter.grad = None
-        # graphs of other shapes may add to older ones
-        for parameter in set(self._made).difference(parameters):
-            self._held.pop(parameter)
+        # Older gradients stay: graphs of other signatures may add to them.
+        for parameter in set(self._new).difference(parameters):
+            self._grads.pop(parameter)
 
     def capture_forward(self) -> AbstractContextManager[None]:
-        """Around the program that is captured."""
+        """Wrap the captured forward; does nothing."""
         return nullcontext()
 
     def begin_forward(self) -> None:
-        """Before the forward is captured or replayed."""
+        """Do nothing before a forward is captured or replayed."""
 
     open_backward = end_forward = end_backward = begin_forward
 
     @property
     def nbytes(self) -> int:
-        """Of all gradients."""
-        return sum(t.nbytes for t in self._held.values())
+        """Bytes of all gradients."""
+        return sum(grad.nbytes for grad in self._grads.values())
 
 
 class CapturedStep:
-    """A training step in two graphs, so that everything that Lightning does between forward and
-    backward finds its place.
+    """A training step in two graphs, with the work of Lightning between forward and backward.
 
-    The forward graph ends with the output of ``training_step``. Lightning gets a copy of it, whose
-    loss is the beginning of a new small autograd graph: dividing by the accumulation, scaling it
-    for 16-bit floats and hooks that see it run as ever. The gradient that arrives at that copy is
-    where the backward graph starts.
+    The forward graph ends with the output of ``training_step``. Lightning gets a copy of this
+    output, whose loss is the first node of a new small autograd graph. So Lightning divides the
+    loss by the accumulation, scales it for 16-bit floats and calls hooks with it as ever. The
+    gradient that arrives at the copy is the input of the backward graph.
 
     Args:
-        graphs: of its forward and its backward.
-        books: gradients that backward writes to, or what the engine of `zero3` notes.
+        graphs: the graphs of the forward and of the backward, both empty.
+        bookkeeping: prepares gradients before each graph; for `zero3`, the engine's whole state.
     """
 
-    def __init__(self, graphs: tuple[Graph, Graph], books: StaticGradients | ReplayedStep) -> None:
+    def __init__(
+        self, graphs: tuple[Graph, Graph], bookkeeping: StaticGradients | ReplayedStep
+    ) -> None:
         self._forward, self._backward = graphs
-        self._books = books
+        self._bookkeeping = bookkeeping
         self._tape = LogTape()
-        self._proxy: Tensor | None = None  # the loss that Lightning got
+        self._loss_copy: Tensor | None = None  # the loss that Lightning got
 
     def capture_forward(
         self, batch: Any, rest: tuple, step: Callable[..., Any], module: LightningModule
     ) -> None:
-        """Record ``step(batch, *rest)``, which is the strategy's ``training_step``."""
+        """Capture ``step(batch, *rest)``, where ``step`` is the strategy's ``training_step``."""
         self._inputs = StaticInputs(batch)
-        self._books.begin_forward()
-        naming = naming_failure("the forward of the training step")
+        self._bookkeeping.begin_forward()
         with (
-            naming,
+            naming_failure("the forward of the training step"),
             self._forward.capture(),
-            self._books.capture_forward(),
+            self._bookkeeping.capture_forward(),
             self._tape.record(module),
         ):
             self._output = step(self._inputs.batch, *rest)
         loss = loss_of(self._output)
         assert loss is not None
         self._loss: Tensor | None = loss  # until its backward is captured
-        self._seed = torch.zeros_like(loss, requires_grad=False)
-        # Some leaves are out of sight, inside of re-entrant checkpoints; some parameters are not
-        # used.
+        self._loss_grad = torch.zeros_like(loss, requires_grad=False)
+        # The autograd graph does not show leaves inside of re-entrant checkpoints, so all trained
+        # parameters are candidates. Capturing the backward removes those without a gradient.
         parameters = [p for p in module.parameters() if p.requires_grad]
-        self._trained = list(dict.fromkeys([*leaves_of(loss), *parameters]))
+        self._leaves = list(dict.fromkeys([*leaves_of(loss), *parameters]))
         self._output = apply_to_collection(self._output, Tensor, Tensor.detach)
 
-    def fill(self, batch: Any) -> None:
-        """The next batch, of the same signature."""
-        self._inputs.fill(batch)
+    def copy_batch(self, batch: Any) -> None:
+        """Copy the next batch, of the same signature, into the static inputs."""
+        self._inputs.copy_from(batch)
 
     def replay_forward(self, module: LightningModule) -> Any:
-        """Forward and the logging; returns the output, in memory of its own."""
-        self._books.begin_forward()
+        """Replay the forward and its logging; return the output, in memory of its own."""
+        self._bookkeeping.begin_forward()
         self._forward.replay()
-        self._books.end_forward()
+        self._bookkeeping.end_forward()
         self._tape.play(module)
         output = apply_to_collection(self._output, Tensor, Tensor.clone)
-        self._proxy = loss_of(output).requires_grad_()
+        self._loss_copy = loss_of(output).requires_grad_()
         return output
 
     def replay_backward(self, run: Callable[[], None]) -> None:
-        """Backward; recorded, when it is the first.
+        """Replay the backward; the first call captures it.
 
         Args:
-            run: the eager backward, of what Lightning made of the loss.
+            run: runs the eager backward, from what Lightning made of the loss to the loss's copy.
         """
-        proxy, self._proxy = self._proxy, None
-        self._books.open_backward()
+        loss_copy, self._loss_copy = self._loss_copy, None
+        self._bookkeeping.open_backward()
         run()
-        if proxy is None or proxy.grad is None:
-            return  # the user's `backward` made none
-        self._seed.copy_(proxy.grad)
-        self._books.begin_backward(self._trained)
+        if loss_copy is None or loss_copy.grad is None:
+            return  # the user's `backward` computed no gradient of the loss
+        self._loss_grad.copy_(loss_copy.grad)
+        self._bookkeeping.begin_backward(self._leaves)
         if self._loss is not None:
             loss, self._loss = self._loss, None
-            naming = naming_failure("the backward of the training step")
-            with naming, self._backward.capture(), self._books.capture_backward(self._trained):
-                torch.autograd.backward(loss, self._seed)
+            with (
+                naming_failure("the backward of the training step"),
+                self._backward.capture(),
+                self._bookkeeping.capture_backward(self._leaves),
+            ):
+                torch.autograd.backward(loss, self._loss_grad)
         self._backward.replay()
-        self._books.end_backward()
+        self._bookkeeping.end_backward()
 
     @property
     def input_nbytes(self) -> int:
-        """Memory of the inputs."""
+        """Bytes of the static inputs."""
         return self._inputs.nbytes
 
     def reset(self) -> None:
         """Free the graphs."""
         self._forward.reset()
         self._backward.reset()
-        self._loss = self._proxy = None
+        self._loss = self._loss_copy = None
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned."""
+    """Return the loss in ``output``, which ``training_step`` returned."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def leaves_of(*outputs: Tensor) -> list[Tensor]:
-    """Tensors whose ``grad`` a backward of ``outputs`` can add to."""
+    """Return the tensors whose ``grad`` a backward of ``outputs`` can add to."""
     found, seen, waiting = [], set(), [t.grad_fn for t in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # torch's `AccumulateGrad`
             found.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
+        waiting += [next_node for next_node, _ in node.next_functions]
     return found

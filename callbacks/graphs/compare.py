@@ -1,4 +1,4 @@
-"""Whether two steps with inputs of the same shapes did the same."""
+"""Compares two eager steps with inputs of the same signature."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from .watch import Operation, Problem, Watch
 
 
 def compare(before: Watch, after: Watch) -> list[Problem]:
-    """What two steps with batches of the same shapes did differently; the first difference only."""
+    """Return the first difference of two steps with batches of one signature, as a problem.
+
+    The list has one element, or none if the steps did the same.
+    """
     for a, b in zip(before.operations, after.operations, strict=False):
         if a.name != b.name:
-            return [_other_way(a, b)]
+            return [_other_operation_problem(a, b)]
         if a.constants != b.constants:
             x, y = next((x, y) for x, y in zip(a.constants, b.constants, strict=False) if x != y)
-            what = (
+            text = (
                 f"A Python number that changes goes into {b.name}: {x}, then {y}. A graph would"
                 " keep the first."
             )
-            return [Problem(f"{what} {REMEDY_NUMBER}", b.place or a.place)]
+            return [Problem(f"{text} {REMEDY_NUMBER}", b.place or a.place)]
         if a.shapes != b.shapes:
             return [
                 Problem(
-                    f"Shapes change from step to step in {b.name}: {_sizes(a)}, then {_sizes(b)}.",
+                    f"Shapes change from step to step in {b.name}: {_format_shapes(a)}, then"
+                    f" {_format_shapes(b)}.",
                     b.place,
                 )
             ]
@@ -56,64 +60,62 @@ def _compare_surroundings(before: Watch, after: Watch) -> list[Problem]:
         ]
     for a, b in zip(before.operations, after.operations, strict=True):
         if a.sources != b.sources:
-            what = (
+            text = (
                 f"{b.name} reads a tensor of before the step, and another one in each step. A graph"
                 " would go on with the first."
             )
             return [
                 Problem(
-                    f"{what} Keep one, in a buffer of the module, and write into it:"
+                    f"{text} Keep one, in a buffer of the module, and write into it:"
                     " `self.name.copy_(...)`.",
                     b.place,
                 )
             ]
     for key, value in before.values.items():
         if key in after.values and after.values[key] != value:
-            what = (
+            text = (
                 f"`{key[1]}`, which belongs to no module, changes from step to step; a graph would"
-                " keep what it was."
+                " keep its first value."
             )
             remedy = "Keep tensors in buffers, or move it to `on_train_batch_end`."
-            return [Problem(f"{what} {remedy}", line_of_attribute(key[1], after.codes))]
+            return [Problem(f"{text} {remedy}", line_of_attribute(key[1], after.codes))]
     return []
 
 
 @dataclass
-class Shape:
-    """What is known of inputs of one signature.
+class SignatureRecord:
+    """The eager runs and the graphs of inputs of one signature.
 
     Attributes:
-        watches: of the last two eager runs.
-        watched: number of eager runs.
-        epoch: of the last one.
-        graphs: that were captured.
-        batch: number of the micro-batch that was the first to have such inputs.
+        watches: notes on the last two eager runs, the latest last.
+        eager_runs: number of watched eager runs.
+        last_epoch: epoch of the last of these.
+        graphs: the captured graphs, a `CapturedStep` or a `CapturedCall`; None before the capture.
+        first_batch: number of the micro-batch that was the first to have such inputs.
     """
 
     watches: list[Watch] = field(default_factory=list)
-    watched: int = 0
-    epoch: int = 0
+    eager_runs: int = 0
+    last_epoch: int = 0
     graphs: Any = None
-    batch: int = 0
+    first_batch: int = 0
 
-    def add(self, watch: Watch, epoch: int) -> None:
-        """One more eager run was watched."""
-        self.watches, self.watched, self.epoch = (
-            [*self.watches[-1:], watch],
-            self.watched + 1,
-            epoch,
-        )
+    def add_run(self, watch: Watch, epoch: int) -> None:
+        """Add one more watched eager run."""
+        self.watches = [*self.watches[-1:], watch]
+        self.eager_runs += 1
+        self.last_epoch = epoch
 
-    def problems(self) -> list[Problem]:
-        """Why it cannot be captured."""
-        given = [watch.given for watch in self.watches if any(watch.given)]
+    def find_problems(self) -> list[Problem]:
+        """Return why these inputs cannot be captured."""
+        has_gradient = [watch.given for watch in self.watches if any(watch.given)]
         found = self.watches[-1].problems + compare(*self.watches)
-        if len(given) > 1 and given[0] != given[1]:
+        if len(has_gradient) > 1 and has_gradient[0] != has_gradient[1]:
             found.append(Problem("Not the same outputs get gradients each time."))
         return found
 
 
-def _other_way(a: Operation, b: Operation) -> Problem:
+def _other_operation_problem(a: Operation, b: Operation) -> Problem:
     return Problem(
         f"Steps run different operations, {a.name} ({describe_line(a.place)}), then {b.name}: a"
         " branch in Python that depends on values which change. A graph would keep one side.",
@@ -121,13 +123,14 @@ def _other_way(a: Operation, b: Operation) -> Problem:
     )
 
 
-def _sizes(operation: Operation) -> str:
+def _format_shapes(operation: Operation) -> str:
     return " ".join(str(list(shape)) for shape in operation.shapes)
 
 
 def _compare_logs(before: LogTape, after: LogTape) -> list[Problem]:
     names, others = [c.name for c in before.calls], [c.name for c in after.calls]
     if names != others:
+        # The same names may come in another order, or another number of times.
         name = min(set(names) ^ set(others), default=(names + others)[0])
         place = next((c.place for c in before.calls + after.calls if c.name == name), None)
         return [
@@ -138,14 +141,13 @@ def _compare_logs(before: LogTape, after: LogTape) -> list[Problem]:
             )
         ]
     for a, b in zip(before.calls, after.calls, strict=True):
-        if not isinstance(b.value, Tensor | torchmetrics.Metric) and plain(a.value) != plain(
-            b.value
-        ):
-            what = (
+        is_python = not isinstance(b.value, Tensor | torchmetrics.Metric)
+        if is_python and plain(a.value) != plain(b.value):
+            text = (
                 f"`self.log({b.name!r}, ...)` logs a Python number that changes: {a.value}, then"
                 f" {b.value}. {REMEDY_HOOK}"
             )
-            return [Problem(what, b.place)]
+            return [Problem(text, b.place)]
         if {k: repr(v) for k, v in a.options.items()} != {k: repr(v) for k, v in b.options.items()}:
             return [Problem(f"The options of `self.log({b.name!r}, ...)` change.", b.place)]
     return []

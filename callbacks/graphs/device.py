@@ -1,5 +1,6 @@
-"""CUDA graphs of one run: they share a stream and a memory pool. And their stand-ins for machines
-without CUDA.
+"""`CudaGraphs` and, for machines without CUDA, `SoftwareGraphs` make the graphs of one run.
+
+The CUDA graphs of a run share a stream and a memory pool.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ class Graph(Protocol):
     """Device work that was captured once and can be repeated."""
 
     def capture(self) -> AbstractContextManager[None]:
-        """Inside, device work is recorded and not done."""
+        """Record the device work of the body, without doing it."""
 
     def replay(self) -> None:
-        """Do it."""
+        """Do the recorded work."""
 
     def reset(self) -> None:
-        """Free it."""
+        """Free the graph."""
 
 
 class CudaGraph:
     """A `torch.cuda.CUDAGraph` in a shared pool.
 
     Args:
-        stream: of all captures.
-        pool: of memory.
-        generators: that are drawn from, besides the default one.
-        around_capture: inside it the program may save random states and go back to them.
-        before_replay: is called.
+        stream: the stream of all captures.
+        pool: the handle of a memory pool.
+        generators: generators, besides the default one, that the program draws from.
+        around_capture: returns a context in which the program may save and set random states.
+        before_replay: prepares random states.
     """
 
     def __init__(
@@ -63,21 +64,21 @@ class CudaGraph:
     @contextmanager
     def capture(self) -> Iterator[None]:
         """See :meth:`Graph.capture`."""
-        # A graph that the garbage collector destroys during a capture ends it with an error.
+        # hazard: if the garbage collector destroys another graph during this capture, CUDA ends the
+        # capture with an error. `torch.cuda.graph` collects only on request.
         gc.collect()
-        # cuBLAS's workspace of the capture lies in the pool, so that `torch.cuda.empty_cache`
-        # cannot free it.
+        # Makes cuBLAS allocate its workspace in the pool, where `torch.cuda.empty_cache` cannot
+        # free it.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            # Only this thread: loaders' pinning threads and NCCL's watchdog call CUDA as they like.
-            options = {
-                "pool": self._pool,
-                "stream": self._stream,
-                "capture_error_mode": "thread_local",
-            }
+            # hazard: with the default mode, "global", calls of CUDA in other threads (loaders'
+            # pinning threads, NCCL's watchdog) would end the capture with an error.
+            mode = "thread_local"
             with (
                 without_collection(),
-                torch.cuda.graph(self._graph, **options),
+                torch.cuda.graph(
+                    self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+                ),
                 self._around_capture(),
             ):
                 yield
@@ -98,73 +99,77 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """Makes graphs for one device, and puts the training into their stream.
+    """Makes graphs for one device, and moves the training into their stream.
 
-    Nodes of autograd belong to the stream in which they were made. So everything runs in the stream
-    of the captures, eager steps and the optimizer too, and no stream waits for another between a
-    step and its graph.
+    Autograd runs a node of a backward in the stream of its forward. So everything runs in the
+    stream of the captures, eager steps and the optimizer too, and no stream waits for another
+    between a step and its graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._outer: torch.cuda.Stream | None = None
+        self._outer_stream: torch.cuda.Stream | None = None  # current before training
         self._pool = torch.cuda.graph_pool_handle()
-        self._others: list[object] = []  # pools of graphs that are replayed out of order
+        self._other_pools: list[object] = []  # of graphs that are replayed out of order
 
-    def enter(self) -> None:
-        """Training begins."""
-        self._outer = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(self._outer)
+    def enter_stream(self) -> None:
+        """Make the stream of captures the current one, when training begins."""
+        self._outer_stream = torch.cuda.current_stream(self._device)
+        # hazard: kernels that set up the training may still write tensors that a step reads.
+        self._stream.wait_stream(self._outer_stream)
         torch.cuda.set_stream(self._stream)
 
-    def leave(self) -> None:
-        """Training is over."""
-        if self._outer is not None:
-            self._outer.wait_stream(self._stream)
-            torch.cuda.set_stream(self._outer)
-            self._outer = None
+    def leave_stream(self) -> None:
+        """Make the earlier stream the current one again, when training is over."""
+        if self._outer_stream is not None:
+            # hazard: the last step may still write tensors that later kernels read.
+            self._outer_stream.wait_stream(self._stream)
+            torch.cuda.set_stream(self._outer_stream)
+            self._outer_stream = None
 
-    def make(self) -> Graph:
-        """A new graph, of something that draws no random numbers."""
+    def make_graph(self) -> Graph:
+        """Return a new graph, for a program that draws no random numbers."""
         return CudaGraph(self._stream, self._pool)
 
     def make_pair(
         self, generators: Sequence[torch.Generator], offsets: list[int]
     ) -> tuple[Graph, Graph]:
-        """New graphs of a forward and of its backward.
+        """Return new graphs for a forward and for its backward.
 
         Args:
-            generators: that they draw from, besides the default one.
-            offsets: see :class:`~.graph_random.RandomStates`.
+            generators: generators, besides the default one, that they draw from.
+            offsets: see :class:`~.random_states.RandomStates`.
         """
         states = CapturedRandomStates(self._device, offsets)
-        forward = partial(states.following, True), states.begin_forward
-        backward = partial(states.following, False), states.begin_backward
+        forward = partial(states.track_calls, True), states.begin_forward
+        backward = partial(states.track_calls, False), states.begin_backward
         return (
             CudaGraph(self._stream, self._pool, generators, *forward),
             CudaGraph(self._stream, self._pool, [*generators, *states.states], *backward),
         )
 
-    def apart(self) -> CudaGraphs:
-        """Makes graphs in a pool of their own: those of one pool overwrite each other's memory
-        unless replayed in turn.
+    def with_own_pool(self) -> CudaGraphs:
+        """Return a maker of graphs with a memory pool of their own.
+
+        Graphs of one pool overwrite each other's memory unless they are replayed in the order of
+        their captures.
         """
         other = copy.copy(self)
         other._pool = torch.cuda.graph_pool_handle()
-        self._others.append(other._pool)
+        self._other_pools.append(other._pool)
         return other
 
-    def renew(self) -> None:
-        """All graphs were reset, and their pools with them."""
+    def renew_pools(self) -> None:
+        """Use a new pool, after all graphs, and so their pools, were reset."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._others.clear()
+        self._other_pools.clear()
 
     def pool_nbytes(self) -> int:
-        """Memory of the pools, reserved; 0 if the allocator does not tell."""
+        """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
         if torch.cuda.get_allocator_backend() != "native":
             return 0
-        pools = [self._pool, *self._others]
+        pools = [self._pool, *self._other_pools]
         return sum(
             segment["total_size"] for pool in pools for segment in torch.cuda.memory_snapshot(pool)
         )
@@ -174,28 +179,28 @@ _WAIT = "called a synchronizing CUDA operation"
 
 
 @contextmanager
-def telling_waits(note: Callable[[FrameType | None], None]) -> Iterator[None]:
-    """Inside, ``note`` is called with the frame in which torch waits for the device, as far as its
-    own debug mode sees it.
+def report_waits(note_wait: Callable[[FrameType | None], None]) -> Iterator[None]:
+    """Call ``note_wait`` with each frame of the body in which torch waits for the device.
 
-    What it sees in a backward is told when that is over.
+    Torch's sync debug mode reports the waits, as a warning each; it does not see all. It reports
+    those in a backward when the backward is over.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", message=_WAIT)
-        show, before = warnings.showwarning, torch.cuda.get_sync_debug_mode()
+        real, before = warnings.showwarning, torch.cuda.get_sync_debug_mode()
 
-        def tell(message: Any, *rest: Any) -> None:
+        def show_warning(message: Any, *rest: Any) -> None:
             if not str(message).startswith(_WAIT):
-                show(message, *rest)
+                real(message, *rest)
                 return
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_globals.get("__name__") == "warnings":
                 frame = frame.f_back
-            note(frame)
+            note_wait(frame)
 
         torch.cuda.set_sync_debug_mode("warn")
-        warnings.showwarning = tell
+        warnings.showwarning = show_warning
         try:
             yield
         finally:
@@ -203,7 +208,7 @@ def telling_waits(note: Callable[[FrameType | None], None]) -> Iterator[None]:
 
 
 class SoftwareGraphs:
-    """The same on the CPU, for tests: there is one stream, and no pool.
+    """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool.
 
     Args:
         communicator: see :class:`SoftwareGraph`.
@@ -212,24 +217,24 @@ class SoftwareGraphs:
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
         self._communicator = communicator
 
-    def enter(self) -> None:
-        """See :meth:`CudaGraphs.enter`."""
+    def enter_stream(self) -> None:
+        """See :meth:`CudaGraphs.enter_stream`."""
 
-    leave = renew = enter
+    leave_stream = renew_pools = enter_stream
 
-    def apart(self) -> SoftwareGraphs:
-        """See :meth:`CudaGraphs.apart`."""
+    def with_own_pool(self) -> SoftwareGraphs:
+        """See :meth:`CudaGraphs.with_own_pool`."""
         return self
 
-    def make(self) -> Graph:
-        """See :meth:`CudaGraphs.make`."""
+    def make_graph(self) -> Graph:
+        """See :meth:`CudaGraphs.make_graph`."""
         return SoftwareGraph(self._communicator)
 
     def make_pair(
         self, generators: Sequence[torch.Generator], offsets: list[int]
     ) -> tuple[Graph, Graph]:
         """See :meth:`CudaGraphs.make_pair`."""
-        return self.make(), self.make()
+        return self.make_graph(), self.make_graph()
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

@@ -1,6 +1,4 @@
-"""Python values that a step depends on, in a form that tells later whether they are still the
-same.
-"""
+"""Freezes Python values that a step depends on, to find out later whether they have changed."""
 
 from __future__ import annotations
 
@@ -19,16 +17,20 @@ from torch import Tensor, nn
 from .source_lines import is_library
 
 _CONSTANTS = (int, str, bytes, type(None), Enum, torch.dtype, torch.device)
-_LONGEST = 64  # what is longer is data, not a setting: it is known by its identity and length
+# Items of a sequence or set. A longer one is data, not a setting: its identity and length count.
+_LONGEST = 64
 _LARGEST = 2000  # keys and values of a table, likewise
 _MOST = 500  # objects that are looked into for one value
-_DEEPEST = 30  # objects within objects
+_DEEPEST = 30  # depth of objects within objects
 _GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _DEFAULT_GENERATOR = np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
 class _Same:
-    """Equal to that of the same object, which it keeps alive: no other one gets its address."""
+    """Equals another `_Same` of the same object.
+
+    It keeps the object alive, so that no other object gets the same address.
+    """
 
     __slots__ = ("_value",)
 
@@ -42,28 +44,27 @@ class _Same:
 
 
 class Everything:
-    """Holds all names."""
+    """A container of all names."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def constant(value: Any) -> Any:
-    """A number or the like with its type: ``True``, ``1`` and ``1.0`` differ, ``0.0`` and ``-0.0``
-    too, and NaN is NaN.
+    """Return a number or other constant with its type, to be compared by ``==``.
+
+    ``True``, ``1`` and ``1.0`` differ, ``0.0`` and ``-0.0`` too, and NaN equals NaN.
     """
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def is_constant(value: Any) -> bool:
-    """Whether :func:`constant` can tell it from others."""
+    """Return whether :func:`constant` distinguishes ``value`` from other values."""
     return isinstance(value, (*_CONSTANTS, float, complex))
 
 
 def is_itself(value: Any, frozen: Any) -> bool:
-    """Whether it cannot become something else, other than by assigning another object in its
-    place.
-    """
+    """Return whether ``value``, once frozen as ``frozen``, can only change by a new assignment."""
     return (
         is_constant(value)
         or type(frozen) is _Same
@@ -72,7 +73,7 @@ def is_itself(value: Any, frozen: Any) -> bool:
 
 
 def random_state(source: Any) -> Any:
-    """Of a generator of numpy, or of the default one (`numpy.random`), to be compared by ``==``."""
+    """Return the state of a numpy generator, or of `numpy.random`, to be compared by ``==``."""
     has_getter = hasattr(source, "get_state")
     return _flat(
         source.get_state(legacy=False)
@@ -88,28 +89,29 @@ def _flat(state: Any) -> Any:
 
 
 def address(tensor: Tensor) -> int:
-    """Where the values lie; 0 if nowhere, or in several places."""
+    """Return the address of the values; 0 for tensors that are empty or not strided."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if tensor.layout is not torch.strided or not tensor.numel() else tensor.data_ptr()
 
 
 def freeze(value: Any, names: Container[str], seen: set[int] | None = None, depth: int = 0) -> Any:
-    """What ``value`` is now, to be compared by ``==``.
+    """Return the present state of ``value``, to be compared by ``==``.
 
-    Constants are their values; tensors, modules and objects of libraries are themselves (values of
-    tensors may change); containers, functions, classes and other objects are what they hold.
+    The state of a constant is its value. The state of a tensor, a module or an object of a library
+    is its identity (of a tensor also its address and ``requires_grad``; its values may change). The
+    state of a container, a function, a class or any other object is that of its contents.
 
     Args:
-        value: of an attribute or a global.
-        names: attributes of objects that count.
-        seen: addresses of what was looked into.
-        depth: of ``value`` in what was looked into.
+        value: the value of an attribute or a global.
+        names: names of the attributes of objects that count.
+        seen: ids of the objects that were looked into.
+        depth: how deep in these objects ``value`` lies.
     """
     if is_constant(value):
         return constant(value)
     if isinstance(value, Tensor):
         return _Same(value), address(value), value.requires_grad
-    # which everybody draws from
+    # All code draws from the default generator, so its state does not count.
     if isinstance(value, _GENERATORS) and value is not _DEFAULT_GENERATOR:
         return _Same(value), random_state(value)
     if type(value).__module__ == "numpy" and getattr(value, "size", _LONGEST) < _LONGEST:
@@ -129,7 +131,7 @@ def freeze(value: Any, names: Container[str], seen: set[int] | None = None, dept
 
 
 def _held(value: Any, names: Container[str]) -> list[Any] | None:
-    """What an object consists of; None if it counts as a whole."""
+    """Return the contents of an object; None if its identity counts."""
     if isinstance(value, Mapping) and type(value).__getitem__ is dict.__getitem__:
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | deque):
@@ -156,7 +158,7 @@ def _held(value: Any, names: Container[str]) -> list[Any] | None:
     attributes = _attributes(value)
     if attributes is None:
         return None
-    # looked into already, so that it counts as itself
+    # A class is marked as looked into by now, so in its own contents its identity counts.
     own = [value] if isinstance(value, type) else []
     return own + [
         part for name, each in attributes.items() if name in names for part in (name, each)
@@ -164,7 +166,7 @@ def _held(value: Any, names: Container[str]) -> list[Any] | None:
 
 
 def settings_of(cls: type) -> dict[str, Any]:
-    """Attributes of a class that are data, without what it inherits."""
+    """Return the attributes of a class that are data, without inherited ones."""
     if is_opaque(cls.__module__):
         return {}
     return {name: value for name, value in vars(cls).items() if _is_data(value)}
@@ -199,7 +201,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def is_opaque(module: str) -> bool:
-    """Whether objects that a module of this name defines are not looked into."""
+    """Return whether only the identity counts of objects that the module ``module`` defines."""
     return is_library(module) or (
         module.partition(".")[0] in sys.stdlib_module_names and module not in ("types", "argparse")
     )

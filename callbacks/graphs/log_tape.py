@@ -1,4 +1,4 @@
-"""What a training step logs, to be logged again with the values of each replay."""
+"""`LogTape` records what a training step logs, and logs it again with the values of a replay."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from .source_lines import user_line
 
 @dataclass
 class Logged:
-    """One call of ``self.log``."""
+    """One call of ``self.log``.
+
+    Attributes:
+        name: the logged name.
+        value: the logged value; in a recorded call, a copy in the graph's own memory.
+        options: the other arguments, by name.
+        place: file and line of the call.
+    """
 
     name: str
-    value: Any  # of a recorded call a copy in the graph's own memory
+    value: Any
     options: dict[str, Any]
-    place: tuple[str, int] | None  # file and line
+    place: tuple[str, int] | None
 
 
 class LogTape:
-    """Calls of ``self.log`` (and ``self.log_dict``) in a training step, in their order.
+    """The calls of ``self.log`` (and ``self.log_dict``) in a training step, in their order.
 
-    Logged inside of a capture, a value would be added to the sums of Lightning only once, and a
-    replay would add to what the sums were then: the mean of the epoch would be wrong. So calls are
-    recorded instead, and made after each replay.
+    Inside of a capture, ``self.log`` would add a value to Lightning's sums (`_ResultMetric`) only
+    once, and each replay would add to the sums of that time: the mean of the epoch would be wrong.
+    So the calls are recorded instead, and made after each replay.
     """
 
     def __init__(self) -> None:
         self.calls: list[Logged] = []
 
     def record(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Inside, ``module.log`` only records."""
+        """Replace ``module.log`` in the body by a function that only records the call."""
 
         def log(name: str, value: Any, options: dict[str, Any]) -> None:
-            # A copy, because the program may go on to change the tensor in place.
+            # hazard: the program may change the tensor in place after the call; keep a copy.
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self.calls.append(Logged(name, kept, options, user_line()))
 
@@ -47,20 +54,24 @@ class LogTape:
     def listen(
         self, module: LightningModule, forward: Callable[..., None]
     ) -> AbstractContextManager[None]:
-        """Inside, ``module.log`` notes the call and goes on to
-        ``forward(the real log, name, value, options)``.
+        """Replace ``module.log`` in the body by a function that records, then calls ``forward``.
+
+        Args:
+            module: the module that logs.
+            forward: gets the real ``log``, and the name, the value and the options of the call.
         """
         real = module.log
 
         def log(name: str, value: Any, options: dict[str, Any]) -> None:
-            kept = value.detach() if isinstance(value, Tensor) else value  # not its history
+            # Detached, so that the tape does not keep the autograd graph alive.
+            kept = value.detach() if isinstance(value, Tensor) else value
             self.calls.append(Logged(name, kept, options, user_line()))
             forward(real, name, value, options)
 
         return _replaced(module, log)
 
     def play(self, module: LightningModule) -> None:
-        """Log with the values that are in the graph's memory now."""
+        """Make the recorded calls with the values that are in the graph's memory now."""
         for call in self.calls:
             value = call.value.clone() if isinstance(call.value, Tensor) else call.value
             module.log(call.name, value, **call.options)
@@ -83,7 +94,7 @@ def _replaced(
             module.log = own
 
 
-# Parameters of `LightningModule.log` after name and value.
+# Names of the parameters of `LightningModule.log` after name and value.
 _POSITIONAL = list(
     LightningModule.log.__code__.co_varnames[3 : LightningModule.log.__code__.co_argcount]
 )

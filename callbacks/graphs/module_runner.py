@@ -1,4 +1,4 @@
-"""Single modules as graphs, for models whose step cannot be captured as a whole."""
+"""`ModulesRunner` captures single modules, for models whose step cannot be captured as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from ...strategies.engine import Unit, Zero3Engine, unit_around
 from .captured_module import CapturedCall
-from .compare import Shape, compare
+from .compare import SignatureRecord, compare
 from .device import CudaGraphs, SoftwareGraphs
 from .limits import MOST_SIGNATURES, TOO_MANY, Recaptures
 from .module_state import Guard, Snapshot
@@ -24,19 +24,17 @@ from .watch import Problem, Watch
 
 
 def in_checkpoint() -> bool:
-    """Whether `torch.utils.checkpoint` runs the code that calls, for the first or the second
-    time.
-    """
+    """Return whether the caller runs in `torch.utils.checkpoint`, the first or second time."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    again = torch._C._current_graph_task_id() != -1
-    return again or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
+    is_backward = torch._C._current_graph_task_id() != -1
+    return is_backward or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
-    """Modules whose names match one of ``patterns`` (``fnmatch``), outermost ones only.
+    """Return the outermost modules whose names match one of ``patterns`` (``fnmatch``), by name.
 
     Raises:
-        ValueError: a pattern matches nothing.
+        ValueError: a pattern matches no module.
     """
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -50,20 +48,20 @@ def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
 
 
 class CapturedModule:
-    """Stands in for the ``forward`` of a module while it trains.
+    """Replaces the ``forward`` of a module during a fit.
 
     Args:
-        name: of the module.
-        module: to be captured.
-        graphs: makes graphs.
-        trainer: that trains.
+        name: the module's name.
+        module: the module to be captured.
+        graphs: makes the graphs.
+        trainer: the trainer of the fit.
         warmup: eager runs with inputs of one signature before the capture.
-        max_graphs: signatures that are captured.
+        max_graphs: number of signatures that are captured.
 
     Attributes:
-        problems: see :class:`~.graph_ranks.Part`.
-        refused: on this rank at least, which then runs it eagerly.
-        replays: of its graphs.
+        problems: see :class:`~.ranks.Part`.
+        is_eager: whether this rank runs the module eagerly from now on.
+        replays: number of replayed forwards.
     """
 
     kind = "a module"
@@ -80,47 +78,49 @@ class CapturedModule:
         self._name, self._module, self._graphs = name, module, graphs
         self._trainer, self._strategy = trainer, trainer.strategy
         self._warmup, self._max_graphs = warmup, max_graphs
-        self._eager, self._own = module.forward, module.__dict__.get("forward")
-        self._shapes: dict[Hashable, Shape] = {}
+        self._eager_forward, self._own_forward = module.forward, module.__dict__.get("forward")
+        self._records: dict[Hashable, SignatureRecord] = {}
         self._guard: Guard | None = None
-        self._names: set[str] = set()  # of attributes that its graphs depend on
-        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}  # likewise
+        self._names: set[str] = set()  # names of attributes that the graphs depend on
+        # Globals that the graphs depend on: by table and name, the same again.
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self._engine: Zero3Engine | None = None
         self._unit: Unit | None = None
-        self.problems, self.refused = list[str](), False
-        self._outdated = Recaptures(warmup)
+        self.problems, self.is_eager = list[str](), False
+        self._recaptures = Recaptures(warmup)
         self.replays = 0
         module.forward = self._run  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        """The module is as it was."""
+    def uninstall(self) -> None:
+        """Restore the module's ``forward`` and free the graphs."""
         del self._module.forward
-        if self._own is not None:
-            self._module.forward = self._own  # type: ignore[method-assign]
-        self._drop()
+        if self._own_forward is not None:
+            self._module.forward = self._own_forward  # type: ignore[method-assign]
+        self._drop_graphs()
 
     @property
     def recaptures(self) -> int:
-        """How often its graphs went out of date."""
-        return self._outdated.count
+        """How often the graphs went out of date."""
+        return self._recaptures.count
 
     @property
     def input_nbytes(self) -> int:
-        """Memory of the inputs."""
-        return sum(call.input_nbytes for call in self._captured())
+        """Bytes of the static inputs of all graphs."""
+        return sum(call.input_nbytes for call in self._captured_calls())
 
-    def _captured(self) -> list[CapturedCall]:
-        return [shape.graphs for shape in self._shapes.values() if shape.graphs is not None]
+    def _captured_calls(self) -> list[CapturedCall]:
+        return [record.graphs for record in self._records.values() if record.graphs is not None]
 
-    def _drop(self) -> None:
-        for call in self._captured():
-            if not call.is_busy:  # else its backward comes, and frees it
+    def _drop_graphs(self) -> None:
+        for call in self._captured_calls():
+            # hazard: the backward of a busy call still needs the graph; autograd's node frees it.
+            if not call.is_busy:
                 call.reset()
-        self._shapes, self._guard, self._names, self._globals = {}, None, set(), {}
+        self._records, self._guard, self._names, self._globals = {}, None, set(), {}
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.refused or not torch.is_grad_enabled():
-            return self._eager(*args, **kwargs)
+        if self.is_eager or not torch.is_grad_enabled():
+            return self._eager_forward(*args, **kwargs)
         inputs, device = (args, kwargs), self._strategy.root_device.type
         try:
             key = (
@@ -128,86 +128,89 @@ class CapturedModule:
                 torch.is_autocast_enabled(device),
                 torch.get_autocast_dtype(device),
             )
-            self._follow_engine()
+            self._check_engine()
         except (UnsupportedBatch, ValueError) as error:
-            return self._give_up([Problem(str(error))], inputs)
+            return self._stop_and_run([Problem(str(error))], inputs)
         if self._unit is not None and self._unit.lent:
-            # inside of `gathered`: weights are elsewhere, until it ends
-            return self._eager(*args, **kwargs)
+            # Inside of `gathered`, whose weights lie elsewhere until it ends.
+            return self._eager_forward(*args, **kwargs)
         if self._guard is not None and self._guard.changed():
             self._recapture()
-        shape = None if self.refused else self._shape(key)
-        return self._eager(*args, **kwargs) if shape is None else self._run_shape(shape, inputs)
+        record = None if self.is_eager else self._find_record(key)
+        if record is None:
+            return self._eager_forward(*args, **kwargs)
+        return self._run_record(record, inputs)
 
-    def _shape(self, key: Hashable) -> Shape | None:
-        """What is known of inputs with this signature; None if they run eagerly."""
-        shape, captured = self._shapes.get(key), len(self._captured())
-        if (shape is None or shape.graphs is None) and captured >= self._max_graphs:
+    def _find_record(self, key: Hashable) -> SignatureRecord | None:
+        """Return the record of inputs with this signature; None if they run eagerly."""
+        record, captured = self._records.get(key), len(self._captured_calls())
+        if (record is None or record.graphs is None) and captured >= self._max_graphs:
             return None
-        if shape is None and len(self._shapes) >= MOST_SIGNATURES:
+        if record is None and len(self._records) >= MOST_SIGNATURES:
             if not captured:
                 self._stop([Problem(TOO_MANY)])
             return None
-        return self._shapes.setdefault(key, Shape(batch=self._batch()))
+        return self._records.setdefault(key, SignatureRecord(first_batch=self._batch_number()))
 
-    def _batch(self) -> int:
+    def _batch_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop.total_batch_idx
 
-    def _run_shape(self, shape: Shape, inputs: Any) -> Any:
+    def _run_record(self, record: SignatureRecord, inputs: Any) -> Any:
         args, kwargs = inputs
-        if shape.watched < self._warmup or shape.epoch != self._trainer.current_epoch:
-            return self._watch(shape, inputs)
-        given = shape.watches[-1].given
-        # from this epoch on
-        if shape.graphs is not None and any(given) and given != shape.graphs.given:
-            self._recapture()
-            return self._eager(*args, **kwargs)
-        if shape.graphs is None:
-            if given and not any(given):  # its backward is to come, or there was none
-                if self._batch() - shape.batch < 5 * self._warmup:
-                    return self._watch(shape, inputs)
-                what = (
-                    "No backward comes to what it returns. Where nobody needs one, run it in"
+        if record.eager_runs < self._warmup or record.last_epoch != self._trainer.current_epoch:
+            return self._run_watched(record, inputs)
+        has_gradient = record.watches[-1].given
+        if record.graphs is not None and any(has_gradient):
+            # Other outputs may get gradients from this epoch on.
+            if has_gradient != record.graphs.needs_gradient:
+                self._recapture()
+                return self._eager_forward(*args, **kwargs)
+        if record.graphs is None:
+            if has_gradient and not any(has_gradient):
+                # The backward of the last run is still to come, or there was none.
+                if self._batch_number() - record.first_batch < 5 * self._warmup:
+                    return self._run_watched(record, inputs)
+                text = (
+                    "No backward reaches its outputs. Where nobody needs one, run the module in"
                     " `torch.no_grad()`."
                 )
-                return self._give_up([Problem(what)], inputs)
-            if problems := shape.problems():
-                return self._give_up(problems, inputs)
-            shape.graphs = self._capture(shape.watches[-1], inputs)
-            if shape.graphs is None:
-                return self._give_up(shape.watches[-1].problems, inputs)
-            if len(self._captured()) == self._max_graphs:  # what is known of others is of no use
-                self._shapes = {
-                    key: each for key, each in self._shapes.items() if each.graphs is not None
-                }
-        if shape.graphs.is_busy:
-            return self._eager(*args, **kwargs)  # it runs twice before a backward
+                return self._stop_and_run([Problem(text)], inputs)
+            if problems := record.find_problems():
+                return self._stop_and_run(problems, inputs)
+            record.graphs = self._capture(record.watches[-1], inputs)
+            if record.graphs is None:
+                return self._stop_and_run(record.watches[-1].problems, inputs)
+            if len(self._captured_calls()) == self._max_graphs:
+                # No other signature will be captured: free the records of the others.
+                self._records = {k: r for k, r in self._records.items() if r.graphs is not None}
+        if record.graphs.is_busy:
+            # The module runs a second time before a backward.
+            return self._eager_forward(*args, **kwargs)
         self.replays += 1
-        return shape.graphs(inputs, list(self._module.parameters()))
+        return record.graphs(inputs, list(self._module.parameters()))
 
     def _recapture(self) -> None:
-        """Drop the graphs; there may be others."""
-        self._drop()
-        if not self._outdated.add(self.replays):
-            times = self._outdated.in_vain
-            self._stop(
-                [
-                    Problem(
-                        f"Its graphs went out of date {times} times, each time before they had"
-                        " paid."
-                    )
-                ]
-            )
+        """Drop the graphs, and stop capturing if they went out of date too often."""
+        self._drop_graphs()
+        if not self._recaptures.add(self.replays):
+            times = self._recaptures.in_vain
+            text = f"Its graphs went out of date {times} times, each time before they had paid."
+            self._stop([Problem(text)])
 
-    def _settle(self) -> None:
+    def _wait_for_weights(self) -> None:
         for unit in () if self._engine is None else tuple(self._engine.arena.holders):
             unit.arrive()
 
-    def _follow_engine(self) -> None:
+    def _check_engine(self) -> None:
+        """Find the module's unit in the engine of `zero3`, which may be a new one.
+
+        Raises:
+            ValueError: the module cannot be captured where it runs now.
+        """
         engine = getattr(self._strategy, "engine", None)
-        # optimizers with other groups of parameters have another one
+        # `Zero3Strategy` makes another engine for optimizers with other groups of parameters.
         if engine is not None and engine is not self._engine:
-            self._drop()
+            self._drop_graphs()
             self._engine, self._unit = engine, unit_around(engine, self._module)
         if self._unit is not None and not (self._unit.pins or self._unit.lent):
             raise ValueError("it reads weights that are not gathered while it runs.")
@@ -217,39 +220,41 @@ class CapturedModule:
                 " module."
             )
 
-    def _watch(self, shape: Shape, inputs: Any) -> Any:
+    def _run_watched(self, record: SignatureRecord, inputs: Any) -> Any:
         watch, snapshot = Watch(self._strategy.root_device, inputs), Snapshot(self._module)
         exchange_log = [] if self._engine is None else self._engine.collectives.exchange_log.trace
-        before = len(exchange_log)
+        exchanges = len(exchange_log)
         with watch.watching(None, forward=True):
-            output = watch.note_output(self._eager(*inputs[0], **inputs[1]), self._eager)
+            output = watch.note_output(
+                self._eager_forward(*inputs[0], **inputs[1]), self._eager_forward
+            )
         watch.add_changes(snapshot.changes())
-        if watch.exchanges or len(exchange_log) != before:
+        if watch.exchanges or len(exchange_log) != exchanges:
             watch.add(
                 "It exchanges something with other ranks, which need not capture it at the same"
                 " time.",
                 watch.exchanges,
             )
         watch.follow_gradients(output)
-        shape.add(watch, self._trainer.current_epoch)
-        if shape.graphs is not None and (watch.problems or compare(*shape.watches)):
+        record.add_run(watch, self._trainer.current_epoch)
+        if record.graphs is not None and (watch.problems or compare(*record.watches)):
             self._recapture()
         return output
 
     def _capture(self, watch: Watch, inputs: Any) -> CapturedCall | None:
-        """None if the backward does what a graph cannot repeat; ``watch`` knows what."""
-        call = CapturedCall(self._name, self._graphs, watch, self._settle)
+        """Return the captured call, or None if ``watch`` has found problems in the backward."""
+        call = CapturedCall(self._name, self._graphs, watch, self._wait_for_weights)
         try:
-            call.capture(self._eager, inputs, self._module)
+            call.capture(self._eager_forward, inputs, self._module)
         except CaptureError:
             if not watch.problems:
                 raise
-        except RuntimeError as error:  # of CUDA, which after it has no more to give
-            what = (
+        except RuntimeError as error:  # CUDA cannot go on after a capture that failed
+            text = (
                 f"Capturing module {self._name!r} failed. Leave it out of"
                 " `CUDAGraphStep(modules=...)`."
             )
-            raise RuntimeError(what) from error
+            raise RuntimeError(text) from error
         else:
             self._check_leaves(call, watch)
         if watch.problems:
@@ -261,46 +266,49 @@ class CapturedModule:
         return call
 
     def _check_leaves(self, call: CapturedCall, watch: Watch) -> None:
-        """Weights of others may not get their gradients inside."""
+        """Add a problem for each weight outside of the module that would get a gradient inside."""
         names = {id(p): name for name, p in self._trainer.lightning_module.named_parameters()}
         own = set(map(memory_of, self._module.parameters()))
-        for leaf in call.others:
+        for leaf in call.foreign_leaves:
             name = names.get(id(leaf))
-            # else the program made it, and drops it
+            # Any other leaf was made by the module itself, which drops it.
             if name is not None or memory_of(leaf) in watch.sources - own:
-                what = (
+                text = (
                     f"It computes with {name or f'a tensor of shape {list(leaf.shape)}'}, which is"
                     " none of its parameters:"
                 )
                 remedy = "Pass it to `forward`, or capture a module that has both."
-                watch.add(f"{what} its gradient would be lost. {remedy}", watch.program)
+                watch.add(f"{text} its gradient would be lost. {remedy}", watch.program)
 
-    def refuse(self) -> None:
-        """From now on it runs eagerly."""
-        self.refused = True
-        self._drop()
+    def stop_capturing(self) -> None:
+        """Run the module eagerly from now on."""
+        self.is_eager = True
+        self._drop_graphs()
 
     def _stop(self, problems: list[Problem]) -> None:
-        """All ranks will do so before the next micro-batch, when they hear of it."""
-        self.refuse()
+        """Stop capturing on this rank; the others follow before the next micro-batch."""
+        self.stop_capturing()
         self.problems = [f"Module {self._name!r}: {problem}" for problem in problems]
 
-    def _give_up(self, problems: list[Problem], inputs: Any) -> Any:
+    def _stop_and_run(self, problems: list[Problem], inputs: Any) -> Any:
         self._stop(problems)
-        return self._eager(*inputs[0], **inputs[1])
+        return self._eager_forward(*inputs[0], **inputs[1])
 
 
 class ModulesRunner:
-    """Captures single modules during a fit; see :class:`~.graph_runner.StepRunner`.
+    """Captures single modules during a fit; see :class:`~.step_runner.StepRunner`.
 
     Args:
-        trainer: that trains.
-        root: that is trained.
-        graphs: makes graphs.
+        trainer: the trainer of the fit.
+        root: the module that it trains.
+        graphs: makes the graphs.
         patterns: see :func:`find_modules`.
         warmup: eager runs of a module with inputs of one signature before its capture.
-        max_graphs: signatures that are captured of each module.
-        strict: raise where a module cannot be captured, instead of going on eagerly.
+        max_graphs: number of signatures that are captured of each module.
+        strict: raise an error where a module cannot be captured, instead of going on eagerly.
+
+    Attributes:
+        captured: the modules with replaced ``forward``, by name.
     """
 
     def __init__(
@@ -314,51 +322,47 @@ class ModulesRunner:
         strict: bool,
     ) -> None:
         self._trainer, self._root, self._graphs, self._patterns = trainer, root, graphs, patterns
-        self._warmup, self._max_graphs, self._ranks = (
-            warmup,
-            max_graphs,
-            GraphRanks(trainer, strict),
-        )
+        self._warmup, self._max_graphs = warmup, max_graphs
+        self._ranks = GraphRanks(trainer, strict)
         self.captured: dict[str, CapturedModule] = {}
 
     def install(self) -> None:
-        """From now on the modules run through this object."""
-        self._graphs.enter()
+        """Replace ``forward`` of the modules; collective."""
+        self._graphs.enter_stream()
         problems = [*check_device(self._trainer), *check_strategy_of_modules(self._trainer)]
         modules = find_modules(self._root, self._patterns)
-        if not self._ranks.have_none(problems):
-            self._ranks.report(CapturedModule.kind, problems)
+        if not self._ranks.have_no_problems(problems):
+            self._ranks.report_problems(CapturedModule.kind, problems)
             return
         for name, module in modules.items():
             self.captured[name] = CapturedModule(
                 name, module, self._graphs, self._trainer, self._warmup, self._max_graphs
             )
 
-    def agree(self) -> None:
-        """Before each micro-batch and after the last: what one rank has refused since is refused by
-        all.
+    def agree_on_refusals(self) -> None:
+        """Stop capturing on all ranks each module that one rank cannot capture; collective.
 
-        Which shapes of inputs are captured, and when, each rank decides by its own inputs: nothing
-        is exchanged inside of a module, and ranks may run it another number of times.
+        It is called before each micro-batch and after the last. Each rank decides by its own inputs
+        which signatures it captures, and when: modules exchange nothing inside, and ranks may run
+        them different numbers of times.
         """
-        # the same on all ranks
-        parts = [each for each in self.captured.values() if each.problems or not each.refused]
+        # hazard: all ranks must exchange equally many numbers. A module that is eager without new
+        # problems is so on all ranks, so this list is the same everywhere.
+        parts = [each for each in self.captured.values() if each.problems or not each.is_eager]
         if parts:
-            refusing = zip(
-                *self._ranks.gather([bool(each.problems) for each in parts]), strict=True
-            )
-            self._ranks.refuse(parts, refusing)
+            gathered = self._ranks.gather_numbers([bool(each.problems) for each in parts])
+            self._ranks.stop_parts(parts, zip(*gathered, strict=True))
 
-    def remove(self) -> None:
-        """The graphs go, and everything is as it was."""
+    def uninstall(self) -> None:
+        """Free the graphs and restore ``forward`` of the modules."""
         for captured in self.captured.values():
-            captured.remove()
-        self._graphs.renew()
-        self._graphs.leave()
+            captured.uninstall()
+        self._graphs.renew_pools()
+        self._graphs.leave_stream()
 
     @property
     def input_nbytes(self) -> int:
-        """Memory of the inputs."""
+        """Bytes of the static inputs of all graphs."""
         return sum(captured.input_nbytes for captured in self.captured.values())
 
     def memory_bytes(self) -> dict[str, int]:
@@ -366,7 +370,7 @@ class ModulesRunner:
         return {"pool": self._graphs.pool_nbytes(), "inputs": self.input_nbytes, "gradients": 0}
 
     def summary(self) -> str:
-        """One line on the run."""
+        """Return one line about the run."""
         counts = ", ".join(
             f"{name} {captured.replays} times" for name, captured in self.captured.items()
         )

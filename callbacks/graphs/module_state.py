@@ -1,6 +1,4 @@
-"""State of modules that a graph depends on (`Guard`), or that a step changes behind a graph's back
-(`Snapshot`).
-"""
+"""`Guard` and `Snapshot`: module state that graphs depend on, and that a step has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from .frozen_values import Everything, address, freeze, is_constant, is_itself, 
 _ABSENT = object()
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Lightning's own, written around every hook.
+# Not compared by name: Lightning sets the first two around hooks, `LogTape` sets `log`, tables are
+# compared separately, and the rest is internal to `nn.Module`.
 _IGNORED = {
     "_current_fx_name",
     "_metric_attributes",
@@ -34,8 +33,9 @@ _GLOBAL_HOOKS = [
 
 
 def _modules(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules but metrics, whose state changes by design; those in attributes that are lists or
-    dicts, too.
+    """Yield all modules with their names, also those in attributes that are lists or dicts.
+
+    Metrics are left out, because their state changes by design.
     """
     seen: set[nn.Module] = set()
     waiting = [(name, root)]
@@ -80,7 +80,7 @@ def _flags() -> tuple:
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        # The older interface raises an error where somebody used the newer one.
+        # `allow_tf32`, the older interface, raises an error after the newer one was used.
         *(each.fp32_precision for each in _PRECISE),
         torch.is_grad_enabled(),
         *(
@@ -92,17 +92,16 @@ def _flags() -> tuple:
 
 
 class Guard:
-    """Tells when graphs of a module's step are out of date.
+    """Detects when graphs of a module's step are out of date.
 
-    Compared before each replay, so it is made for speed: flat lists, and little Python for each
+    It compares before each replay, so it is made for speed: flat lists, and little Python for each
     module.
 
     Args:
-        module: whose step was captured.
-        optimizers: whose groups of parameters are the same.
-        names: of the attributes that the program of the step mentions; others may change as they
-            like.
-        globals: tables, and names in them, of what else it reads.
+        module: the module whose step was captured.
+        optimizers: the optimizers whose param groups must stay.
+        names: names of the attributes that the step mentions; others may change freely.
+        globals: tables, and a name in each, of other values that the step reads.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Guard:
         self._sizes: list[tuple[str, dict, int]] = []
         self._values: list[tuple[str, Mapping, str, Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int, bool, list[int]]] = []
-        self._held: list[Any] = []  # ids belong to objects that live
+        self._held: list[Any] = []  # keeps objects alive, so that no others get their ids
         for table in _GLOBAL_HOOKS:
             self._add_table("torch", table)
         classes: dict[type, None] = {}
@@ -162,8 +161,8 @@ class Guard:
             )
 
     def changed(self) -> str | None:
-        """What is not as it was at the capture, in words; None if all is."""
-        # parameters of `zero3` do not tell their address otherwise
+        """Return in words a change since the capture, or None."""
+        # The `__torch_function__` of `zero3`'s parameters hides their addresses.
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 self._tables_changed()
@@ -226,8 +225,9 @@ def _hooks_of(tensor: Tensor) -> list[int]:
 
 
 class GroupSettings(Mapping[str, dict[int, Any]]):
-    """Settings of an optimizer by name, of all its groups: `load_state_dict` puts others in their
-    place.
+    """Settings of all param groups of an optimizer, by name: ``{number of the group: value}``.
+
+    It reads ``param_groups`` at each access, because `Optimizer.load_state_dict` replaces them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -248,7 +248,7 @@ class GroupSettings(Mapping[str, dict[int, Any]]):
 
 
 class Snapshot:
-    """Attributes of all modules, and of their classes, before a step."""
+    """The attributes of all modules, and of their classes, before a step."""
 
     def __init__(self, module: nn.Module) -> None:
         holders: dict[nn.Module | type, str] = {each: path for path, each in _modules(module)}
@@ -257,7 +257,7 @@ class Snapshot:
         self._before = [(path, holder, _attributes(holder)) for holder, path in holders.items()]
 
     def changes(self) -> list[str]:
-        """Names of the attributes that were assigned since, or hold something else."""
+        """Return the names of attributes that were assigned since, or whose contents changed."""
         found = set()
         for path, holder, before in self._before:
             after = _attributes(holder)

@@ -1,4 +1,4 @@
-"""What can be said about a run before and after its steps: why they cannot be captured."""
+"""Checks of trainer, strategy and allocator for what rules out a capture."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ _OPTIONS_OF_ZERO3 = {
 
 
 class GraphCaptureError(RuntimeError):
-    """Something cannot be captured, and ``strict`` was asked for."""
+    """With ``strict``, something cannot be captured."""
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
-    """Problems that are there before the first step."""
-    step, found = (
-        definition(module.training_step),
-        [*check_device(trainer), *_check_ddp(trainer.strategy.model)],
-    )
+    """Return the problems of a captured step that are known before the first step."""
+    step = definition(module.training_step)
+    found = [*check_device(trainer), *_check_ddp(trainer.strategy.model)]
     if not module.automatic_optimization:
         found.append(
             Problem(
@@ -46,8 +44,8 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
             )
         )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-        what = "LBFGS runs a step several times, as often as values tell it."
-        found.append(Problem(what, definition(module.configure_optimizers)))
+        text = "LBFGS runs a step several times; how often depends on values."
+        found.append(Problem(text, definition(module.configure_optimizers)))
     if trainer._detect_anomaly:
         found.append(Problem("`Trainer(detect_anomaly=True)` looks at values on the host."))
     return found
@@ -56,23 +54,23 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
 def _check_ddp(model: object) -> list[Problem]:
     found = []
     if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
-        what = (
+        text = (
             "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients that a"
             " graph adds to. Leave it out."
         )
-        found.append(Problem(what))
+        found.append(Problem(text))
     if isinstance(model, DistributedDataParallel) and model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
-        what = (
+        text = (
             f"`DDPStrategy(ddp_comm_hook=...)`, {name}, is Python, which would run only once. Leave"
             " it out."
         )
-        found.append(Problem(what))
+        found.append(Problem(text))
     return found
 
 
 def check_device(trainer: Trainer) -> list[Problem]:
-    """Problems of any capture in this run."""
+    """Return the problems of any capture in this run, of a step or of a module."""
     strategy, found = trainer.strategy, []
     if (
         not isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
@@ -92,11 +90,11 @@ def check_device(trainer: Trainer) -> list[Problem]:
     if device.type == "cuda" and "garbage_collection_threshold" in settings:
         fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
     found += check_allocator(settings, trainer.world_size, os.environ, fraction)
-    return [Problem(what) for what in found]
+    return [Problem(text) for text in found]
 
 
 def check_strategy_of_modules(trainer: Trainer) -> list[Problem]:
-    """Problems of graphs of single modules."""
+    """Return the problems of captures of single modules."""
     if getattr(trainer.strategy, "_stop_on_nonfinite", False):
         return [
             Problem(
@@ -110,19 +108,19 @@ def check_strategy_of_modules(trainer: Trainer) -> list[Problem]:
 def check_allocator(
     settings: str, world_size: int, environ: Mapping[str, str], fraction: float = 1.0
 ) -> list[str]:
-    """Settings of the CUDA allocator that do not go with graphs.
+    """Return why settings of the CUDA allocator rule out graphs.
 
     Args:
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         world_size: number of ranks.
-        environ: of the process.
-        fraction: of the device's memory that the process may use, as it was set since.
+        environ: environment variables of the process.
+        fraction: share of the device's memory that the process may use, as set in the process.
     """
     found = []
-    asked = re.search(r"per_process_memory_fraction:([0-9]*\.?[0-9]+)", settings)
-    # the allocator collects nothing otherwise
-    limited = min(fraction, float(asked[1]) if asked else 1.0) < 1
-    if "garbage_collection_threshold" in settings and limited:
+    configured = re.search(r"per_process_memory_fraction:([0-9]*\.?[0-9]+)", settings)
+    # The CUDA allocator collects garbage only under a limit.
+    is_limited = min(fraction, float(configured[1]) if configured else 1.0) < 1
+    if "garbage_collection_threshold" in settings and is_limited:
         found.append(
             "The allocator's garbage_collection_threshold frees unused memory when more is asked"
             " for, in a capture too, which ends it with an error. Unset it, or"

@@ -1,5 +1,6 @@
-"""Python in a step that a graph could not repeat: calls with other answers each time, and numbers
-made of ``batch_idx``.
+"""Finds Python in a step that a graph could not repeat.
+
+These are calls whose results differ from step to step, and numbers computed from ``batch_idx``.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ _CLOCKS = (time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf
 
 
 def call_problem(code: CodeType, forward: bool) -> str | None:
-    """Why a graph cannot repeat a call of a Python function, in a forward or in a backward."""
+    """Return why a graph cannot repeat a call of this code in a forward, or else in a backward."""
     if code in _SETS_RANDOM_STATE and forward:
         return f"`torch.{code.co_name}` {_ONCE}. {REMEDY_HOOK}"
-    # as of all modules that `parameters()` goes through
+    # `nn.Module.parameters()` hashes all modules, metrics too, which updates none of them.
     if code.co_filename == _METRICS and code.co_name != "__hash__":
         return METRIC
     return _CALLS.get(code)
 
 
 def builtin_problem(function: Any) -> str | None:
-    """Why a graph cannot repeat a call of a function that is written in C."""
+    """Return why a graph cannot repeat a call of a function that is written in C."""
     if function is print:
         return f"`print` {_ONCE}. {REMEDY_HOOK}"
     if function in _CLOCKS:
@@ -90,11 +91,11 @@ def builtin_problem(function: Any) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Something that equals itself: NaN does not, and objects may not."""
+    """Return a value that stands for ``value`` and equals itself: NaN does not, objects may not."""
     if isinstance(value, WatchedIndex):
         return int.__int__(value)
     if isinstance(value, torch.ScriptObject):
-        return None  # a process group in a new wrapper
+        return None  # a process group, which comes in a new wrapper each time
     return (
         value
         if isinstance(value, int | bool | str | None | torch.dtype | torch.device)
@@ -103,10 +104,10 @@ def plain(value: Any) -> Any:
 
 
 class WatchedIndex(int):
-    """A ``batch_idx`` that tells when something is computed from it.
+    """A ``batch_idx`` that reports each number computed from it.
 
-    Python does not ask it where it is the index of a list, counts a `range`, or stands on the right
-    of a float.
+    Python calls none of its methods where it is the index of a list, the end of a `range`, or on
+    the right of a float.
     """
 
     tell: Callable[[str, Place], None]

@@ -1,9 +1,8 @@
-"""Random states that a step saves, and goes back to in its backward, as activation checkpointing
-does.
+"""Random states that a step saves, and restores in its backward, as activation checkpointing does.
 
-What a checkpoint computes again in the backward draws the numbers of the forward again:
-`torch.utils.checkpoint` saves the state of the default generator in the forward, sets it around the
-second computation, and sets the state of before after it.
+A part of the forward that is computed again in the backward must draw the same numbers:
+`torch.utils.checkpoint` saves the state of the default generator in the forward, sets it before the
+second computation, and then sets the state of before that again.
 """
 
 from __future__ import annotations
@@ -18,96 +17,97 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .source_lines import Place, user_line
 
-# Places of a generator, besides the states that the forward saved, which are numbered.
-HOME = -1  # where the pass has led it
-LOST = -2  # in another state: one that was saved in a second computation, or is gone to once more
+# Positions of a generator, besides the numbers of the states that the forward saved.
+HOME = -1  # the state that the running pass has reached
+LOST = -2  # another state: saved in a second computation, or set a second time
 
 
 class RandomStates:
-    """Follows the calls of ``get_rng_state`` and ``set_rng_state`` in an eager step.
+    """Tracks the calls of ``get_rng_state`` and ``set_rng_state`` in an eager step.
 
     Args:
-        source: `torch` or `torch.cuda`.
+        source: the module with these functions, `torch` or `torch.cuda`.
 
     Attributes:
-        place: where the generator is.
-        set_at: the user's line that set its state last.
-        offsets: of the states that the forward saved, from where it began, in numbers of a CUDA
-            generator's thread.
+        position: which state the generator is in: `HOME`, `LOST`, or the number of a saved state.
+        set_line: the user's line that set the generator's state last.
+        offsets: for each state that the forward saved, its distance from the state at the start of
+            the forward, in random numbers of one thread of a CUDA kernel.
     """
 
     def __init__(self, source: ModuleType) -> None:
         self._source = source
-        self._began = 0
-        self.place = HOME
-        self.set_at: Place = None
+        self._start = 0
+        self.position = HOME
+        self.set_line: Place = None
 
-    def begin(self) -> None:
-        """An eager forward begins."""
-        self._began = _offset(self._source.get_rng_state())
+    def note_start(self) -> None:
+        """Note the generator's offset at the start of an eager forward."""
+        self._start = _offset(self._source.get_rng_state())
 
     @contextmanager
-    def following(
+    def track_calls(
         self, forward: bool, on_save: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Around a forward, or around its backward; ``on_save`` is called after each state that is
-        saved.
-        """
+        """Wrap a forward, or its backward; call ``on_save`` after each state that is saved."""
         real_get, real_set = real = self._source.get_rng_state, self._source.set_rng_state
         if forward:
             self.offsets: list[int] = []
-            self._saved: list[tuple[Tensor, int]] = []  # states and their places
+            self._saved: list[tuple[Tensor, int]] = []  # states and their positions
             self._visited: set[int] = set()
 
-        def save(*args: object) -> Tensor:
+        def get_rng_state(*args: object) -> Tensor:
             with _disable_current_modes():
-                state = self._save(lambda: real_get(*args))
+                state = self._get_state(lambda: real_get(*args))
                 if forward:
-                    self.offsets.append(_offset(state) - self._began)
-            place = len(self._saved) if forward else HOME if self.place == HOME else LOST
-            self._saved.append((state, place))
+                    self.offsets.append(_offset(state) - self._start)
+            if forward:
+                position = len(self._saved)
+            else:
+                position = HOME if self.position == HOME else LOST
+            self._saved.append((state, position))
             on_save()
             return state
 
-        def go(state: Tensor, *args: object) -> None:
-            place = next((place for saved, place in self._saved if saved is state), LOST)
-            self.place = LOST if place in self._visited else place
-            self._visited |= {place} - {HOME}
-            self.set_at = user_line()
-            self._go(lambda: real_set(state, *args))
+        def set_rng_state(state: Tensor, *args: object) -> None:
+            position = next((number for saved, number in self._saved if saved is state), LOST)
+            self.position = LOST if position in self._visited else position
+            self._visited |= {position} - {HOME}
+            self.set_line = user_line()
+            self._set_state(lambda: real_set(state, *args))
 
-        self._source.get_rng_state, self._source.set_rng_state = save, go
+        self._source.get_rng_state, self._source.set_rng_state = get_rng_state, set_rng_state
         try:
             yield
         finally:
             self._source.get_rng_state, self._source.set_rng_state = real
 
-    def _save(self, real: Callable[[], Tensor]) -> Tensor:
+    def _get_state(self, real: Callable[[], Tensor]) -> Tensor:
         return real()
 
-    def _go(self, real: Callable[[], None]) -> None:
+    def _set_state(self, real: Callable[[], None]) -> None:
         real()
 
 
 def _offset(state: Tensor) -> int:
-    # CUDA: eight bytes of the seed, eight of the offset. Where numbers do not come by an offset, it
-    # is not asked for.
+    # The state of a CUDA generator has 16 bytes: eight of the seed, eight of the offset. Other
+    # generators have no offset, and none of theirs is used.
     return int.from_bytes(bytes(state.tolist())[8:], "little") if state.numel() == 16 else 0
 
 
 class CapturedRandomStates(RandomStates):
-    """The same calls while CUDA captures, when no state can be read or written.
+    """Handles the same calls while CUDA captures, when no state can be read or written.
 
-    A graph's kernels count their random numbers from an offset that their generator's state gives
-    them before each replay. So the backward goes to states of their own, one for each that the
-    forward saved, at the offsets that an eager step found.
+    Kernels in a graph count their random numbers from an offset, which the state of their generator
+    gives them before each replay. So the captured backward uses a separate state for each that the
+    forward saved. Before a replay these states get the offsets that an eager step found.
 
     Args:
-        device: whose default generator it is.
-        offsets: see :class:`RandomStates`.
+        device: the device whose default generator is tracked.
+        offsets: the offsets that an eager step found; see :class:`RandomStates`.
 
     Attributes:
-        states: for graphs of the backward to register.
+        states: the separate states, which the graph of the backward must register.
     """
 
     def __init__(self, device: torch.device, offsets: list[int]) -> None:
@@ -118,36 +118,40 @@ class CapturedRandomStates(RandomStates):
         self.states = [self._generator.clone_state() for _ in offsets]
 
     @contextmanager
-    def following(
+    def track_calls(
         self, forward: bool, on_save: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """See :meth:`RandomStates.following`."""
+        """See :meth:`RandomStates.track_calls`.
+
+        Raises:
+            RuntimeError: the captured step saved other states than the eager one.
+        """
         try:
-            with super().following(forward, on_save):
+            with super().track_calls(forward, on_save):
                 yield
         finally:
             self._generator.graphsafe_set_state(self._home)
-        if len(self.offsets) != len(self._eager_offsets) or self.place != HOME:
+        if len(self.offsets) != len(self._eager_offsets) or self.position != HOME:
             raise RuntimeError(
                 "The captured step saved other random states than the eager one. Please report"
                 " this."
             )
 
-    def _save(self, real: Callable[[], Tensor]) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)  # told from others by identity
+    def _get_state(self, real: Callable[[], Tensor]) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)  # only its identity counts
 
-    def _go(self, real: Callable[[], None]) -> None:
+    def _set_state(self, real: Callable[[], None]) -> None:
         self._generator.graphsafe_set_state(
-            self.states[self.place] if self.place >= 0 else self._home
+            self.states[self.position] if self.position >= 0 else self._home
         )
 
     def begin_forward(self) -> None:
-        """Before the forward is replayed."""
-        self._replayed_from = self._generator.initial_seed(), self._generator.get_offset()
+        """Note seed and offset of the generator before the forward is replayed."""
+        self._replay_start = self._generator.initial_seed(), self._generator.get_offset()
 
     def begin_backward(self) -> None:
-        """Before the backward is replayed."""
-        seed, offset = self._replayed_from
-        for state, further in zip(self.states, self._eager_offsets, strict=True):
+        """Set the separate states before the backward is replayed."""
+        seed, start = self._replay_start
+        for state, offset in zip(self.states, self._eager_offsets, strict=True):
             state.manual_seed(seed)
-            state.set_offset(offset + further)
+            state.set_offset(start + offset)

@@ -1,9 +1,8 @@
-"""The exchanges of `zero3`'s ranks inside of a software graph: each is one recorded call, whatever
-the communicator does for it.
+"""Records the exchanges of `zero3`'s ranks in a software graph, each as one call.
 
-Doors on the CPU number their exchanges, and use other memory for each: the tensor operations inside
-of one cannot be repeated, but the exchange itself can, between the same tensors and in the same
-order on every rank.
+Communicators on the CPU number their exchanges, and use other memory for each. So the tensor
+operations inside of an exchange cannot be repeated, but the exchange itself can: between the same
+tensors, and in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...strategies.collectives import LocalCollectives
 
-# Not those of Python objects, which a graph cannot hold.
+# Methods of a communicator; exchanges of Python objects, which no graph can hold, are not here.
 _EXCHANGES = (
     "all_gather",
     "reduce_scatter",
@@ -29,59 +28,60 @@ _EXCHANGES = (
 
 
 class Recorder(Protocol):
-    """Notes calls of a program."""
+    """Records calls of a program."""
 
-    def call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
-        """Make a call, which writes to tensors, and note it as a whole."""
+    def record_call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
+        """Make a call, which writes to the tensors ``written``, and record it as one operation."""
 
 
-class _Recorded:
-    """A pending exchange, whose end is a call of its own."""
+class _RecordedWork:
+    """A pending exchange. Waiting for it is recorded as a call of its own."""
 
-    def __init__(self, started: list[Any], recorder: Recorder) -> None:
-        self._started, self._recorder = started, recorder
+    def __init__(self, works: list[Any], recorder: Recorder) -> None:
+        # Each replay of the start puts a work here, and each replay of the wait removes it.
+        self._works, self._recorder = works, recorder
 
     def wait(self) -> Any:
         """See :meth:`Work.wait`; the result lies in the same memory in each replay."""
-        started = self._started
-        return self._recorder.call(lambda: started.pop().wait(), [])
+        works = self._works
+        return self._recorder.record_call(lambda: works.pop().wait(), [])
 
 
 @contextmanager
 def record_exchanges(communicator: LocalCollectives, recorder: Recorder) -> Iterator[None]:
-    """Inside, what goes through ``communicator`` is noted by ``recorder``."""
-    before = {name: communicator.__dict__.get(name) for name in _EXCHANGES}
-    inside: list[str] = []  # exchanges that run
+    """Record in ``recorder`` the exchanges that the body makes with ``communicator``."""
+    own_methods = {name: communicator.__dict__.get(name) for name in _EXCHANGES}
+    running: list[str] = []  # the exchange that runs
 
-    def recorded(name: str) -> Callable[..., Any]:
+    def make_recorded(name: str) -> Callable[..., Any]:
         real = getattr(communicator, name)
 
-        def call(*args: Any) -> Any:
-            if inside:
-                return real(*args)  # a part of another one
-            started: list[Any] = []
+        def record_exchange(*args: Any) -> Any:
+            if running:
+                return real(*args)  # a part of the exchange that runs
+            works: list[Any] = []
 
             def start() -> Any:
-                inside.append(name)
+                running.append(name)
                 try:
-                    # what it is in a replay: it may be timed then
+                    # Looked up again: in a replay the method may be one that takes the time.
                     result = getattr(communicator, name)(*args)
                 finally:
-                    inside.pop()
-                started[:] = [result] if hasattr(result, "wait") else []
+                    running.pop()
+                works[:] = [result] if hasattr(result, "wait") else []
                 return result
 
-            result = recorder.call(start, [a for a in args if isinstance(a, Tensor)])
-            return _Recorded(started, recorder) if started else result
+            result = recorder.record_call(start, [a for a in args if isinstance(a, Tensor)])
+            return _RecordedWork(works, recorder) if works else result
 
-        return call
+        return record_exchange
 
-    replacements = {name: recorded(name) for name in _EXCHANGES}
+    replacements = {name: make_recorded(name) for name in _EXCHANGES}
     communicator.__dict__.update(replacements)
     try:
         yield
     finally:
-        for name, own in before.items():
+        for name, own in own_methods.items():
             del communicator.__dict__[name]
             if own is not None:
                 communicator.__dict__[name] = own

@@ -1,6 +1,7 @@
-"""A graph of tensor operations for machines without CUDA, with the rules of `torch.cuda.CUDAGraph`.
+"""`SoftwareGraph`: a graph of tensor operations that follows the rules of `torch.cuda.CUDAGraph`.
 
-It is for tests and examples: what is captured behaves as on a GPU, but nothing gets faster.
+It is for tests and examples on machines without CUDA: captured programs behave as on a GPU, but
+nothing gets faster.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ...strategies.engine import show
 from .software_exchanges import record_exchanges
 
 _aten = torch.ops.aten
-# Their results hold nothing yet.
+# Operations whose results have no values yet.
 _EMPTY = (
     _aten.empty,
     _aten.empty_like,
@@ -29,7 +30,7 @@ _EMPTY = (
     _aten.new_empty,
     _aten.new_empty_strided,
 )
-# Write to arguments (by position) that their schemas do not mark.
+# Operations that write to arguments (by position) which their schemas do not mark as written.
 _UNMARKED_WRITES = {_aten.native_batch_norm: (3, 4)}
 
 
@@ -39,39 +40,43 @@ class CaptureError(RuntimeError):
 
 @dataclass
 class _Node:
-    """One recorded call, and the tensors that its results go to."""
+    """One recorded call, and the tensors that its results are copied to.
+
+    Attributes:
+        run: makes the call.
+        targets: for each result with memory of its own, its position among the tensors that the
+            call returns, and the tensor that it is copied to.
+        scalars: arguments with one element.
+    """
 
     run: Callable[[], Any]
-    # (number among the tensors that a call returns, where it goes)
-    results: list[tuple[int, Tensor]]
-    numbers: list[Tensor]  # arguments of one element
+    targets: list[tuple[int, Tensor]]
+    scalars: list[Tensor]
 
     def replay(self) -> None:
-        for number in self.numbers:
-            show(number)  # a view of a weight is hidden when its unit's use ends
-        values = (
-            [v for v in tree_leaves(self.run()) if isinstance(v, Tensor)]
-            if self.results
-            else self.run()
-        )
-        for number, target in self.results:
-            target.copy_(values[number])
+        for scalar in self.scalars:
+            # The engine of `zero3` hides a view of one element when the use of its unit ends.
+            show(scalar)
+        results = self.run()
+        if self.targets:
+            results = [v for v in tree_leaves(results) if isinstance(v, Tensor)]
+        for position, target in self.targets:
+            target.copy_(results[position])
 
 
 class SoftwareGraph:
-    """Records the tensor operations of a piece of a program and repeats them in the same memory,
-    without the program.
+    """Records the tensor operations of a program and repeats them in the same memory.
 
-    Like a CUDA graph: addresses and Python numbers are those of the capture; a capture itself
-    changes no tensor that was there before and no random state; reading a value on the host is an
-    error in it; random operations draw new numbers in each replay, after random states were saved
-    and set as in the capture. Operations of the calling thread are recorded, and backward passes
-    that it runs on the CPU. Collectives (of `DistributedDataParallel`, say) are repeated too, each
-    to its end.
+    The rules are those of a CUDA graph. Addresses and Python numbers are those of the capture. A
+    capture changes no older tensor and no random state, and reading a value on the host in it is an
+    error. Random operations draw new numbers in each replay, with random states saved and set as in
+    the capture. The graph records the operations of the calling thread and of backward passes that
+    this thread runs on the CPU. It also repeats collectives (of `DistributedDataParallel`, say),
+    and waits for each to end.
 
     Args:
-        communicator: of `zero3`'s engine, if there is one: its exchanges are recorded, and happen
-            in the capture too.
+        communicator: the communicator of `zero3`'s engine, if there is one. Its exchanges are
+            recorded; unlike other operations they happen in the capture too.
     """
 
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
@@ -80,7 +85,11 @@ class SoftwareGraph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Inside, operations are recorded, and undone at the end."""
+        """Record the operations of the body, and undo them at its end.
+
+        Raises:
+            CaptureError: an operation needs a value on the host.
+        """
         recorder = _Recorder(self._nodes)
         generator_state = torch.get_rng_state()
         try:
@@ -99,13 +108,13 @@ class SoftwareGraph:
             recorder.undo()
 
     def replay(self) -> None:
-        """Repeat what was recorded."""
+        """Repeat the recorded operations."""
         with _below_autograd():
             for node in self._nodes:
                 node.replay()
 
     def reset(self) -> None:
-        """Forget everything; the memory goes when nobody else holds its tensors."""
+        """Drop all recorded operations, and with them the graph's references to tensors."""
         self._nodes = []
 
     def __len__(self) -> int:
@@ -115,7 +124,8 @@ class SoftwareGraph:
 
 @contextmanager
 def _below_autograd() -> Iterator[None]:
-    # Nor are version counters touched: a backward may be captured after replays of its forward.
+    # hazard: a backward may be captured after replays of its forward; autograd would then find that
+    # saved tensors were written. So replays touch no version counters.
     no_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(no_versions):
         with torch._C.DisableTorchFunctionSubclass():
@@ -123,20 +133,19 @@ def _below_autograd() -> Iterator[None]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Tells the storage of ``tensor`` from others."""
+    """Return a number that identifies the storage of ``tensor``."""
     return tensor.untyped_storage()._cdata
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operations, notes them in ``nodes``, and can undo what they did to older tensors."""
+    """Runs operations, appends them to ``nodes``, and can restore older tensors that they wrote."""
 
     def __init__(self, nodes: list[_Node]) -> None:
         super().__init__()
         self._nodes = nodes
-        self._own: dict[int, torch.UntypedStorage] = {}  # memory that was made during the capture
-        self._before: dict[
-            int, tuple[Tensor, torch.UntypedStorage]
-        ] = {}  # of older memory a view, and a copy
+        self._new_storages: dict[int, torch.UntypedStorage] = {}  # made during the capture
+        # For each older storage that was written: a tensor in it, and a copy of the storage.
+        self._saved: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -144,63 +153,66 @@ class _Recorder(TorchDispatchMode):
         inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         written = written_by(func, args, kwargs)
         for tensor in written:
-            self.keep(tensor)
+            self.save_values(tensor)
         result = func(*args, **kwargs)
         outputs = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
         shared = {memory_of(t) for t in inputs}
         made = [(k, t.detach()) for k, t in enumerate(outputs) if memory_of(t) not in shared]
         for _, tensor in made:
-            self._own[memory_of(tensor)] = tensor.untyped_storage()
+            self._new_storages[memory_of(tensor)] = tensor.untyped_storage()
         if (made or written) and func.overloadpacket not in _EMPTY:
             # Detached, so that the graph holds memory and no autograd history.
             fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
-            numbers = [
+            scalars = [
                 t
                 for t in tree_leaves((fixed_args, fixed_kwargs))
                 if isinstance(t, Tensor) and t.numel() == 1
             ]
-            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made, numbers))
+            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made, scalars))
             if func.namespace == "c10d":
                 self._nodes[-1] = _Node(
-                    lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [], numbers
+                    lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [], scalars
                 )
         return result
 
-    def call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
-        """Make a call, which writes to tensors, and note it as a whole; its result must be the same
-        object in each replay.
+    def record_call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
+        """Make a call and record it as one operation.
+
+        Args:
+            run: makes the call; its result must be the same object in each replay.
+            written: tensors that the call writes to.
         """
         for tensor in written:
-            self.keep(tensor)
+            self.save_values(tensor)
         self._nodes.append(_Node(run, [], []))
         with _disable_current_modes():
             return run()
 
-    def keep(self, tensor: Tensor) -> None:
+    def save_values(self, tensor: Tensor) -> None:
         key = memory_of(tensor)
-        if key not in self._own and key not in self._before:
-            self._before[key] = tensor.detach(), tensor.untyped_storage().clone()
+        if key not in self._new_storages and key not in self._saved:
+            self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()
 
     def undo(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            # slots of two units may share memory
-            for view, before in reversed(self._before.values()):
-                # of storages: versions of tensors stay as they are
-                view.untyped_storage().copy_(before)
+            # hazard: slots of two units may share memory; reversed, the oldest values win.
+            for tensor, values in reversed(self._saved.values()):
+                # Copies storages, so that the versions of tensors stay as they are.
+                tensor.untyped_storage().copy_(values)
 
 
 @contextmanager
 def _record_random_states(recorder: _Recorder) -> Iterator[None]:
-    real = torch.get_rng_state, torch.set_rng_state
+    real_get, real_set = real = torch.get_rng_state, torch.set_rng_state
 
-    def save() -> Tensor:
+    def get_rng_state() -> Tensor:
         with _disable_current_modes():
-            state = real[0]()
-        recorder.call(lambda: state.copy_(real[0]()), [])
+            state = real_get()
+        recorder.record_call(lambda: state.copy_(real_get()), [])
         return state
 
-    torch.get_rng_state = save
-    torch.set_rng_state = lambda state: recorder.call(lambda: real[1](state), [])
+    torch.get_rng_state = get_rng_state
+    torch.set_rng_state = lambda state: recorder.record_call(lambda: real_set(state), [])
     try:
         yield
     finally:
@@ -208,8 +220,8 @@ def _record_random_states(recorder: _Recorder) -> Iterator[None]:
 
 
 def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Tensors that an operation writes to."""
-    if func.namespace == "c10d":  # collectives, whose schemas say nothing
+    """Return the tensors that an operation writes to."""
+    if func.namespace == "c10d":  # schemas of collectives mark no writes
         return [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
     found = []
     for k, argument in enumerate(func._schema.arguments):
@@ -222,7 +234,7 @@ def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def waits_for_device(func: Any, args: tuple) -> bool:
-    """Whether an operation needs a value, or a size that depends on values, on the host."""
+    """Return whether an operation needs a value, or a size that depends on values, on the host."""
     if func.overloadpacket in (
         _aten.index,
         _aten.index_put,
@@ -232,7 +244,7 @@ def waits_for_device(func: Any, args: tuple) -> bool:
         indices = args[1]
         return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
     if func.overloadpacket is _aten._linalg_check_errors:
-        return True  # though its tags do not say so
+        return True  # torch gives it no tag for this
     return (
         torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     )

@@ -1,4 +1,4 @@
-"""Which line of the user's program is running."""
+"""Finds lines of the user's program: the line that runs, and the line that a problem is about."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-Place = tuple[str, int] | str | None  # file and line, or in words
+Place = tuple[str, int] | str | None  # file and line, or a place in words
 ELSEWHERE = "in the backward pass, or in a library"
 
-# Their code runs on behalf of the user's.
+# Packages whose code runs on behalf of the user's.
 _LIBRARIES = {
     "torch",
     "torchmetrics",
@@ -27,7 +27,8 @@ _LIBRARIES = {
 }
 
 
-# Who they call is called by no user: a step, or the functions of a backward.
+# Modules that call a step, or functions of a backward: frames outside of theirs do not belong to
+# the user's step.
 _NOBODYS = {
     "lightning_zero3.callbacks.graphs.step_runner",
     "lightning_zero3.callbacks.graphs.captured_step",
@@ -36,17 +37,18 @@ _NOBODYS = {
 
 
 def is_library(module: str) -> bool:
-    """Whether the module of this name runs on behalf of the user's code."""
+    """Return whether the module of this name runs on behalf of the user's code."""
     return module.partition(".")[0] in _LIBRARIES
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether its code belongs to no library."""
+    """Return whether the code of ``frame`` belongs to no library."""
     return not is_library(frame.f_globals.get("__name__", ""))
 
 
 def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
-    """File and line of the innermost frame (from ``frame`` outwards) that belongs to no library;
+    """Return file and line of the innermost frame, from ``frame`` outwards, of no library.
+
     None in a backward.
     """
     found = next(user_frames(sys._getframe(1) if frame is None else frame), None)
@@ -54,9 +56,7 @@ def user_line(frame: FrameType | None = None) -> tuple[str, int] | None:
 
 
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those of a step, or of a function in a backward, that belong to no library, from ``frame``
-    outwards.
-    """
+    """Yield the user's frames of a step or of a backward's function, from ``frame`` outwards."""
     while frame is not None and frame.f_globals.get("__name__", "") not in _NOBODYS:
         if is_users(frame):
             yield frame
@@ -65,17 +65,18 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 # Modules that never call a user's code.
 _ENGINE = {
-    *(f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduce", "backward")),
+    *(f"lightning_zero3.strategies.engine.{name}" for name in ("unit", "reduction", "backward")),
     *(
         f"lightning_zero3.strategies.collectives.{name}"
-        for name in ("group", "pairwise", "shared", "hybrid", "wire")
+        for name in ("process_group", "pairwise", "shared_memory", "hybrid", "rounding")
     ),
 }
 
 
 def runs_engine(frame: FrameType | None = None) -> bool:
-    """Whether the code that runs is what the engine of `zero3` does by itself, differently from
-    step to step.
+    """Return whether ``frame`` runs inside of the engine of `zero3`, before any user's code.
+
+    The engine's own work may differ from step to step.
     """
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
@@ -88,13 +89,13 @@ def runs_engine(frame: FrameType | None = None) -> bool:
 
 
 def definition(function: Callable[..., Any]) -> Place:
-    """Where ``function`` begins."""
+    """Return file and line where ``function`` begins, or None."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def line_of_attribute(name: str, codes: Iterable[CodeType]) -> Place:
-    """The first line that assigns an attribute or global of this name, or else mentions one."""
+    """Return the first line that assigns, or else mentions, an attribute or global ``name``."""
     for operations in (
         ("STORE_ATTR", "STORE_GLOBAL"),
         ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"),
@@ -113,10 +114,10 @@ def line_of_attribute(name: str, codes: Iterable[CodeType]) -> Place:
 
 @contextmanager
 def naming_failure(what: str) -> Iterator[None]:
-    """Around the capture of ``what``: an error says what failed, and in which line of the user's.
+    """Wrap the capture of ``what``: an error names it, and the user's line that failed.
 
     Raises:
-        RuntimeError: in place of one, after which CUDA has nothing to go on with.
+        RuntimeError: replaces a `RuntimeError` of the body, after which CUDA cannot go on.
     """
     try:
         yield
@@ -131,8 +132,9 @@ def naming_failure(what: str) -> Iterator[None]:
 
 
 def _users_error(error: BaseException) -> tuple[BaseException, Place]:
-    """The one that came out of a user's line, and that line; CUDA ends a capture that failed with
-    an error of its own.
+    """Return the error that a user's line raised, and the line.
+
+    CUDA ends a capture that failed with an error of its own, of which the user's is the context.
     """
     each: BaseException | None = error
     while each is not None:
@@ -148,7 +150,7 @@ def _users_error(error: BaseException) -> tuple[BaseException, Place]:
 
 
 def describe_line(place: Place) -> str:
-    """``train.py:31: `x = loss.item()` ``, or where else it is."""
+    """Return ``train.py:31: `x = loss.item()` ``, or the place in words."""
     if place is None or isinstance(place, str):
         return place or ""
     source = linecache.getline(*place).strip()

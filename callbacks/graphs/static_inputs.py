@@ -1,4 +1,4 @@
-"""What a graph is captured for, and the memory that its inputs come in."""
+"""Signatures of inputs, and the fixed memory that a graph reads its inputs from."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ class UnsupportedBatch(TypeError):
 
 
 def signature(value: Any, where: str = "batch") -> Hashable:
-    """Structure, shapes, strides and dtypes of the tensors in a batch, and the values of everything
-    else.
+    """Return a key that is equal for batches which one graph can take.
+
+    It consists of the structure; the shape, strides, dtype, device and ``requires_grad`` of each
+    tensor; and the values of all constants.
+
+    Args:
+        value: a batch, or a part of one.
+        where: the name of ``value`` in errors.
 
     Raises:
-        UnsupportedBatch: an object that is neither a dense tensor, a constant, nor a known
-            container of them.
+        UnsupportedBatch: an object is neither a dense tensor, nor a constant, nor a known container
+            of these.
     """
     if type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     if is_constant(value):
         return constant(value)
-    # lengths are numbers, which recurrent layers read on the host
+    # Recurrent layers of torch read `batch_sizes` on the host, so a graph would keep the values.
     if isinstance(value, PackedSequence):
         return PackedSequence, signature(value.data, where), tuple(value.batch_sizes.tolist())
     if isinstance(value, Mapping):
@@ -52,17 +58,17 @@ def signature(value: Any, where: str = "batch") -> Hashable:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors of a batch or an output, in a fixed order."""
+    """Return the tensors of a batch or an output, in a fixed order."""
     found: list[Tensor] = []
     apply_to_collection(value, Tensor, found.append)
     return found
 
 
 class StaticInputs:
-    """A batch in memory that does not change.
+    """A copy of a batch at fixed addresses.
 
     Attributes:
-        batch: the copy, in the same structure.
+        batch: the copy, in the structure of the original.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -71,13 +77,13 @@ class StaticInputs:
         )
         self._tensors = tensors_in(self.batch)
 
-    def fill(self, batch: Any) -> None:
-        """Take over the values of another batch of the same signature."""
+    def copy_from(self, batch: Any) -> None:
+        """Copy the values of another batch, of the same signature, into this one."""
         with torch.no_grad():
-            for mine, theirs in zip(self._tensors, tensors_in(batch), strict=True):
-                mine.copy_(theirs, non_blocking=True)
+            for static, tensor in zip(self._tensors, tensors_in(batch), strict=True):
+                static.copy_(tensor, non_blocking=True)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(t.nbytes for t in self._tensors)

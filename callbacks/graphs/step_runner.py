@@ -1,4 +1,4 @@
-"""Decides for each micro-batch whether it runs eagerly, is captured or replayed."""
+"""`StepRunner` decides whether a micro-batch runs eagerly, is captured or is replayed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...strategies.engine import ReplayedStep
 from ...strategies.liveness import Activity
 from .captured_optimizer import CapturedOptimizer, check_optimizer
 from .captured_step import CapturedStep, StaticGradients, loss_of
-from .compare import Shape, compare
+from .compare import SignatureRecord, compare
 from .device import CudaGraphs, SoftwareGraphs
 from .limits import MOST_SIGNATURES, TOO_MANY, Recaptures
 from .module_state import GroupSettings, Guard, Snapshot
@@ -27,23 +27,26 @@ from .ranks import GraphRanks
 from .static_inputs import UnsupportedBatch, signature, tensors_in
 from .watch import Problem, Watch
 
-_UNKNOWN = -1
+_UNKNOWN = -1  # the number of a signature that came after `MOST_SIGNATURES` others
 _NEVER = 2**31 - 1
 
 
 class StepRunner:
-    """Stands in for the strategy's ``training_step`` and its precision plugin's ``backward`` during
-    a fit.
+    """Replaces `Strategy.training_step` and `Precision.backward` during a fit.
 
     Args:
-        trainer: that trains.
-        module: that is trained.
-        graphs: makes them.
-        warmup: eager steps with batches of one signature before its capture; two at least are
+        trainer: the trainer of the fit.
+        module: the module that it trains.
+        graphs: makes the graphs.
+        warmup: eager steps with batches of one signature before its capture; the last two are
             compared.
-        max_graphs: signatures that are captured; others run eagerly.
-        strict: raise where a step cannot be captured, instead of going on eagerly.
+        max_graphs: number of signatures that are captured; others run eagerly.
+        strict: raise an error where a step cannot be captured, instead of going on eagerly.
         optimizer: capture the optimizers' updates, too.
+
+    Attributes:
+        steps: number of micro-batches so far.
+        replays: number of these that were replayed.
     """
 
     def __init__(
@@ -58,94 +61,99 @@ class StepRunner:
     ) -> None:
         self._trainer, self._module, self._graphs = trainer, module, graphs
         if isinstance(trainer.strategy, DDPStrategy):
-            # DDP rebuilds its buckets in its second step; with NCCL torch's notes on CUDA graphs
-            # ask for eleven steps.
+            # `DistributedDataParallel` rebuilds its buckets in its second step; with NCCL, torch's
+            # notes on CUDA graphs ask for eleven steps before a capture.
             warmup = max(warmup, 11 if trainer.strategy.root_device.type == "cuda" else 4)
         self._warmup, self._max_graphs = warmup, max_graphs
-        self._with_optimizers, self._optimizers = optimizer, list[CapturedOptimizer]()
+        self._needs_optimizers, self._optimizers = optimizer, list[CapturedOptimizer]()
         self._gradients = StaticGradients()
-        self._shapes: dict[Hashable, Shape] = {}
+        self._records: dict[Hashable, SignatureRecord] = {}
         self._guard: Guard | None = None
-        self._current: CapturedStep | None = None
-        self._watching: Shape | None = None
+        # Set by a forward, for the backward that follows: the graphs of a replayed micro-batch, or
+        # the record of a watched one.
+        self._replayed_step: CapturedStep | None = None
+        self._watched_record: SignatureRecord | None = None
         self._watched_inputs: list[Tensor] = []
-        self._numbers: dict[Hashable, int] = {}  # of signatures, as they came
-        self._refused = self._replayed = False
-        self._stale: str | None = None  # why all graphs are out of date
+        self._signature_numbers: dict[Hashable, int] = {}  # in the order of their first batches
+        self._is_eager = False  # from now on, because a step cannot be captured
+        self._is_replay = False  # whether the current micro-batch is replayed
+        self._stale_reason: str | None = None  # why all graphs are out of date
         self._ranks = GraphRanks(trainer, strict)
-        self._outdated = Recaptures(warmup)
+        self._recaptures = Recaptures(warmup)
         self.steps = self.replays = 0
         self._eager_step = trainer.strategy.training_step
         self._plugin = trainer.strategy.precision_plugin
         self._eager_backward = self._plugin.backward
 
     def install(self) -> None:
-        """From now on steps go through this object."""
-        self._graphs.enter()
+        """Replace the methods of the strategy and the plugin; collective."""
+        self._graphs.enter_stream()
         self._trainer.strategy.training_step = self._training_step
         self._plugin.backward = self._backward
-        if not self._may_go_on(check_trainer(self._trainer, self._module)):
+        if not self._may_capture(check_trainer(self._trainer, self._module)):
             return
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # Each hundredth forward it records events, and waits for them in the next one: a
-            # capture may be neither.
+            # hazard: `DistributedDataParallel` records events in each hundredth forward, and waits
+            # for them in the next one: a capture may contain neither.
             model._set_ddp_runtime_logging_sample_rate(_NEVER)
-        if self._with_optimizers:
-            self._take_optimizers()
+        if self._needs_optimizers:
+            self._wrap_optimizers()
 
-    def _take_optimizers(self) -> None:
+    def _wrap_optimizers(self) -> None:
         device = self._trainer.strategy.root_device
         checks = {
             optimizer: partial(check_optimizer, optimizer, device)
             for optimizer in self._trainer.optimizers
         }
         problems = [problem for check in checks.values() for problem in check()]
-        if not self._ranks.have_none(problems):
-            self._ranks.report(CapturedOptimizer.kind, problems)
+        if not self._ranks.have_no_problems(problems):
+            self._ranks.report_problems(CapturedOptimizer.kind, problems)
             return
         for optimizer, check in checks.items():
             self._optimizers.append(
-                CapturedOptimizer(optimizer, self._graphs.make, lambda: self._replayed, check)
+                CapturedOptimizer(
+                    optimizer, self._graphs.make_graph, lambda: self._is_replay, check
+                )
             )
 
-    def remove(self) -> None:
-        """The graphs go, and everything is as it was."""
+    def uninstall(self) -> None:
+        """Free the graphs and restore the methods of strategy, plugin and optimizers."""
         self._trainer.strategy.__dict__.pop("training_step", None)
         self._plugin.__dict__.pop("backward", None)
-        self.drop()
+        self._drop_graphs()
         for optimizer in self._optimizers:
-            optimizer.remove()
+            optimizer.uninstall()
         self._optimizers = []
-        self._graphs.leave()
+        self._graphs.leave_stream()
 
-    def drop(self) -> None:
-        """Free all graphs; what runs next runs eagerly and is captured anew."""
-        for step in self._steps():
+    def _drop_graphs(self) -> None:
+        """Free all graphs; later steps run eagerly at first and are captured anew."""
+        for step in self._captured_steps():
             step.reset()
         for optimizer in self._optimizers:
             optimizer.reset()
-        self._shapes, self._numbers = {}, {}
-        self._guard = self._current = None
-        self._graphs.renew()
+        self._records, self._signature_numbers = {}, {}
+        self._guard = self._replayed_step = None
+        self._graphs.renew_pools()
 
-    def _steps(self) -> list[CapturedStep]:
-        return [shape.graphs for shape in self._shapes.values() if shape.graphs is not None]
+    def _captured_steps(self) -> list[CapturedStep]:
+        return [record.graphs for record in self._records.values() if record.graphs is not None]
 
     @property
     def recaptures(self) -> int:
         """How often all graphs went out of date."""
-        return self._outdated.count
+        return self._recaptures.count
 
     @property
     def captured(self) -> int:
         """Number of signatures that have graphs."""
-        return len(self._steps())
+        return len(self._captured_steps())
 
     @property
     def input_nbytes(self) -> int:
-        """Memory of the inputs."""
-        return sum(step.input_nbytes for step in self._steps())
+        """Bytes of the static inputs of all graphs."""
+        return sum(step.input_nbytes for step in self._captured_steps())
 
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""
@@ -156,7 +164,7 @@ class StepRunner:
         }
 
     def summary(self) -> str:
-        """One line on the run."""
+        """Return one line about the run."""
         memory = ", ".join(
             f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory_bytes().items()
         )
@@ -168,61 +176,60 @@ class StepRunner:
     # ---- forward -----------------------------------------------------------------------------
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._current = self._watching = None
-        self._replayed = False
+        self._replayed_step = self._watched_record = None
+        self._is_replay = False
         self.steps += 1
-        if self._refused:
+        if self._is_eager:
             return self._eager_step(*args, **kwargs)
         batch, *rest = args
         try:
             key: Hashable = self._key(batch)
         except UnsupportedBatch as error:
             key = Problem(str(error))
-        key = self._agree(key)
-        shape = None if self._refused else self._shape(key)
-        if shape is None:
+        numbers = self._agree_on_numbers(key)
+        record = None if self._is_eager else self._find_record(numbers)
+        if record is None:
             return self._eager_step(*args)
-        if shape.watched < self._warmup or shape.epoch != self._trainer.current_epoch:
-            return self._watch(shape, batch, rest)
-        if shape.graphs is None and not self._may_go_on(shape.problems()):
-            return self._eager_step(*args)
-        if shape.graphs is None:
-            shape.graphs = self._capture(shape, batch, rest)
-            if self.captured == self._max_graphs:  # what is known of others is of no use
-                self._shapes = {
-                    key: each for key, each in self._shapes.items() if each.graphs is not None
-                }
+        if record.eager_runs < self._warmup or record.last_epoch != self._trainer.current_epoch:
+            return self._run_watched(record, batch, rest)
+        if record.graphs is None:
+            if not self._may_capture(record.find_problems()):
+                return self._eager_step(*args)
+            record.graphs = self._capture(record, batch, rest)
+            if self.captured == self._max_graphs:
+                # No other signature will be captured: free the records of the others.
+                self._records = {k: r for k, r in self._records.items() if r.graphs is not None}
         else:
-            shape.graphs.fill(batch)
-        self._current = shape.graphs
-        self._replayed = True
+            record.graphs.copy_batch(batch)
+        self._replayed_step = record.graphs
+        self._is_replay = True
         self.replays += 1
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # as its forward does
+            # A replay runs no `DistributedDataParallel._post_forward`, which sets this flag.
             model.require_forward_param_sync = model.require_backward_grad_sync
         watch = getattr(self._trainer.strategy, "watch", None)
         with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
-            return shape.graphs.replay_forward(self._module)
+            return record.graphs.replay_forward(self._module)
 
-    def _shape(self, key: tuple[int, ...]) -> Shape | None:
-        """What is known of micro-batches of this kind; None if they run eagerly."""
-        shape = self._shapes.get(key)
-        if (shape is None or shape.graphs is None) and self.captured >= self._max_graphs:
+    def _find_record(self, numbers: tuple[int, ...]) -> SignatureRecord | None:
+        """Return the record of micro-batches with these ``numbers``; None if they run eagerly."""
+        record = self._records.get(numbers)
+        if (record is None or record.graphs is None) and self.captured >= self._max_graphs:
             return None
-        if shape is None and len(self._shapes) >= MOST_SIGNATURES and not self.captured:
-            self._refuse([Problem(TOO_MANY)])
-        if shape is None and (
-            _UNKNOWN in key or len(self._shapes) >= MOST_SIGNATURES or self._refused
+        if record is None and len(self._records) >= MOST_SIGNATURES and not self.captured:
+            self._stop_capturing([Problem(TOO_MANY)])
+        if record is None and (
+            _UNKNOWN in numbers or len(self._records) >= MOST_SIGNATURES or self._is_eager
         ):
             return None
-        return self._shapes.setdefault(key, Shape())
+        return self._records.setdefault(numbers, SignatureRecord())
 
     def _key(self, batch: Any) -> Hashable:
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # Gradients are reduced in the last micro-batch of a step only, and buffers broadcast in
-            # the one that follows it.
+            # `DistributedDataParallel` reduces gradients in the last micro-batch of a step only,
+            # and broadcasts buffers in the micro-batch that follows it.
             return (
                 signature(batch),
                 model.require_backward_grad_sync,
@@ -230,49 +237,51 @@ class StepRunner:
             )
         return signature(batch)
 
-    def _agree(self, key: Hashable) -> tuple[int, ...]:
-        """The keys of this micro-batch on all ranks, which so take the same decisions in all that
-        follows.
+    def _agree_on_numbers(self, key: Hashable) -> tuple[int, ...]:
+        """Return the signature number of this micro-batch on each rank, in rank order.
+
+        All ranks return the same numbers, so they take the same decisions in all that follows. On
+        all ranks this method also does what one of them needs: stop capturing (``key`` is a
+        `Problem`), drop graphs that are out of date, or run an optimizer's update eagerly.
         """
-        if self._stale is None and self._guard is not None:
-            self._stale = self._guard.changed()
-        problems, updates = (
-            [key] if isinstance(key, Problem) else [],
-            [bool(each.problems) for each in self._optimizers],
-        )
-        mine = [self._number_of(key), bool(problems), self._stale is not None, *updates]
-        numbers, refusing, outdated, *refused = zip(*self._ranks.gather(mine), strict=True)
-        self._ranks.refuse(self._optimizers, refused)
-        if any(refusing):
-            self._refuse(problems)
-        elif any(outdated):
-            self._recapture(outdated.index(True))
-            # the first that is counted anew, on all ranks
+        if self._stale_reason is None and self._guard is not None:
+            self._stale_reason = self._guard.changed()
+        problems = [key] if isinstance(key, Problem) else []
+        own = [self._number_of(key), bool(problems), self._stale_reason is not None]
+        own += [bool(optimizer.problems) for optimizer in self._optimizers]
+        gathered = self._ranks.gather_numbers(own)
+        numbers, has_problems, is_stale, *optimizer_flags = zip(*gathered, strict=True)
+        self._ranks.stop_parts(self._optimizers, optimizer_flags)
+        if any(has_problems):
+            self._stop_capturing(problems)
+        elif any(is_stale):
+            self._recapture(is_stale.index(True))
+            # Numbers start anew on all ranks, and this micro-batch has the first one.
             numbers = (self._number_of(key),) * len(numbers)
         return numbers
 
     def _number_of(self, key: Hashable) -> int:
-        if key not in self._numbers and len(self._numbers) < MOST_SIGNATURES:
-            self._numbers[key] = len(self._numbers)
-        return self._numbers.get(key, _UNKNOWN)
+        if key not in self._signature_numbers and len(self._signature_numbers) < MOST_SIGNATURES:
+            self._signature_numbers[key] = len(self._signature_numbers)
+        return self._signature_numbers.get(key, _UNKNOWN)
 
     def _recapture(self, rank: int) -> None:
-        """``rank`` is the first whose graphs are out of date."""
-        known, self._stale = self._stale, None
-        reason = known or f"on rank {rank} something changed"
-        self.drop()
-        if self._outdated.add(self.replays):
+        """Drop all graphs; ``rank`` is the first whose graphs are out of date."""
+        own_reason, self._stale_reason = self._stale_reason, None
+        reason = own_reason or f"on rank {rank} something changed"
+        self._drop_graphs()
+        if self._recaptures.add(self.replays):
             rank_zero_info(f"CUDAGraphStep: {reason}; the training step is captured again")
         else:
-            times = self._outdated.in_vain
-            what = (
+            times = self._recaptures.in_vain
+            text = (
                 f"Captured steps went out of date {times} times, each time before they had paid;"
                 f" the last time, {reason}."
             )
-            self._refuse([Problem(what)] if known else [])
+            self._stop_capturing([Problem(text)] if own_reason else [])
 
-    def _watch(self, shape: Shape, batch: Any, rest: list) -> Any:
-        """An eager step, observed."""
+    def _run_watched(self, record: SignatureRecord, batch: Any, rest: list) -> Any:
+        """Run the forward eagerly and note all that a replay could not repeat."""
         watch = Watch(self._trainer.strategy.root_device, batch)
         rest = [WatchedIndex(value, watch.add) if type(value) is int else value for value in rest]
         snapshot = Snapshot(self._module)
@@ -281,26 +290,27 @@ class StepRunner:
         output = watch.note_output(output, self._module.training_step)
         watch.add_changes(snapshot.changes())
         if not isinstance(loss_of(output), Tensor):
-            what = (
+            text = (
                 "`training_step` returned no loss. Return one that is zero, so that every step is"
                 " the same."
             )
-            watch.add(what, watch.program)
-        shape.add(watch, self._trainer.current_epoch)
-        self._watching, self._watched_inputs = shape, tensors_in(batch)
+            watch.add(text, watch.program)
+        record.add_run(watch, self._trainer.current_epoch)
+        self._watched_record, self._watched_inputs = record, tensors_in(batch)
         return output
 
-    def _may_go_on(self, problems: list[Problem]) -> bool:
-        """Whether there are no problems, on any rank; else all refuse."""
-        if not self._ranks.have_none(problems):
-            self._refuse(problems)
-        return not self._refused
+    def _may_capture(self, problems: list[Problem]) -> bool:
+        """Return whether no rank has ``problems``; otherwise stop capturing on all ranks."""
+        if not self._ranks.have_no_problems(problems):
+            self._stop_capturing(problems)
+        return not self._is_eager
 
-    def _capture(self, shape: Shape, batch: Any, rest: list) -> CapturedStep:
-        watch = shape.watches[-1]
+    def _capture(self, record: SignatureRecord, batch: Any, rest: list) -> CapturedStep:
+        watch = record.watches[-1]
         engine = getattr(self._trainer.strategy, "engine", None)
-        books = self._gradients if engine is None else ReplayedStep(engine)
-        step = CapturedStep(self._graphs.make_pair(watch.generators, watch.random.offsets), books)
+        bookkeeping = self._gradients if engine is None else ReplayedStep(engine)
+        pair = self._graphs.make_pair(watch.generators, watch.random.offsets)
+        step = CapturedStep(pair, bookkeeping)
         step.capture_forward(batch, tuple(rest), self._eager_step, self._module)
         if self._guard is None:
             self._names, self._globals = set(), {}
@@ -317,33 +327,33 @@ class StepRunner:
         )
         return step
 
-    def _refuse(self, problems: list[Problem]) -> None:
-        """On all ranks, of which one at least has problems."""
-        self._ranks.report("the training step", problems)
-        self.drop()
-        self._refused = True
+    def _stop_capturing(self, problems: list[Problem]) -> None:
+        """Report and run eagerly from now on; collective, one rank at least has ``problems``."""
+        self._ranks.report_problems("the training step", problems)
+        self._drop_graphs()
+        self._is_eager = True
 
     # ---- backward ----------------------------------------------------------------------------
 
     def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        def run() -> None:
-            self._eager_backward(tensor, *args, **kwargs)
-
-        step, self._current = self._current, None
-        shape, self._watching = self._watching, None
+        run = partial(self._eager_backward, tensor, *args, **kwargs)
+        step, self._replayed_step = self._replayed_step, None
+        record, self._watched_record = self._watched_record, None
         if step is not None:
             step.replay_backward(run)
-        elif shape is not None:
-            watch, inputs, self._watched_inputs = shape.watches[-1], self._watched_inputs, []
+        elif record is not None:
+            watch, inputs, self._watched_inputs = record.watches[-1], self._watched_inputs, []
             with watch.watching(self._module, forward=False):
                 run()
             if any(tensor.grad is not None for tensor in inputs):
-                what = (
+                text = (
                     "A tensor of the batch gets a gradient, which a replay would leave with its"
                     " copy of the batch."
                 )
-                watch.add(what, watch.program)
-            if shape.graphs is not None and (problems := watch.problems or compare(*shape.watches)):
-                self._stale = problems[0].what
+                watch.add(text, watch.program)
+            if record.graphs is not None:
+                problems = watch.problems or compare(*record.watches)
+                if problems:
+                    self._stale_reason = problems[0].what
         else:
             run()

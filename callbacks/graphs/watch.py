@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ...strategies.support import without_collection
-from .device import telling_waits
+from .device import report_waits
 from .frozen_values import freeze, is_opaque, random_state
 from .log_tape import LogTape
 from .python_effects import (
@@ -51,7 +51,7 @@ from .static_inputs import UnsupportedBatch, signature, tensors_in
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a step cannot be captured, and where."""
+    """The reason why a step cannot be captured, and its place."""
 
     what: str
     place: Place = None
@@ -62,13 +62,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Operation:
-    """One tensor operation: what has to be the same in every step."""
+    """One tensor operation, as far as it must be the same in every step."""
 
     name: str
     constants: tuple
     shapes: tuple
     place: Place
-    sources: tuple = ()  # memory of the tensors that the step did not make, nor get; 0 for others
+    # For each tensor argument its storage, or 0 for tensors that the step made or got.
+    sources: tuple = ()
 
 
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -87,34 +88,35 @@ _LOOKS = (
     " tensor; `torch.linalg.inv_ex`, `solve_ex` and `cholesky_ex` do not look at whether they"
     " succeeded)."
 )
-_CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)  # of what a program is made
-_OWN = {__name__, RandomStates.__module__}  # which read values on the host themselves
+_CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)  # globals that are code, not data
+_OWN = {__name__, RandomStates.__module__}  # modules that read values on the host themselves
 
 
 class Watch(TorchDispatchMode):
-    """Of one eager micro-batch: its operations, and what a graph could not repeat.
+    """Notes the operations of one eager micro-batch, and all that a graph could not repeat.
 
-    On CUDA the backward runs in a thread of autograd's, where no calls are seen but those from
-    which tensor operations come: there, a function that only returns a number goes unnoticed, as
-    does what it reads.
+    On CUDA the backward runs in a thread of autograd, in which only calls that lead to tensor
+    operations are seen. There a function that only returns a number goes unnoticed, and so do the
+    values that it reads.
 
     Args:
-        device: where all is computed.
-        inputs: of the program, which it may not write to.
+        device: the device of the training.
+        inputs: inputs of the program, which it may not write to.
 
     Attributes:
-        problems: found so far.
-        operations: of the forward, and of the user's functions in the backward, in their order.
-        globals: that the user's code mentions, as tables and names.
-        values: of these, and of numbers in closures, in a form to be compared.
-        returned: likewise, what the program returned.
-        program: where that begins.
-        given: for each output that needs a gradient, whether it got one, where that is followed.
-        exchanges: where something was exchanged with other ranks.
-        names: of all attributes that the program mentions.
-        tape: what was logged.
-        generators: of the device that random operations drew from, other than the default.
-        random: states of the default generator that were saved and set.
+        problems: problems found so far.
+        operations: operations of the forward, and of the user's functions in the backward, in their
+            order.
+        globals: globals that the user's code mentions, as tables and names.
+        values: the values of these, and of numbers in closures, in a form that can be compared.
+        returned: likewise, the program's return value.
+        program: the line where the program begins.
+        given: for each output that needs a gradient, whether it got one; empty unless tracked.
+        exchanges: a line that exchanged something with other ranks.
+        names: names of all attributes that the program mentions.
+        tape: the calls of ``self.log``.
+        generators: generators of the device, besides the default one, that operations drew from.
+        random: tracks which states of the default generator were saved and set.
     """
 
     def __init__(self, device: torch.device, inputs: Any) -> None:
@@ -133,23 +135,24 @@ class Watch(TorchDispatchMode):
         self.program: Place = None
         self.given: list[bool] = []
         self.exchanges: Place = None
-        self._made: set[int] = set()  # memory
-        # memory of the host that operations of the device returned
+        self._made: set[int] = set()  # storages that the step made
+        # Storages on the host that operations of the device returned.
         self._of_device: set[int] = set()
-        self._free: dict[Hashable, Any] = {}  # what functions have in closures
-        self._local: set[Hashable] = set()  # those closures that are made in each step
+        self._free: dict[Hashable, Any] = {}  # values in closures, by code and name
+        self._local: set[Hashable] = set()  # keys of those closures that each step makes anew
         self._logging = self._capturing = False
-        self._held: list[Tensor] = []  # a graph knows the addresses of their memory
-        self._codes: dict[CodeType, bool] = {}  # whether it is the user's
+        # Keeps memory alive that the step reads, because a graph would read the same addresses.
+        self._held: list[Tensor] = []
+        self._codes: dict[CodeType, bool] = {}  # all code that ran, and whether it is the user's
 
     def add(self, what: str, place: Place = None) -> None:
-        """Note a problem, once for each place."""
+        """Add a problem, unless it is known for this place."""
         problem = Problem(what, place)
         if problem not in self.problems:
             self.problems.append(problem)
 
     def add_changes(self, names: list[str]) -> None:
-        """Note attributes that the program changed."""
+        """Add a problem for each of these attributes, which the program changed."""
         for name in names:
             self.add(
                 f"The step assigns or extends `self.{name}`; replays would not. Write into a"
@@ -161,32 +164,35 @@ class Watch(TorchDispatchMode):
     def watching(
         self, module: LightningModule | None, forward: bool, capturing: bool = False
     ) -> Iterator[None]:
-        """Around a forward or a backward, whose operations follow from the forward and from what
-        gradients there are.
+        """Wrap a forward or a backward, and watch it.
+
+        The operations of a backward follow from those of its forward and from which gradients there
+        are.
 
         Args:
-            module: whose log is listened to.
-            forward: else it is a backward.
-            capturing: a graph is captured, which what it cannot repeat must not reach.
+            module: the module whose calls of ``log`` are noted.
+            forward: whether the body is a forward, otherwise a backward.
+            capturing: whether a graph captures the body. An operation that the graph cannot repeat
+                must not run then.
 
         Raises:
             CaptureError: with ``capturing``, before an operation runs, when there are problems.
         """
         profiler, self._forward, self._capturing = sys.getprofile(), forward, capturing
         if forward:
-            self.random.begin()
+            self.random.note_start()
         listening = (
             nullcontext() if module is None else self.tape.listen(module, self._log_unwatched)
         )
         eager_on_cuda = self._device.type == "cuda" and not capturing
-        waits = telling_waits(self._note_wait) if eager_on_cuda else nullcontext()
+        waits = report_waits(self._note_wait) if eager_on_cuda else nullcontext()
         drawn = random_state(np.random)
-        # Callbacks of the garbage collector are no part of the step.
+        # hazard: finalizers that the garbage collector calls would count as a part of the step.
         with (
             without_collection(),
             listening,
             waits,
-            self.random.following(forward, self._note_save),
+            self.random.track_calls(forward, self._note_save),
             self,
         ):
             sys.setprofile(self._on_call)
@@ -194,11 +200,13 @@ class Watch(TorchDispatchMode):
                 yield
             finally:
                 sys.setprofile(None)
-                # A `cProfile.Profile`, as of Lightning's AdvancedProfiler, comes back by itself.
+                # A `cProfile.Profile`, as of Lightning's `AdvancedProfiler`, enables itself;
+                # other profilers are functions.
                 profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
-        if self.random.place != HOME:
-            self.add(_LEFT, self.random.set_at)
-        if random_state(np.random) != drawn:  # its functions are none that a profile shows
+        if self.random.position != HOME:
+            self.add(_LEFT, self.random.set_line)
+        # `sys.setprofile` does not show calls of numpy's functions, which are written in Cython.
+        if random_state(np.random) != drawn:
             self.add(RANDOM, line_of_attribute("random", self.codes))
         for code in self._codes:
             self.names.update(code.co_names)
@@ -215,16 +223,16 @@ class Watch(TorchDispatchMode):
 
     @property
     def sources(self) -> set[int]:
-        """Memory that the program read, and neither made nor got."""
+        """Storages that the program read, and neither made nor got."""
         return {memory for operation in self.operations for memory in operation.sources} - {0}
 
     @property
     def codes(self) -> list[CodeType]:
-        """Of the user's that ran."""
+        """The user's code that ran."""
         return [code for code, is_users in self._codes.items() if is_users]
 
     def mentions(self, *names: str) -> bool:
-        """Whether the user's code has one of these names."""
+        """Return whether the user's code mentions one of these names."""
         return any(name in code.co_names for code in self.codes for name in names)
 
     def _texts(self) -> set[str]:
@@ -237,15 +245,16 @@ class Watch(TorchDispatchMode):
         }
 
     def settings_of_groups(self, optimizer: Optimizer) -> set[str]:
-        """Names of settings of an optimizer's groups that the user's code mentions; all, if it does
-        not say which.
+        """Return the names of settings of the optimizer's groups that the user's code mentions.
+
+        These are all settings if the code reads ``param_groups`` and no text in it names one.
         """
         settings = {name for group in optimizer.param_groups for name in group} - {"params"}
         found = (settings & self._texts() or settings) if self.mentions("param_groups") else set()
         return found | ({"lr"} if self.mentions("get_last_lr") else set())
 
     def note_output(self, output: Any, program: Callable[..., Any]) -> Any:
-        """What ``program`` returned; gives back what the caller should see of it."""
+        """Check ``output``, which ``program`` returned, and return it without watched indices."""
         self.program = definition(program)
         if any(isinstance(value, WatchedIndex) for value in tree_leaves(output)):
             what = (
@@ -271,7 +280,7 @@ class Watch(TorchDispatchMode):
         return output
 
     def follow_gradients(self, output: Any) -> None:
-        """Note which tensors of ``output`` the backward that comes has gradients for."""
+        """Note in the coming backward which tensors of ``output`` get gradients."""
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.given = [False] * len(outputs)
         for number, tensor in enumerate(outputs):
@@ -305,7 +314,7 @@ class Watch(TorchDispatchMode):
             sys.setprofile(self._on_call)
 
     def _note_wait(self, frame: FrameType | None) -> None:
-        """The host waits for the device, in an operation that does not show it."""
+        """Add a problem: the host waits for the device in an operation that looks harmless."""
         place = user_line(frame) or ELSEWHERE
         if (
             self._logging
@@ -391,14 +400,14 @@ class Watch(TorchDispatchMode):
             if _RANDOM in func.tags
             else []
         )
-        # a seed of attention's dropout comes with what was drawn by it
+        # The seed of attention's dropout is on the host, beside results on the device.
         if drawn and all(map(self._is_foreign, drawn)):
             what = f"{func.overloadpacket} draws random numbers on the host, and replays would not."
             self.add(f"{what} Draw them on {self._device.type}.", place)
         return result
 
     def _check(self, func: Any, args: tuple, kwargs: dict, place: Place) -> None:
-        """What an operation must not do, wherever its tensors are."""
+        """Add problems of an operation that do not depend on the devices of its tensors."""
         if waits_for_device(func, args):
             self.add(_LOOKS.format(func.overloadpacket), place)
         written = written_by(func, args, kwargs)
@@ -412,7 +421,7 @@ class Watch(TorchDispatchMode):
                 " would not."
             )
             self.add(f"{what} Keep it on {self._device.type}, in a buffer of the module.", place)
-        if self.random.place == LOST and _RANDOM in func.tags:
+        if self.random.position == LOST and _RANDOM in func.tags:
             self.add(_LOST.format(func.overloadpacket), place)
 
     def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -423,7 +432,7 @@ class Watch(TorchDispatchMode):
         )
         self._made |= set(map(_memory, got)) - set(map(_memory, given))
         if not all(map(self._is_foreign, given)):
-            # Seeds of attention are on the host in an eager step, and on the device in a capture.
+            # Attention's seeds are on the host in an eager step, and on the device in a capture.
             self._of_device |= {_memory(t) for t in got if self._is_foreign(t)}
         return result
 
@@ -455,7 +464,7 @@ class Watch(TorchDispatchMode):
         )
 
     def _check_devices(self, func: Any, tensors: list[Tensor], kwargs: dict, place: Place) -> None:
-        """Nothing may come from, or go to, another device than that of the graph."""
+        """Add problems of an operation that reads from, or copies to, another device."""
         if func.overloadpacket is torch.ops.aten.lift_fresh and tensors[0].device.type != "cpu":
             self.add(
                 "Python numbers are copied to the device, which ends a capture. Make the tensor"
@@ -493,7 +502,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Of the functions that are written inside of one."""
+    """Yield the code of all functions that are written inside of ``code``."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield inner
@@ -501,7 +510,7 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_module(value: Any) -> bool:
-    """A guard looks at modules and at their classes."""
+    """Return whether ``value`` is a module or a class of modules, which a `Guard` looks at."""
     return isinstance(value, nn.Module) or (
         isinstance(value, type) and issubclass(value, nn.Module)
     )

@@ -1,1 +1,1 @@
-"""`CUDAMemoryTracker`: where the memory of a device goes, and who took it."""
+"""`CUDAMemoryTracker`: measures where the memory of a device goes, and who took it."""

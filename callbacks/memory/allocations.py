@@ -1,6 +1,4 @@
-"""The largest allocations: at the peak from the allocator's own trace, else the tensors alive
-now.
-"""
+"""Find the largest allocations: at the peak by the allocator's trace, else tensors alive now."""
 
 import gc
 from collections.abc import Iterable, Mapping
@@ -14,27 +12,26 @@ from ...strategies.engine import is_gathered, is_sharded
 from .leaks import name_holder
 from .ledger import local_part
 
-STACK_LIMIT = 12  # frames shown
-_PLACES = 20  # of the trace
-_KINDS = 8  # of tensors alive: to find a holder walks all objects
-_SKIPPED = ("/torch/", "/lightning/", "/pytorch_lightning/", "<frozen")
+STACK_LIMIT = 12  # frames of a stack
+_PLACES = 20  # places of the trace
+_KINDS = 8  # kinds of tensors alive; few, as the search for a holder walks all objects
+_LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "<frozen")
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Allocations of one place in the program, together."""
+    """All allocations of one place in the program."""
 
     size: int  # bytes
     count: int
-    what: str
+    what: str  # the place, or the kind of tensors
     stack: tuple[str, ...] = ()  # innermost call first
 
 
 def at_peak(trace: Iterable[Mapping[str, Any]]) -> tuple[int, list[Allocation]]:
-    """(bytes, places): what was allocated within the trace and alive when that was the most.
+    """Return (bytes, places) of the allocations alive at the highest point of the trace.
 
-    The trace is bounded, so blocks from before it are missing; their frees are recognised and
-    ignored.
+    The trace is bounded, so it lacks earlier blocks; their frees are ignored.
     """
     events = list(trace)
     live: dict[int, Mapping[str, Any]] = {}
@@ -64,7 +61,7 @@ def _by_stack(events: Iterable[Mapping[str, Any]]) -> list[Allocation]:
         Allocation(
             sum(sizes),
             len(sizes),
-            next((line for line in stack if _is_users(line)), stack[0]),
+            next((line for line in stack if _is_user_code(line)), stack[0]),
             stack,
         )
         for stack, sizes in places.items()
@@ -73,7 +70,7 @@ def _by_stack(events: Iterable[Mapping[str, Any]]) -> list[Allocation]:
 
 
 def format_stack(frames: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Python frames, innermost first; frames of libraries only up to the user's own code."""
+    """Return at most `STACK_LIMIT` Python frames as text, innermost first."""
     lines = [f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames]
     lines = [line for line in lines if ".cpp:" not in line and "??" not in line]
     return tuple(lines[:STACK_LIMIT]) or (
@@ -81,12 +78,12 @@ def format_stack(frames: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def _is_users(line: str) -> bool:
-    return not any(part in line for part in _SKIPPED)
+def _is_user_code(line: str) -> bool:
+    return not any(part in line for part in _LIBRARIES)
 
 
 def find_allocations(source: str, device_type: str, module: nn.Module) -> list[Allocation]:
-    """For the report; from the CUDA trace where it was recorded."""
+    """Find the allocations for the report: by the CUDA trace if there is one, else by tensors."""
     if (
         source == "cuda"
         and torch.cuda.is_available()
@@ -100,31 +97,30 @@ def find_allocations(source: str, device_type: str, module: nn.Module) -> list[A
 
 
 def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
-    """Tensors alive now, by kind."""
-    # A parameter that zero3 shards has no memory of its own.
-    whole = {
+    """Find the kinds of tensors alive now that take the most memory."""
+    # A parameter that zero3 has sharded has no memory of its own.
+    unsharded = {
         name: parameter
         for name, parameter in module.named_parameters()
         if not is_sharded(parameter)
     }
     names = {
         local_part(parameter).untyped_storage().data_ptr(): name
-        for name, parameter in whole.items()
+        for name, parameter in unsharded.items()
     }
     seen: set[int] = set()
     sizes: dict[str, list[int]] = {}
     examples: dict[str, list[torch.Tensor]] = {}
     for item in gc.get_objects():
-        if not (
-            issubclass(type(item), torch.Tensor) and item.device.type == device_type
-        ) or is_gathered(item):
-            continue  # slots are parts of one tensor
+        is_tensor = issubclass(type(item), torch.Tensor) and item.device.type == device_type
+        if not is_tensor or is_gathered(item):
+            continue  # gathered parameters are parts of one tensor, which counts by itself
         item = local_part(item)
         if item.layout != torch.strided:
             continue
         try:
             address = item.untyped_storage().data_ptr()
-        except RuntimeError:  # of those without memory that `torch.compile` keeps
+        except RuntimeError:  # a tensor without memory, such as `torch.compile` keeps
             continue
         if not address or address in seen:
             continue
@@ -133,11 +129,13 @@ def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
         kind = f"parameter {names[address]}, {shape}" if address in names else shape
         sizes.setdefault(kind, []).append(item.untyped_storage().nbytes())
         examples[kind] = [item]
-    del item
+    del item  # else the search below finds it as a holder
     largest = sorted(sizes, key=lambda kind: -sum(sizes[kind]))[:_KINDS]
     found = []
     for kind in largest:
         example = examples[kind].pop()  # so that nothing but its holder refers to it
-        held = "" if kind.startswith("parameter") else f", held by {name_holder(example, module)}"
-        found.append(Allocation(sum(sizes[kind]), len(sizes[kind]), f"{kind}{held}"))
+        what = kind
+        if not kind.startswith("parameter"):
+            what += f", held by {name_holder(example, module)}"
+        found.append(Allocation(sum(sizes[kind]), len(sizes[kind]), what))
     return found

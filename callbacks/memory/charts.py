@@ -1,4 +1,4 @@
-"""Charts as SVG text, drawn from plain numbers; no script, no network, light and dark."""
+"""Draw charts as SVG text from plain numbers; no script, no network, for light and dark themes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -8,37 +8,27 @@ GIB = 2**30
 MIB = 2**20
 WIDTH, HEIGHT = 860, 300
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 12, 42
-BAR = 26
+BAR = 26  # height of a bar with the space below it
 
 # A name keeps its color through the page (CSS variables, so that both themes can choose).
-ORDER = (
-    *(
-        "parameters",
-        "gradients",
-        "optimizer_state",
-        "slots",
-        "buffers",
-        "graph_inputs",
-        "graph_pool",
-        "process",
-        "activations",
-    ),
-    *("forward", "backward", "optimizer", "validation", "checkpoint", "other", "reserved", "peak"),
+COLORED = (
+    "parameters gradients optimizer_state slots buffers graph_inputs graph_pool process activations"
+    " forward backward optimizer validation checkpoint other reserved peak".split()
 )
 
 
 def color(name: str) -> str:
-    """The CSS variable of a series."""
-    return f"var(--{name.replace('_', '-')})" if name in ORDER else "var(--other)"
+    """Return the CSS variable of a series."""
+    return f"var(--{name.replace('_', '-')})" if name in COLORED else "var(--other)"
 
 
 def label(name: str) -> str:
-    """For people."""
+    """Return the name of a series as HTML text for people."""
     return escape(name.replace("_", " "))
 
 
 def size_text(size: float | None) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     if size is None:
         return "unknown"
     if size >= GIB:
@@ -47,7 +37,7 @@ def size_text(size: float | None) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Names beside their colors."""
+    """Draw names beside their colors."""
     items = "".join(
         f'<span><i style="background:{color(name)}"></i>{label(name)}</span>' for name in names
     )
@@ -59,16 +49,15 @@ def time_chart(
     areas: Mapping[str, Sequence[float]],
     lines: Mapping[str, Sequence[float]],
 ) -> str:
-    """Stacked areas with lines above them, over steps; bytes."""
+    """Draw stacked areas, with lines above them, over steps; values are bytes."""
     if not steps:
         return "<p>No steps were recorded.</p>"
     stacked = [sum(values[i] for values in areas.values()) for i in range(len(steps))]
     highest = max([*stacked, *(value for values in lines.values() for value in values), 1.0])
-    # Areas are compared by their height and start at 0; lines may start at what they have in
-    # common.
-    lowest = (
-        0.0 if areas else min((value for values in lines.values() for value in values), default=0.0)
-    )
+    # Areas start at 0, as readers compare their heights; lines may start at their lowest value.
+    lowest = 0.0
+    if not areas:
+        lowest = min((value for values in lines.values() for value in values), default=0.0)
     unit, ticks = _ticks(lowest, highest)
     bottom, top = ticks[0][0], ticks[-1][0]
     low, high = steps[0], max(steps[-1], steps[0] + 1)
@@ -80,17 +69,17 @@ def time_chart(
         return HEIGHT - BOTTOM - (size - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
 
     parts = [_axes(ticks, unit, y, low, high, x)]
-    floor_line = [0.0] * len(steps)
+    lower = [0.0] * len(steps)
     for name, values in areas.items():
-        roof = [below + value for below, value in zip(floor_line, values, strict=True)]
-        points = [*((x(s), y(v)) for s, v in zip(steps, roof, strict=True))]
-        points += [(x(s), y(v)) for s, v in zip(reversed(steps), reversed(floor_line), strict=True)]
+        upper = [below + value for below, value in zip(lower, values, strict=True)]
+        points = [(x(s), y(v)) for s, v in zip(steps, upper, strict=True)]
+        points += [(x(s), y(v)) for s, v in zip(reversed(steps), reversed(lower), strict=True)]
         title = f"<title>{label(name)}: up to {size_text(max(values))}</title>"
         parts.append(
             f'<polygon points="{_points(points)}" fill="{color(name)}"'
             f' class="area">{title}</polygon>'
         )
-        floor_line = roof
+        lower = upper
     for name, values in lines.items():
         points = [(x(s), y(v)) for s, v in zip(steps, values, strict=True)]
         title = f"<title>{label(name)}: up to {size_text(max(values))}</title>"
@@ -104,7 +93,7 @@ def time_chart(
 
 
 def composition_bar(parts: Mapping[str, float]) -> str:
-    """One bar, to scale, and the figures under it."""
+    """Draw one bar to scale, and a table of the figures under it; sizes are bytes."""
     total = sum(parts.values()) or 1.0
     ordered = sorted(((size, name) for name, size in parts.items() if size > 0), reverse=True)
     drawn, at = [], 0.0
@@ -135,7 +124,7 @@ def composition_bar(parts: Mapping[str, float]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """A group of horizontal bars for each row; bytes."""
+    """Draw a group of horizontal bars for each row; sizes are bytes."""
     highest = max((size for _, sizes in rows for size in sizes.values()), default=1.0) or 1.0
     parts, at = [], 4.0
     for name, sizes in rows:
@@ -151,13 +140,13 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
             )
             at += BAR
         at += 8
-    series = list(rows[0][1]) if rows else []
+    names = list(rows[0][1]) if rows else []
     drawn = f'<svg viewBox="0 0 {WIDTH} {at:.0f}" role="img">{"".join(parts)}</svg>'
-    return drawn + (legend(series) if len(series) > 1 else "")
+    return drawn + (legend(names) if len(names) > 1 else "")
 
 
 def _ticks(lowest: float, highest: float) -> tuple[str, list[tuple[float, str]]]:
-    """(unit, [(bytes, text)]): round steps that enclose both."""
+    """Return (unit, [(bytes, text)]): round values that enclose both bounds."""
     scale, unit = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     rough = max((highest - lowest) / scale / 5, highest / scale / 1000, 1e-3)
     power = 10 ** floor(log10(rough))

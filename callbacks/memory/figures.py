@@ -1,6 +1,4 @@
-"""The tracker's figures: their keys, what they mean, in what order they travel, how they are
-shown.
-"""
+"""The tracker's figures: their keys and meanings, their order in a collective, their table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,10 +41,11 @@ KEYS: Mapping[str, str] = {
     ),
     "memory/activations_gib": "GiB: the rest of the peak",
 }
-# Over several ranks every key is the highest rank's; these also have /min, /mean and /max_rank.
+# Over several ranks every key has the highest rank's value; these also have /min, /mean and
+# /max_rank.
 SPREAD_KEYS = ("memory/peak_gib", "memory/reserved_gib", "memory/fragmentation")
-# What only torch's CUDA allocator counts: zero in every other run.
-OF_THE_CUDA_ALLOCATOR = (
+# Figures that only torch's CUDA allocator counts: 0 in every other run.
+CUDA_ALLOCATOR_KEYS = (
     "memory/retries",
     "memory/ooms",
     "memory/pinned_gib",
@@ -62,7 +61,10 @@ def collect(
     ledger: Mapping[str, int],
     process: int,
 ) -> list[float]:
-    """The figures in the order of `KEYS`; NaN for a phase that did not happen."""
+    """Return the figures in the order of `KEYS`; NaN for a phase that did not happen.
+
+    Sizes are bytes in the arguments and GiB in the result.
+    """
     sizes: list[float] = [peak, *(peaks.get(phase, NAN) for phase in PHASES)]
     sizes += [sample.allocated, sample.reserved, sample.inactive]
     rest = [around.pinned_reserved, around.outside, sample.graph_pool]
@@ -78,13 +80,13 @@ def collect(
 
 
 def activations(peak: int, sample: Sample, ledger: Mapping[str, int], process: int) -> int:
-    """What of the peak no category explains."""
+    """Return the bytes of the peak that no category explains."""
     return max(0, peak - sum(ledger.values()) - sample.graph_pool - process)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step in the report."""
+    """One step in the report; sizes in bytes."""
 
     step: int
     peak: int
@@ -97,30 +99,31 @@ class StepRecord:
 
 @dataclass
 class History:
-    """Steps for the report, bounded: when full, every second one goes, and from then on every
-    second one comes.
+    """Steps for the report, at most `limit` records.
+
+    When full, each two records become one, and from then on twice as many steps share a record.
     """
 
     limit: int = 2000
     records: list[StepRecord] = field(default_factory=list)
-    stride: int = 1
-    _seen: int = 0
+    stride: int = 1  # steps that share a record
+    _steps: int = 0
 
     def add(self, record: StepRecord) -> None:
-        """Keep the record, or the larger peaks of it in the one before."""
-        self._seen += 1
-        if self.records and (self._seen - 1) % self.stride:
-            self.records[-1] = _larger(self.records[-1], record)
+        """Add the record, or merge it into the last one, which keeps the larger peaks."""
+        self._steps += 1
+        if self.records and (self._steps - 1) % self.stride:
+            self.records[-1] = _merge_records(self.records[-1], record)
             return
         self.records.append(record)
         if len(self.records) >= self.limit:
             pairs = zip(self.records[::2], self.records[1::2], strict=False)
-            self.records = [_larger(first, second) for first, second in pairs]
+            self.records = [_merge_records(first, second) for first, second in pairs]
             self.stride *= 2
 
 
-def _larger(first: StepRecord, second: StepRecord) -> StepRecord:
-    """One record for two steps that loses no peak."""
+def _merge_records(first: StepRecord, second: StepRecord) -> StepRecord:
+    """Merge the records of two steps into one that has the larger peaks."""
     peaks = {
         phase: max(first.peaks.get(phase, 0), second.peaks.get(phase, 0))
         for phase in {*first.peaks, *second.peaks}
@@ -137,13 +140,13 @@ def _larger(first: StepRecord, second: StepRecord) -> StepRecord:
 
 
 def render_table(title: str, spreads: Mapping[str, Spread], world_size: int) -> str:
-    """The table at the end of a run, as text."""
+    """Return the table at the end of a run as text."""
     heads = ["", "highest", "mean", "lowest", "rank of highest"] if world_size > 1 else ["", "run"]
     rows = []
     for name, figure in spreads.items():
         label = name.removeprefix("memory/").removesuffix("_gib").replace("_", " ")
         values = (figure.high, figure.mean, figure.low) if world_size > 1 else (figure.high,)
-        row = [label, *(_format(name, value) for value in values)]
+        row = [label, *(_format_figure(name, value) for value in values)]
         rows.append([*row, str(figure.rank)] if world_size > 1 else row)
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     lines = [
@@ -156,7 +159,7 @@ def render_table(title: str, spreads: Mapping[str, Spread], world_size: int) -> 
     return "\n".join([title, *lines])
 
 
-def _format(name: str, value: float) -> str:
+def _format_figure(name: str, value: float) -> str:
     if name.endswith("_gib"):
         return size_text(value * GIB)
     return f"{value:.1%}" if name.endswith("fragmentation") else f"{value:.0f}"

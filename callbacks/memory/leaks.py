@@ -1,4 +1,4 @@
-"""A growing floor: memory that is still there at the end of every step, and who holds it."""
+"""Detect leaks: memory that grows from the end of one step to the next, and its holders."""
 
 import gc
 import types
@@ -10,19 +10,20 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 MIB = 2**20
-_NAMED = 5  # kinds of tensors, the gravest
-_FOLLOWED = 5  # references, on the way to a name
-Group = tuple[str, tuple[int, ...], bool]  # dtype, shape, whether an autograd graph hangs on it
+_LARGEST_KINDS = 5  # kinds of tensors in a message, the gravest first
+_MOST_REFERENCES = 5  # references from a tensor up to a name
+TensorKind = tuple[str, tuple[int, ...], bool]  # (dtype, shape, has an autograd graph)
 
 
 @dataclass
 class LeakDetector:
-    """Watches the lowest level of each window of samples, one sample a step where one is to be had.
+    """Watches the floor: the lowest level of memory in use in each window of samples.
 
-    Memory in use goes up and down within a window; only what is never given back lifts the lowest
-    level. It is a leak when the floor rose in every one of the last `windows` windows, by at least
-    `least_growth` bytes together. The next report takes twice as many windows and twice the growth,
-    so that a long run with a leak is told of it a few times.
+    There is one sample a step where the source has one. Memory in use goes up and down within a
+    window; only memory that is never given back lifts the floor. A leak is certain when the floor
+    rose in each of the last `windows` windows, by at least `least_growth` bytes together. The next
+    report takes twice as many windows and twice the growth, so that a long run with a leak has a
+    few reports.
     """
 
     window: int = 10  # samples
@@ -34,7 +35,7 @@ class LeakDetector:
     _lowest: tuple[int, int] | None = None
 
     def add(self, live: int, step: int) -> float | None:
-        """The level at the end of a step; returns bytes per step when a leak is certain."""
+        """Add the bytes in use at the end of a step; return bytes per step if a leak is certain."""
         self._samples += 1
         if self._samples <= self.warm_up:
             return None
@@ -56,9 +57,10 @@ class LeakDetector:
         return sum(rises) / (last - first)
 
     @property
-    def suspicious(self) -> bool:
-        """The floor has just risen by its share of a leak: a good time for a census, which takes a
-        while.
+    def is_suspicious(self) -> bool:
+        """Whether the floor has just risen by its share of a leak: a good time for a census.
+
+        A census walks all objects, which is too slow for every step.
         """
         return len(self.floors) > 1 and self.floors[-1][0] - self.floors[-2][0] >= max(
             1, self.least_growth // self.windows
@@ -66,16 +68,16 @@ class LeakDetector:
 
 
 @dataclass(frozen=True)
-class Grown:
-    """Tensors of one kind that became more between two censuses."""
+class Growth:
+    """The tensors of one kind that came between two censuses."""
 
-    group: Group
-    more: int  # tensors
-    size: int  # bytes, all of the new ones
+    kind: TensorKind
+    more: int  # number of new tensors
+    size: int  # bytes of all new tensors
     holder: str
 
     def __str__(self) -> str:
-        dtype, shape, has_graph = self.group
+        dtype, shape, has_graph = self.kind
         graph = "; each keeps an autograd graph alive, use .detach()" if has_graph else ""
         return (
             f"{self.more} more {dtype}{list(shape)} ({self.size / MIB:.1f} MiB), held by"
@@ -85,55 +87,52 @@ class Grown:
 
 @dataclass
 class LeakWatch:
-    """A detector, and the census taken when the floor first rose, to compare with."""
+    """A detector, and a census from when the floor first rose."""
 
     detector: LeakDetector
-    _before: Counter[Group] | None = None
+    _census: Counter[TensorKind] | None = None
 
     def add(self, live: int, step: int, device_type: str, module: nn.Module) -> str | None:
-        """The level at the end of a step; returns a message when a leak is certain."""
+        """Add the bytes in use at the end of a step; return a message if a leak is certain."""
         growth = self.detector.add(live, step)
         if growth is None:
-            if self.detector.suspicious and self._before is None:
-                self._before = take_census(device_type)
+            if self.detector.is_suspicious and self._census is None:
+                self._census = take_census(device_type)
             return None
-        grown = find_grown(self._before, device_type, module) if self._before is not None else []
-        self._before = None
-        named = "".join(f"\n  {group}" for group in grown)
-        named = (
-            named or "\n  by nothing that Python can reach: look at autograd graphs and extensions"
-        )
-        return f"memory that is never given back grows by {growth / MIB:.2f} MiB per step:{named}"
+        grown = find_grown(self._census, device_type, module) if self._census is not None else []
+        self._census = None
+        lines = "".join(f"\n  {kind}" for kind in grown)
+        if not lines:
+            lines = "\n  by nothing that Python can reach: look at autograd graphs and extensions"
+        return f"memory that is never given back grows by {growth / MIB:.2f} MiB per step:{lines}"
 
 
-def take_census(device_type: str) -> Counter[Group]:
-    """How many tensors of each kind Python can reach."""
-    return Counter(group for group, _ in _live(device_type))
+def take_census(device_type: str) -> Counter[TensorKind]:
+    """Count the tensors of each kind that Python can reach."""
+    return Counter(kind for kind, _ in _find_tensors(device_type))
 
 
-def find_grown(before: Counter[Group], device_type: str, module: nn.Module) -> list[Grown]:
-    """The kinds that became more since `before`, the gravest first, with what holds one of them."""
-    examples = dict(_live(device_type))  # of each kind the last one made, as a rule
+def find_grown(before: Counter[TensorKind], device_type: str, module: nn.Module) -> list[Growth]:
+    """Find the kinds that grew since `before`, the gravest first, each with one tensor's holder."""
+    examples = dict(_find_tensors(device_type))  # of each kind the last one made, as a rule
     now = take_census(device_type)
     grown = []
-    for group, more in (now - before).items():
-        size = examples[group].numel() * examples[group].element_size() * more
-        grown.append((group[2], size, more, group))
-    # a scalar with a graph may hold everything, so graphs come before sizes
+    for kind, more in (now - before).items():
+        size = examples[kind].numel() * examples[kind].element_size() * more
+        grown.append((kind[2], size, more, kind))
+    # Graphs come before sizes, as a scalar with a graph may hold everything.
     grown.sort(reverse=True)
     return [
-        # Popped, so that nothing but its holder refers to the tensor.
-        Grown(group, more, size, name_holder(examples.pop(group), module))
-        for _, size, more, group in grown[:_NAMED]
+        # `pop`, so that nothing but its holder refers to the tensor.
+        Growth(kind, more, size, name_holder(examples.pop(kind), module))
+        for _, size, more, kind in grown[:_LARGEST_KINDS]
     ]
 
 
 def name_holder(item: Any, module: nn.Module) -> str:
-    """Follow references from an object up to something with a name, such as
-    `model.history[...]`.
-    """
+    """Follow references from an object up to a name, such as `model.history[...]`."""
     path = ""
-    for _ in range(_FOLLOWED):
+    for _ in range(_MOST_REFERENCES):
         holder, step = _find_holder(item, module)
         path = f"{step}{path}"
         if holder is None:
@@ -142,32 +141,34 @@ def name_holder(item: Any, module: nn.Module) -> str:
     return f"a {type(item).__name__}{path}"
 
 
-def _live(device_type: str) -> list[tuple[Group, Tensor]]:
+def _find_tensors(device_type: str) -> list[tuple[TensorKind, Tensor]]:
+    """Find the tensors on a device that Python can reach, without parameters, with their kinds."""
     found = []
     for item in gc.get_objects():
-        # isinstance() on proxies of other packages may run their code; type() does not.
+        # Not `isinstance`, which may run the code of other packages' proxies.
         if (
             issubclass(type(item), Tensor)
             and item.device.type == device_type
             and not issubclass(type(item), Parameter)
         ):
-            group = (
+            kind = (
                 str(item.dtype).removeprefix("torch."),
                 tuple(item.shape),
                 item.grad_fn is not None,
             )
-            found.append((group, item))
+            found.append((kind, item))
     return found
 
 
 def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
-    """(holder, step) of one object that refers to the item; holder None where the step is a full
-    name.
+    """Return (holder, step): an object that refers to `item`, and the step from it to `item`.
+
+    The holder is None where the step is a full name.
     """
     owners = {
         id(child.__dict__): name or type(module).__name__ for name, child in module.named_modules()
     }
-    holders = [holder for holder in gc.get_referrers(item) if not _is_local(holder)]
+    holders = [holder for holder in gc.get_referrers(item) if not _is_own_frame(holder)]
     for holder in holders:
         key = _key_of(holder, item) if type(holder) is dict else None
         if key is None:
@@ -188,7 +189,7 @@ def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
             )
         if isinstance(holder, types.CellType):
             return None, "a variable that a function captured"
-    for holder in holders:  # an object whose attributes are not in a dict of their own yet
+    for holder in holders:  # an object whose attributes have no dict yet
         key = _key_of(getattr(holder, "__dict__", {}), item)
         owner = owners.get(id(getattr(holder, "__dict__", None)), type(holder).__name__)
         return None, f"{owner}.{key}" if key is not None else f"a {type(holder).__name__}"
@@ -196,13 +197,16 @@ def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
 
 
 def _key_of(holder: dict[Any, Any], item: Any) -> Any:
-    """A loop, since a generator would capture the item and become one more holder."""
+    """Return the key of `item` in a dict, or None.
+
+    A generator instead of the loop would capture the item, and so be one more holder.
+    """
     for key, value in list(holder.items()):
         if value is item:
             return key
     return None
 
 
-def _is_local(holder: Any) -> bool:
-    """A frame of this file, or its local variables."""
+def _is_own_frame(holder: Any) -> bool:
+    """Say whether `holder` is a frame of this file."""
     return isinstance(holder, types.FrameType) and holder.f_code.co_filename == __file__

@@ -1,8 +1,7 @@
-"""What the memory is used for: parameters, gradients, optimizer state, buffers, slots, and the
-rest.
+"""Count the memory of parameters, gradients, optimizer state, buffers and slots.
 
-A strategy that knows exactly says so through `memory_ledger()`; otherwise the live tensors of the
-module and its optimizers are counted, each storage once.
+A strategy that knows the exact bytes has a method `memory_ledger()`; for others this module counts
+the live tensors of the module and its optimizers, each storage once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,51 +14,52 @@ from torch.nn.parallel import DistributedDataParallel
 from ...strategies.engine import is_sharded
 
 # `slots`: buffers for communication, such as gathered parameters or gradient buckets.
-OF_THE_STRATEGY = ("parameters", "gradients", "optimizer_state", "slots", "buffers")
-# batches at fixed addresses, which `CUDAGraphStep` replays
-CATEGORIES = (
-    *OF_THE_STRATEGY,
-    "graph_inputs",
-)
+STRATEGY_CATEGORIES = ("parameters", "gradients", "optimizer_state", "slots", "buffers")
+# `graph_inputs`: batches at fixed addresses, from which `CUDAGraphStep` replays.
+CATEGORIES = (*STRATEGY_CATEGORIES, "graph_inputs")
 
 
 def measure(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:
-    """Bytes on this rank by category."""
-    inputs = sum(getattr(callback, "graph_input_nbytes", 0) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    """Count the bytes on this rank by category."""
+    # Lightning does not declare its attribute
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    inputs = sum(getattr(callback, "graph_input_nbytes", 0) for callback in callbacks)
     return {**_measure_state(trainer, module, device_type), "graph_inputs": inputs}
 
 
 def _measure_state(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:
-    told = getattr(trainer.strategy, "memory_ledger", None)
-    if told is not None:
-        ledger = told()
-        if missing := set(OF_THE_STRATEGY) - set(ledger):
+    read_ledger = getattr(trainer.strategy, "memory_ledger", None)
+    if read_ledger is not None:
+        ledger = read_ledger()
+        if missing := set(STRATEGY_CATEGORIES) - set(ledger):
             raise KeyError(
                 f"{type(trainer.strategy).__name__}.memory_ledger() lacks {sorted(missing)}"
             )
-        return {category: int(ledger[category]) for category in OF_THE_STRATEGY}
+        return {category: int(ledger[category]) for category in STRATEGY_CATEGORIES}
     seen: set[int] = set()
     parameters = list(module.parameters())
     return {
-        "parameters": _count(parameters, device_type, seen),
-        "gradients": _count((p.grad for p in parameters if p.grad is not None), device_type, seen),
-        "optimizer_state": _count(_optimizer_tensors(trainer), device_type, seen),
-        "slots": _ddp_buckets(trainer.strategy.model, device_type),
-        "buffers": _count(module.buffers(), device_type, seen),
+        "parameters": _count_bytes(parameters, device_type, seen),
+        "gradients": _count_bytes(
+            (p.grad for p in parameters if p.grad is not None), device_type, seen
+        ),
+        "optimizer_state": _count_bytes(_optimizer_tensors(trainer), device_type, seen),
+        "slots": _measure_ddp_buckets(trainer.strategy.model, device_type),
+        "buffers": _count_bytes(module.buffers(), device_type, seen),
     }
 
 
 def measure_module(module: LightningModule, device_type: str) -> int:
-    """Bytes of parameters and buffers before a strategy has touched them."""
-    return _count([*module.parameters(), *module.buffers()], device_type, set())
+    """Count the bytes of parameters and buffers before a strategy has touched them."""
+    return _count_bytes([*module.parameters(), *module.buffers()], device_type, set())
 
 
 def measure_units(trainer: Trainer, module: LightningModule, device_type: str) -> dict[str, int]:
-    """Bytes of model state on this rank by unit: parameters, gradients and optimizer state."""
-    told = getattr(trainer.strategy, "memory_ledger", None)
-    if told is not None:
-        return {name: int(size) for name, size in told(per_unit=True)["units"].items()}
-    state = {}
+    """Count the bytes of parameters, gradients and optimizer state on this rank by unit."""
+    read_ledger = getattr(trainer.strategy, "memory_ledger", None)
+    if read_ledger is not None:
+        return {name: int(size) for name, size in read_ledger(per_unit=True)["units"].items()}
+    state: dict[Tensor, Any] = {}
     for optimizer in trainer.optimizers:
         state.update(getattr(optimizer, "state", {}))
     seen: set[int] = set()
@@ -69,14 +69,14 @@ def measure_units(trainer: Trainer, module: LightningModule, device_type: str) -
         if parameter.grad is not None:
             tensors.append(parameter.grad)
         unit = unit_of(name)
-        units[unit] = units.get(unit, 0) + _count(tensors, device_type, seen)
+        units[unit] = units.get(unit, 0) + _count_bytes(tensors, device_type, seen)
     return units
 
 
 def unit_of(name: str) -> str:
-    """The part of a model that a parameter belongs to: up to the first index, else the first name.
+    """Return the unit of a parameter: its name up to the first index, else the first part.
 
-    `model.layers.3.mlp.weight` is of `model.layers.3`, `head.weight` of `head`.
+    `model.layers.3.mlp.weight` belongs to `model.layers.3`, `head.weight` to `head`.
     """
     parts = name.split(".")
     for position, part in enumerate(parts[:-1]):
@@ -86,7 +86,7 @@ def unit_of(name: str) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which has no storage of its own; any other tensor as it is."""
+    """Return this rank's part of a DTensor, which has no storage itself, or any other tensor."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -106,25 +106,28 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
             yield from _find_tensors(child)
 
 
-def _count(tensors: Iterable[Tensor], device_type: str, seen: set[int]) -> int:
-    """Bytes of the storages behind the tensors, each storage once over all calls with `seen`."""
+def _count_bytes(tensors: Iterable[Tensor], device_type: str, seen: set[int]) -> int:
+    """Count the bytes of the tensors' storages, each once over all calls with the same `seen`."""
     total = 0
     for tensor in tensors:
         tensor = local_part(tensor)
-        # zero3's, of an earlier run: it has no memory of its own
+        # A parameter that zero3 sharded in an earlier run has no memory of its own.
         if tensor.device.type != device_type or is_sharded(tensor):
             continue
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address and address not in seen:  # 0: freed, as FSDP does with gathered parameters
+        if (
+            address and address not in seen
+        ):  # 0: a freed storage, such as FSDP's gathered parameters have
             seen.add(address)
             total += storage.nbytes()
     return total
 
 
-def _ddp_buckets(model: Any, device_type: str) -> int:
-    """DDP reduces gradients in buckets of its own, as large as the gradients, unless these are
-    views of them.
+def _measure_ddp_buckets(model: Any, device_type: str) -> int:
+    """Count the bytes of DDP's buckets, which are as large as the gradients.
+
+    With `gradient_as_bucket_view` the gradients are views of the buckets, so these count as 0.
     """
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0

@@ -1,8 +1,8 @@
-"""After an out-of-memory error: the numbers a person needs, a snapshot, and what to try.
+"""Report an out-of-memory error: the figures, a snapshot, and remedies.
 
-Everything here works on one rank alone. The others are still inside their collectives, so asking
-them anything would turn the error into a hang. Nothing is swallowed: the error goes on, with the
-report attached; when the report itself fails, that is logged with its own traceback.
+Everything here works on one rank alone. hazard: the other ranks are still inside of their
+collectives, so an exchange with them would turn the error into a hang. The error goes on, with the
+report attached; if the report itself fails, the tracker logs that failure with its traceback.
 """
 
 import re
@@ -24,7 +24,7 @@ _CPU_WANTED = re.compile(r"you tried to allocate (\d+) bytes")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that device or host memory ran out."""
+    """Say whether the error means that device or host memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(
@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def parse_wanted(error: BaseException) -> int | None:
-    """Bytes of the failed request, as far as the message tells (CUDA rounds to two decimals)."""
+    """Return the bytes of the failed request, or None; CUDA's message rounds to two decimals."""
     text = str(error)
     if found := _CUDA_WANTED.search(text):
         return int(float(found.group(1)) * _UNITS[found.group(2)])
@@ -43,24 +43,22 @@ def parse_wanted(error: BaseException) -> int | None:
 
 
 def find_unit(error: BaseException, module: nn.Module) -> str | None:
-    """The innermost submodule that was running, from the error's own traceback; None in
-    backward.
-    """
+    """Return the name of the innermost submodule in the error's traceback; None in backward."""
     names = {id(child): name for name, child in module.named_modules() if name}
     found = None
-    for frame in _frames(error.__traceback__):
+    for frame in _iterate_frames(error.__traceback__):
         found = names.get(id(frame.f_locals.get("self")), found)
     return found
 
 
-def _frames(traceback: types.TracebackType | None) -> Iterator[types.FrameType]:
+def _iterate_frames(traceback: types.TracebackType | None) -> Iterator[types.FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
 
 
 def largest_free_block(snapshot: Mapping[str, Any], device: int) -> int:
-    """The largest request the cache could serve without asking the driver."""
+    """Return the bytes of the largest request that the cache could serve without the driver."""
     sizes = [
         block["size"]
         for segment in snapshot.get("segments", ())
@@ -73,7 +71,7 @@ def largest_free_block(snapshot: Mapping[str, Any], device: int) -> int:
 
 @dataclass
 class OutOfMemory:
-    """The figures at the moment of the error; bytes, None where they cannot be known."""
+    """The figures at the moment of the error, in bytes; None where nobody knows them."""
 
     rank: int
     step: int
@@ -86,17 +84,17 @@ class OutOfMemory:
     largest_free: int | None
     categories: Mapping[str, int]
     snapshot_path: Path | None = None
-    expandable: bool = False
+    expandable: bool = False  # the allocator has expandable segments
 
     @property
     def is_fragmented(self) -> bool:
-        """The request would have fitted into what is reserved and unused, were it in one piece."""
+        """Whether the reserved and unused bytes would serve the request if they were one block."""
         return (
             self.source == "cuda" and self.wanted is not None and self.wanted <= self.sample.waste
         )
 
     def describe(self) -> str:
-        """The message: numbers first, then what to try."""
+        """Return the message: figures first, then remedies."""
         where = f"rank {self.rank}, step {self.step}, {self.phase}" + (
             f", in {self.unit}" if self.unit else ""
         )
@@ -127,13 +125,15 @@ class OutOfMemory:
         return "\n".join([*lines, "What to try:", *(f"  - {advice}" for advice in self.advise())])
 
     def advise(self) -> list[str]:
-        """From the figures, the likeliest remedy first."""
+        """Derive remedies from the figures, the likeliest first."""
         advice = []
         if self.is_fragmented:
-            what = "rounding sizes, AllocatorConfig(roundup_power2_divisions=8)"
+            remedy = "rounding sizes, AllocatorConfig(roundup_power2_divisions=8)"
             if not self.expandable:
-                what = "AllocatorConfig(expandable_segments=True)"
-            advice.append(f"{what}: enough memory is reserved and unused, but in pieces too small")
+                remedy = "AllocatorConfig(expandable_segments=True)"
+            advice.append(
+                f"{remedy}: enough memory is reserved and unused, but in pieces too small"
+            )
         if self.surroundings.outside > 0.1 * self.surroundings.capacity and self.source == "cuda":
             advice.append(
                 f"look for other processes on this GPU: {size_text(self.surroundings.outside)} is"
@@ -166,7 +166,7 @@ class OutOfMemory:
 
 
 def add_snapshot(report: OutOfMemory, folder: Path) -> None:
-    """What only torch's own allocator on a GPU can add: block sizes and the dump."""
+    """Add block sizes and a dump to the report; needs torch's own allocator on a GPU."""
     snapshot = torch.cuda.memory._snapshot()
     report.largest_free = largest_free_block(snapshot, torch.cuda.current_device())
     report.expandable = bool(snapshot.get("allocator_settings", {}).get("expandable_segments"))
@@ -174,8 +174,9 @@ def add_snapshot(report: OutOfMemory, folder: Path) -> None:
 
 
 def write_snapshot(folder: Path, rank: int, step: int) -> Path:
-    """Dump the allocator's state, with stacks where history was recorded; bounded by that
-    history.
+    """Dump the allocator's state to a file, and return its path.
+
+    The file has stacks if torch recorded the history of allocations; the history bounds its size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"oom_rank{rank}_step{step}.pickle"
@@ -183,23 +184,26 @@ def write_snapshot(folder: Path, rank: int, step: int) -> Path:
     return path
 
 
-# torch never lets an observer go, so one is attached per process and finds the tracker of the day.
+# torch cannot detach an observer. So a process attaches one, which calls the newest listener.
 _listeners: list[Any] = []
 
 
 def attach_observer(listener: Any) -> None:
-    """Call `listener(device, wanted, limit, free)` (a bound method, held weakly) on every
-    out-of-memory error.
+    """Call `listener(device, wanted, limit, free)` on every out-of-memory error.
+
+    Sizes are bytes. The listener is a bound method, to which only a weak reference is kept; it
+    replaces the one before it.
     """
     import weakref
 
-    first = not _listeners
+    is_first = not _listeners
     _listeners[:] = [weakref.WeakMethod(listener)]
-    if first:
-        torch._C._cuda_attach_out_of_memory_observer(_dispatch)
+    if is_first:
+        # (torch's stub lacks it)
+        torch._C._cuda_attach_out_of_memory_observer(_call_listeners)  # type: ignore[attr-defined]
 
 
-def _dispatch(device: int, wanted: int, limit: int, free: int) -> None:
+def _call_listeners(device: int, wanted: int, limit: int, free: int) -> None:
     for reference in _listeners:
         if (listener := reference()) is not None:
             listener(device, wanted, limit, free)

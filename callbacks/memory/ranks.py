@@ -1,4 +1,4 @@
-"""One packed collective: every figure of every rank in one all-gather, on a group of its own."""
+"""Gather every figure of every rank in one packed all-gather, on a group of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# its name since torch 2.13
+# torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -17,14 +17,15 @@ class Spread:
     low: float
     mean: float
     high: float
-    rank: int  # that has the highest
+    rank: int  # the rank with the highest value
 
 
 class RankGatherer:
     """Gathers figures over ranks without touching the device.
 
-    The group uses gloo whatever the training uses, so that the figures stay in host memory and no
-    stream is waited for, and so that it cannot be mixed up with collectives of the training.
+    The group uses gloo whatever the training uses, so that the figures stay in host memory and the
+    host waits for no stream. hazard: on the group of the training the all-gather could meet another
+    collective.
     """
 
     def __init__(self) -> None:
@@ -35,30 +36,33 @@ class RankGatherer:
 
     @property
     def world_size(self) -> int:
-        """Ranks that take part; 1 without torch.distributed."""
+        """The number of ranks that take part; 1 without torch.distributed."""
         return dist.get_world_size(self._group) if self._group is not None else 1
 
     def gather(self, figures: Sequence[float]) -> torch.Tensor:
-        """Figures of all ranks, [world, figures]; every rank must call it with as many."""
+        """Gather the figures of all ranks: [world, figures]; collective.
+
+        Every rank must pass the same number of figures.
+        """
         mine = torch.tensor(figures, dtype=torch.float64, device="cpu")
         if self._group is None:
             return mine.unsqueeze(0)
         self.calls += 1
-        everyone = torch.empty(self.world_size * len(figures), dtype=torch.float64, device="cpu")
-        _all_gather(everyone, mine, group=self._group)
-        return everyone.view(self.world_size, len(figures))
+        all_figures = torch.empty(self.world_size * len(figures), dtype=torch.float64, device="cpu")
+        _all_gather(all_figures, mine, group=self._group)
+        return all_figures.view(self.world_size, len(figures))
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
 
 def spread(names: Sequence[str], gathered: torch.Tensor) -> dict[str, Spread]:
-    """Figures by name; a figure that is NaN on every rank is left out."""
+    """Return the spread of each figure by name, without figures that are NaN on every rank."""
     found = {}
-    # In Python: a few hundred floats, where each torch operation would cost microseconds.
+    # In Python: for a few hundred floats each torch operation would cost microseconds.
     for name, column in zip(names, zip(*gathered.tolist(), strict=True), strict=True):
         known = [(value, rank) for rank, value in enumerate(column) if value == value]
         if known:
@@ -72,8 +76,9 @@ def spread(names: Sequence[str], gathered: torch.Tensor) -> dict[str, Spread]:
 def to_metrics(
     spreads: Mapping[str, Spread], world_size: int, in_full: Sequence[str]
 ) -> dict[str, float]:
-    """Flat keys for the loggers: the highest under the plain name, the rest below the names
-    `in_full`.
+    """Return flat keys for the loggers: the highest value of each figure under its name.
+
+    Over several ranks the names `in_full` also have `/min`, `/mean` and `/max_rank`.
     """
     metrics: dict[str, float] = {}
     for name, figure in spreads.items():

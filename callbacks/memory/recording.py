@@ -1,6 +1,4 @@
-"""One run as the tracker sees it on this rank: what is read at each step, kept, and said at the
-end.
-"""
+"""Record one run on this rank: read the figures of each step, keep them, report them at the end."""
 
 import logging
 from collections.abc import Callable
@@ -14,9 +12,9 @@ from torch import Tensor
 from ..allocator.advice import RunFigures
 from .allocations import find_allocations
 from .figures import (
+    CUDA_ALLOCATOR_KEYS,
     GIB,
     KEYS,
-    OF_THE_CUDA_ALLOCATOR,
     History,
     StepRecord,
     activations,
@@ -32,7 +30,7 @@ from .report import ReportData
 from .source import MemorySource
 
 log = logging.getLogger(__name__)
-# Figures of the whole run that travel behind KEYS, in bytes.
+# Figures of the whole run, in bytes, that `Recording.gather_run` gathers after those of KEYS.
 RUN_KEYS = (
     "run/peak_reserved",
     "run/worst_waste",
@@ -44,62 +42,59 @@ RUN_KEYS = (
 
 @dataclass
 class Recording:
-    """From setup to teardown."""
+    """The figures of one run, from `setup` to `teardown` of the tracker."""
 
     source: MemorySource
     meter: PhaseMeter
-    ends: Budget  # for reading the end of a step where nothing is logged
+    end_budget: Budget  # for readings at the end of steps without logging
     gatherer: RankGatherer
     leak: LeakWatch | None
     process: int  # bytes that were resident before training; 0 with CUDA
-    step: int  # the last one that ended
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    step: int  # number of the last step that has ended
+    undo: list[Callable[[], None]] = field(default_factory=list)  # functions that `close` calls
     history: History = field(default_factory=History)
     leaks: list[str] = field(default_factory=list)
-    in_step: bool = False  # between its first and its last batch
+    is_in_step: bool = False  # between the first and the last batch of a step
     last_logged: int = field(init=False)
     ledger: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
-    # (unused, reserved) bytes at the step end with the most unused
-    _worst: tuple[int, int] = (
-        0,
-        0,
-    )
+    # (unused, reserved) bytes at the step end with the most unused bytes
+    _worst: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.last_logged = self.step
 
     def begin_batch(self) -> None:
-        """Forward begins; of a new step, or of one that still accumulates gradients."""
-        if self.in_step:
+        """Begin a forward, of a new step or of one that still accumulates gradients."""
+        if self.is_in_step:
             self.meter.enter("forward")
         else:
             self.meter.start_step()
-            self.in_step = True
+            self.is_in_step = True
 
     def end_batch(self, trainer: Trainer, module: LightningModule, every: int) -> bool:
-        """After a batch; True where its figures are to be logged."""
+        """Read the figures after a batch; return whether the tracker must log them."""
         if trainer.global_step == self.step:  # gradients are still accumulating
             self.meter.enter("other")
             return False
-        self.step, self.in_step = trainer.global_step, False
-        logs = bool(every) and self.step // every > self.last_logged // every
-        affords = self.ends.affords()
-        if not (logs or affords or self.meter.is_close):
+        self.step, self.is_in_step = trainer.global_step, False
+        is_logged = bool(every) and self.step // every > self.last_logged // every
+        is_thorough = self.end_budget.affords()
+        if not (is_logged or is_thorough or self.meter.is_close):
             return False
-        begun = thread_time()
-        self.meter.finish_step(thorough=affords)
-        # before the first logging step the report would know nothing
-        if logs or not self.history.records:
+        begin_s = thread_time()
+        self.meter.finish_step(is_thorough)
+        # The first record needs a ledger, too: the first logging step may come much later.
+        if is_logged or not self.history.records:
             self.ledger = measure(trainer, module, self.source.device_type)
-        self._keep()
-        if affords:
-            self.ends.charge(thread_time() - begun)
+        self._add_record()
+        if is_thorough:
+            self.end_budget.charge(thread_time() - begin_s)
         self._watch_for_leaks(trainer, module)
-        if logs:
+        if is_logged:
             self.last_logged = self.step
-        return logs
+        return is_logged
 
-    def _keep(self) -> None:
+    def _add_record(self) -> None:
         meter, sample = self.meter, self.meter.last
         self._worst = max(self._worst, (sample.waste, sample.reserved))
         peaks = dict(meter.step_peaks)
@@ -116,7 +111,7 @@ class Recording:
         )
 
     def _watch_for_leaks(self, trainer: Trainer, module: LightningModule) -> None:
-        """Cheap, but for the search after a leak has shown."""
+        """Look for a leak, and warn of it; only the search for holders after a leak is slow."""
         live = self.meter.last.live
         if self.leak is not None and live is not None:
             found = self.leak.add(live, self.step, self.source.device_type, module)
@@ -125,7 +120,7 @@ class Recording:
                 log.warning("CUDAMemoryTracker: %s", self.leaks[-1])
 
     def gather_window(self) -> dict[str, Spread]:
-        """The figures since the last logging step, over all ranks; collective."""
+        """Gather the figures since the last logging step over all ranks; collective."""
         meter = self.meter
         figures = collect(
             meter.log_peak,
@@ -139,7 +134,7 @@ class Recording:
         return spread(list(KEYS), self.gatherer.gather(figures))
 
     def gather_run(self, trainer: Trainer, module: LightningModule) -> tuple[list[str], Tensor]:
-        """(names, [world, names]): the figures of the whole run; collective."""
+        """Gather the figures of the whole run: (names, [world, names]); collective."""
         meter, around = self.meter, self.source.read_surroundings()
         self.ledger = measure(trainer, module, self.source.device_type)
         figures = collect(
@@ -150,22 +145,23 @@ class Recording:
 
     @property
     def title(self) -> str:
-        """What the figures are, and of how many steps."""
+        """The kind of memory, and the number of steps."""
         kinds = {"cuda": "CUDA memory", "driver": "Device memory (all processes)"}
         kind = kinds.get(self.source.name, "Resident memory of the process (no CUDA)")
         return f"{kind}, {self.meter.steps} steps"
 
     def table(self, figures: dict[str, Spread]) -> str:
-        """For the terminal; without the rows that such a source never fills."""
-        never = ("memory/process_gib",) if self.source.name == "cuda" else OF_THE_CUDA_ALLOCATOR
-        shown = {
-            name: figure for name, figure in figures.items() if name in KEYS and name not in never
+        """Return the table for the terminal, without rows that this source never fills."""
+        is_cuda = self.source.name == "cuda"
+        empty = ("memory/process_gib",) if is_cuda else CUDA_ALLOCATOR_KEYS
+        rows = {
+            name: figure for name, figure in figures.items() if name in KEYS and name not in empty
         }
-        title = f"{self.title}; peaks by phase from {self.meter.close} of them"
-        return render_table(title, shown, self.gatherer.world_size)
+        title = f"{self.title}; peaks by phase from {self.meter.close_steps} of them"
+        return render_table(title, rows, self.gatherer.world_size)
 
     def report(self, module: LightningModule, names: list[str], gathered: Tensor) -> ReportData:
-        """For the page."""
+        """Return the data of the HTML page."""
         sample, peak = self.meter.last, self.meter.run_peak
         return ReportData(
             title=self.title,
@@ -178,7 +174,7 @@ class Recording:
                 "activations": activations(peak, sample, self.ledger, self.process),
             },
             phase_peaks=dict(self.meter.run_peaks),
-            close_steps=self.meter.close,
+            close_steps=self.meter.close_steps,
             ranks=[dict(zip(names, row, strict=True)) for row in gathered.tolist()],
             allocations=find_allocations(self.source.name, self.source.device_type, module),
             remarks=[*self.leaks],
@@ -187,7 +183,14 @@ class Recording:
     def explain_oom(
         self, trainer: Trainer, wanted: int | None, unit: str | None, folder: Path
     ) -> OutOfMemory:
-        """The figures of this moment; asks no other rank."""
+        """Return a report on an out-of-memory error; asks no other rank.
+
+        Args:
+            trainer: the running Trainer.
+            wanted: bytes of the failed request, if known.
+            unit: name of the submodule that was running, if known.
+            folder: folder of snapshots.
+        """
         sample = self.source.read()
         ledger = measure(trainer, trainer.lightning_module, self.source.device_type)
         report = OutOfMemory(
@@ -210,7 +213,7 @@ class Recording:
         return report
 
     def close(self) -> None:
-        """Put back what was wrapped, and give back files and groups."""
+        """Call the functions of `undo`, the last one first, and close the group and the files."""
         for undo in reversed(self.undo):
             undo()
         self.gatherer.close()
@@ -218,20 +221,20 @@ class Recording:
 
 
 def run_figures(source: str, figures: dict[str, Spread]) -> RunFigures:
-    """Of the fullest rank, for `AllocatorConfig.suggest`."""
+    """Return the figures of the fullest rank, for `AllocatorConfig.suggest`."""
 
-    def high(name: str, scale: int = 1) -> int:
+    def read_highest(name: str, scale: int = 1) -> int:
         return int(figures[name].high * scale)
 
     return RunFigures(
         source=source,
-        peak_allocated=high("memory/peak_gib", GIB),
-        peak_reserved=high("run/peak_reserved"),
-        capacity=high("run/capacity"),
-        worst_waste=high("run/worst_waste"),
-        reserved_at_worst=high("run/reserved_at_worst"),
-        retries=high("memory/retries"),
-        ooms=high("memory/ooms"),
-        pinned_allocated=high("run/pinned"),
-        pinned_reserved=high("memory/pinned_gib", GIB),
+        peak_allocated=read_highest("memory/peak_gib", GIB),
+        peak_reserved=read_highest("run/peak_reserved"),
+        capacity=read_highest("run/capacity"),
+        worst_waste=read_highest("run/worst_waste"),
+        reserved_at_worst=read_highest("run/reserved_at_worst"),
+        retries=read_highest("memory/retries"),
+        ooms=read_highest("memory/ooms"),
+        pinned_allocated=read_highest("run/pinned"),
+        pinned_reserved=read_highest("memory/pinned_gib", GIB),
     )

@@ -1,4 +1,4 @@
-"""The memory report: one HTML page that needs nothing but itself, and its charts as PNG."""
+"""Write the memory report: one self-contained HTML page, and its charts as a PNG."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,52 +56,52 @@ summary{cursor:pointer}.figures{display:flex;flex-wrap:wrap;gap:12px 36px;margin
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report shows; sizes in bytes, keys of `ranks` as in `memory_figures.KEYS`."""
+    """The data of a report; sizes in bytes, keys of `ranks` as in `memory_figures.KEYS`."""
 
     title: str
     source: str
     records: Sequence[StepRecord]
-    composition: Mapping[str, int]  # of the run's peak
+    composition: Mapping[str, int]  # bytes of the run's peak by category
     phase_peaks: Mapping[str, int]
-    close_steps: int  # whose phases were told apart
+    close_steps: int  # number of steps with a reading for each phase
     ranks: Sequence[Mapping[str, float]]
     allocations: Sequence[Allocation]
     remarks: Sequence[str] = field(default_factory=list)
 
 
 def write_report(path: Path, data: ReportData) -> None:
-    """Write the page."""
+    """Write the page to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(data), encoding="utf-8")
 
 
 def render(data: ReportData) -> str:
-    """The page as text."""
+    """Return the page as text."""
     light, dark = (
         "".join(f"--{name}:{pair[i]};" for name, pair in _PALETTE.items()) for i in (0, 1)
     )
     steps = [record.step for record in data.records]
     sections = [
-        _section(
+        _render_section(
             "Memory over time, by category",
             _category_text(data),
-            time_chart(steps, *_categories(data)),
+            time_chart(steps, *_category_series(data)),
         ),
-        _section("Memory over time, by phase", _phase_text(data), _phases(data)),
-        _section(
+        _render_section("Memory over time, by phase", _phase_text(data), _draw_phases(data)),
+        _render_section(
             "What the peak is made of",
             f"The peak of this rank, {size_text(sum(data.composition.values()))}.",
             composition_bar(data.composition),
         ),
-        _section(
+        _render_section(
             "Peak of each phase", "Over the whole run, on this rank.", bars(_phase_rows(data))
         ),
-        _section(
+        _render_section(
             "Ranks",
             "The peak and what the allocator reserved, over the whole run.",
             bars(_rank_rows(data)),
         ),
-        _section("Largest allocations", _allocation_text(data), _allocations(data)),
+        _render_section("Largest allocations", _allocation_text(data), _render_allocations(data)),
     ]
     remarks = "".join(f'<div class="remark">{escape(remark)}</div>' for remark in data.remarks)
     return (
@@ -109,11 +109,12 @@ def render(data: ReportData) -> str:
         f' charset="utf-8"><title>{escape(data.title)}</title>'
         '<meta name="viewport"'
         f' content="width=device-width"><style>{_STYLE % (light, dark)}</style></head>'
-        f"<body><h1>{escape(data.title)}</h1>{_headline(data)}{remarks}{''.join(sections)}</body></html>"
+        f"<body><h1>{escape(data.title)}</h1>{_render_headline(data)}{remarks}"
+        f"{''.join(sections)}</body></html>"
     )
 
 
-def _headline(data: ReportData) -> str:
+def _render_headline(data: ReportData) -> str:
     peak = max((rank["memory/peak_gib"] for rank in data.ranks), default=0.0) * GIB
     worst = max(range(len(data.ranks)), key=lambda i: data.ranks[i]["memory/peak_gib"], default=0)
     phase = max(data.phase_peaks, key=lambda name: data.phase_peaks[name], default="-")
@@ -135,7 +136,7 @@ def _headline(data: ReportData) -> str:
     )
 
 
-def _section(title: str, text: str, body: str) -> str:
+def _render_section(title: str, text: str, body: str) -> str:
     return f"<h2>{title}</h2><p>{text}</p>{body}"
 
 
@@ -146,7 +147,7 @@ def _category_text(data: ReportData) -> str:
     return f"Each step's peak. What no category explains is shown as activations.{process}"
 
 
-def _categories(data: ReportData) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _category_series(data: ReportData) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     names = [
         name for name in data.composition if name not in ("activations", "graph_pool", "process")
     ]
@@ -177,14 +178,15 @@ def _phase_text(data: ReportData) -> str:
     )
 
 
-def _phases(data: ReportData) -> str:
-    steps, lines = _phase_lines(data)
+def _draw_phases(data: ReportData) -> str:
+    steps, lines = _phase_series(data)
     return time_chart(steps, {}, lines)
 
 
-def _phase_lines(data: ReportData) -> tuple[list[int], dict[str, list[float]]]:
-    """Of the steps that were read between their phases; a phase that one of them lacks counts as
-    its end.
+def _phase_series(data: ReportData) -> tuple[list[int], dict[str, list[float]]]:
+    """Return (steps, bytes by phase) of the steps with a reading for each phase.
+
+    Where such a step lacks a phase, the value is that of the step's end.
     """
     records = [record for record in data.records if record.peaks]
     lines = {
@@ -222,7 +224,7 @@ def _allocation_text(data: ReportData) -> str:
     return "The largest tensors alive when training ended, and what holds them."
 
 
-def _allocations(data: ReportData) -> str:
+def _render_allocations(data: ReportData) -> str:
     rows = []
     for allocation in data.allocations:
         where = escape(allocation.what)
@@ -239,7 +241,11 @@ def _allocations(data: ReportData) -> str:
 
 
 def write_png(path: Path, data: ReportData) -> None:
-    """The page's charts as one picture, from the same data."""
+    """Write the page's charts as one picture.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
     try:
         figure_type = import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
@@ -252,7 +258,7 @@ def write_png(path: Path, data: ReportData) -> None:
         4, 1, height_ratios=(3, 3, 1.2, 1 + 0.3 * len(data.ranks))
     )
     steps = [record.step for record in data.records]
-    areas, lines = _categories(data)
+    areas, lines = _category_series(data)
     colors = {name.replace("-", "_"): pair[0] for name, pair in _PALETTE.items()}
     scaled = {name: [value / GIB for value in values] for name, values in areas.items()}
     labels = [name.replace("_", " ") for name in scaled]
@@ -263,7 +269,7 @@ def write_png(path: Path, data: ReportData) -> None:
         over_time.plot(steps, [value / GIB for value in values], color=colors[name], label=name)
     over_time.set(title="Memory over time, by category", ylabel="GiB", xlabel="step")
     over_time.legend(loc="lower right", fontsize="small")
-    detailed, by_phase = _phase_lines(data)
+    detailed, by_phase = _phase_series(data)
     for phase, values in by_phase.items():
         phases.plot(detailed, [value / GIB for value in values], label=phase, color=colors[phase])
     phases.set(title="Memory over time, by phase", ylabel="GiB", xlabel="step")

@@ -1,4 +1,4 @@
-"""`CUDAMemoryTracker`: how much memory each part of a step needs, on which rank, and for what."""
+"""`CUDAMemoryTracker`: measures the memory of each part of a step, by rank and by category."""
 
 import functools
 import logging
@@ -28,32 +28,33 @@ log = logging.getLogger(__name__)
 class CUDAMemoryTracker(Callback):
     """Tracks memory by step, phase, category and rank; names leaks; explains out-of-memory errors.
 
-    Works with any strategy. Without CUDA it tracks the process's resident memory instead and says
-    so. It only observes: no number of the training changes, and nothing waits for the device.
+    It works with any strategy. Without CUDA it tracks the process's resident memory instead and
+    says so. It only observes: no number of the training changes, and nothing waits for the device.
 
-    Logged every `every_n_steps` optimizer steps, to every logger, under the keys of
+    Every `every_n_steps` optimizer steps it logs to every logger, under the keys of
     `lightning_zero3.callbacks.memory.figures.KEYS`: peaks in total and by phase, allocated,
     reserved, inactive, one fragmentation figure, retries, pinned host memory, memory outside of
     torch, CUDA graph pools, and the ledger: parameters, gradients, optimizer state, slots, buffers,
-    static inputs of graphs and activations (the rest). Over several ranks a key is the highest
-    rank's, and the main ones also have `/min`, `/mean` and `/max_rank`; one packed all-gather
+    static inputs of graphs and activations (the rest). Over several ranks a key has the highest
+    rank's value, and the main ones also have `/min`, `/mean` and `/max_rank`; one packed all-gather
     carries them all.
 
-    What is exact: the peak of the run and of the steps between two logging steps, always (with a
-    pluggable allocator, where only the driver can be asked, it is that of the readings); peaks by
-    phase in every step that is read closely, which is every step as long as that takes less than
-    `time_share` of the time. Closely is one reading and reset for each phase: without CUDA 0.45 ms
-    a step on a core of 2.6 GHz, so that by default every step above 0.2 s is read. The table says
-    how many were. Altogether the tracker took 0.3% to 0.5% of steps of 12 ms and more, on two busy
-    cores.
+    The peaks of the run and of the steps between two logging steps are exact, except with a
+    pluggable allocator, where only the driver knows figures and a peak is the largest reading.
+    Peaks by phase are exact in every step that the tracker reads closely, by one reading and reset
+    for each phase; it does so as long as this takes less than `time_share` of the time. Without
+    CUDA a close reading took 0.45 ms a step on a core of 2.6 GHz, so that by default the tracker
+    reads every step above 0.2 s closely. The table has the number of these steps. Altogether the
+    tracker took 0.3% to 0.5% of steps of 12 ms and more, on two busy cores.
 
     Args:
         every_n_steps: optimizer steps between logging; None takes the Trainer's
             `log_every_n_steps`.
-        time_share: how much of the time, above 0, may go into readings between logging steps: three
-            quarters of it into peaks by phase. None reads every step closely, whatever it costs.
+        time_share: share of the time, above 0, for readings between logging steps; three quarters
+            of it are for peaks by phase. None reads every step closely, whatever this costs.
         reset_peaks: reset the allocator's peaks, which are process-wide, after each reading. With
-            False other readers keep theirs, and quiet phases and steps have lower bounds.
+            False other readers keep their peaks, and peaks of quiet phases and steps are lower
+            bounds.
         per_unit: also log `memory/unit/NAME_gib`, the model state of each part of the model.
         every_statistic: log `/min`, `/mean` and `/max_rank` of every key, not only of the main
             ones.
@@ -64,15 +65,15 @@ class CUDAMemoryTracker(Callback):
         history_entries: how many allocations, with Python stacks, the CUDA allocator remembers for
             snapshots and the report; None is 100000 with `report` and none without. Costs time.
         oom_folder: where snapshots go after an out-of-memory error; None is `default_root_dir`/oom.
-        leak_window: steps of whose memory the lowest level is compared with the windows before; 0
-            for no leak detection.
+        leak_window: steps in a window, whose lowest level the tracker compares with those of
+            earlier windows; 0 for no leak detection.
         leak_windows: consecutive windows with a risen floor that make a leak.
         leak_growth_mib: least growth over those windows, in MiB.
 
     Attributes:
-        run_spreads: the figures of the whole run over all ranks, by key, once fitting has ended.
-        leaks: the leaks that were reported on this rank.
-        oom_reports: the out-of-memory errors on this rank, caught ones too.
+        run_spreads: the figures of the whole run over all ranks, by key, after fitting has ended.
+        leaks: the reports of leaks on this rank.
+        oom_reports: the out-of-memory errors on this rank, also those that the program caught.
     """
 
     _run: Recording | None = None
@@ -97,7 +98,7 @@ class CUDAMemoryTracker(Callback):
         leak_windows: int = 3,
         leak_growth_mib: float = 8.0,
     ) -> None:
-        _check(locals())
+        _check_arguments(locals())
         self.every_n_steps = every_n_steps
         self.time_share = inf if time_share is None else time_share
         self.reset_peaks = reset_peaks
@@ -119,12 +120,12 @@ class CUDAMemoryTracker(Callback):
     # ---- begin and end -----------------------------------------------------------------------
 
     def make_source(self, device: torch.device) -> MemorySource:
-        """Where figures come from; override to feed others."""
+        """Return the source of figures; override it to supply others."""
         return choose_source(device)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._run is not None:  # the validation inside of a fit
+        if self._run is not None:  # for the validation inside of a fit
             return
         device = trainer.strategy.root_device
         source = self.make_source(device)
@@ -142,7 +143,7 @@ class CUDAMemoryTracker(Callback):
         self._run = Recording(
             source=source,
             meter=meter,
-            ends=Budget(0.25 * self.time_share),
+            end_budget=Budget(0.25 * self.time_share),
             gatherer=RankGatherer(),
             leak=LeakWatch(LeakDetector(window, windows, growth)) if window else None,
             leaks=self.leaks,
@@ -161,7 +162,7 @@ class CUDAMemoryTracker(Callback):
             return
         attach_observer(self._on_cuda_oom)
         if self.history_entries:
-            # stacks="all" would resolve C++ frames as well, for minutes.
+            # stacks="all" would resolve C++ frames as well, which takes minutes.
             torch.cuda.memory._record_memory_history(
                 enabled="all",
                 context="all",
@@ -173,7 +174,7 @@ class CUDAMemoryTracker(Callback):
 
     @staticmethod
     def _record_checkpoints(trainer: Trainer, run: Recording) -> None:
-        """Lightning has a hook for the beginning of a save and none for its end."""
+        """Wrap `Trainer.save_checkpoint`: Lightning has no hook for the end of a save."""
         save = trainer.save_checkpoint
 
         @functools.wraps(save)
@@ -195,12 +196,12 @@ class CUDAMemoryTracker(Callback):
         self._run = self._trainer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A launcher may pickle the callback; what belongs to a run stays in its process."""
+        """Leave out the run, which belongs to its process: a launcher may pickle the callback."""
         return {**self.__dict__, "_run": None, "_trainer": None}
 
     # ---- phases ------------------------------------------------------------------------------
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter_phase(self, phase: Phase) -> None:
         if self._run is not None:
             self._run.meter.enter(phase)
 
@@ -215,21 +216,21 @@ class CUDAMemoryTracker(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
-        self._enter("backward")
+        self._enter_phase("backward")
 
     @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        self._enter("optimizer")
+        self._enter_phase("optimizer")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._enter("validation")
+        self._enter_phase("validation")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._enter("other")
+        self._enter_phase("other")
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -240,11 +241,14 @@ class CUDAMemoryTracker(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """On logging steps one collective, then the loggers; they write on rank 0 only."""
+        """Read the figures; on logging steps also gather and log them.
+
+        To gather is collective; the loggers write on rank 0 alone.
+        """
         assert self._run is not None
-        if not self._run.end_batch(
-            trainer, pl_module, self.every_n_steps or trainer.log_every_n_steps
-        ):
+        # Lightning does not declare its attribute
+        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not self._run.end_batch(trainer, pl_module, every):
             return
         in_full = list(KEYS) if self.every_statistic else SPREAD_KEYS
         metrics = to_metrics(self._run.gather_window(), self._run.gatherer.world_size, in_full)
@@ -256,7 +260,10 @@ class CUDAMemoryTracker(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The run's own peaks, gathered once more; every rank gets here or none."""
+        """Gather the figures of the run, and write table and report; collective.
+
+        hazard: either every rank gets here, or none.
+        """
         run = self._run
         assert run is not None
         names, gathered = run.gather_run(trainer, pl_module)
@@ -273,7 +280,11 @@ class CUDAMemoryTracker(Callback):
             rank_zero_info(f"CUDAMemoryTracker: wrote {path}")
 
     def run_figures(self) -> RunFigures:
-        """Of the fullest rank, for `AllocatorConfig.suggest`, once fitting has ended."""
+        """Return the figures of the fullest rank, for `AllocatorConfig.suggest`.
+
+        Raises:
+            RuntimeError: fitting has not ended normally yet.
+        """
         if not self.run_spreads:
             raise RuntimeError("run_figures: there are none before Trainer.fit has ended normally")
         return run_figures(self._source_name, self.run_spreads)
@@ -281,7 +292,7 @@ class CUDAMemoryTracker(Callback):
     # ---- out of memory -----------------------------------------------------------------------
 
     def _on_cuda_oom(self, device: int, wanted: int, limit: int, free: int) -> None:
-        """torch calls this before it raises, also when the program catches the error."""
+        """Report an error before torch raises it, also one that the program catches."""
         if self._trainer is not None and len(self.oom_reports) < 3:
             self._report_oom(self._trainer, wanted, None)
 
@@ -292,11 +303,11 @@ class CUDAMemoryTracker(Callback):
         if not is_out_of_memory(exception) or self._run is None:
             return
         unit = find_unit(exception, pl_module)
-        if self.oom_reports and self.oom_reports[-1].step == trainer.global_step:
-            report = self.oom_reports[-1]  # the observer was here before, with better figures
-            report.unit = unit
-        else:
+        if not self.oom_reports or self.oom_reports[-1].step != trainer.global_step:
             report = self._report_oom(trainer, parse_wanted(exception), unit)
+        else:
+            report = self.oom_reports[-1]  # by the observer, whose figures are better
+            report.unit = unit
         if report is None:
             return
         log.error("CUDAMemoryTracker: %s", report.describe())
@@ -306,20 +317,23 @@ class CUDAMemoryTracker(Callback):
     def _report_oom(
         self, trainer: Trainer, wanted: int | None, unit: str | None
     ) -> OutOfMemory | None:
-        """Never raises: the out-of-memory error must reach the program, not an error of ours."""
+        """Make a report, or log why it failed.
+
+        This never raises, so that the program gets the out-of-memory error and no error of ours.
+        """
         assert self._run is not None
         try:
             report = self._run.explain_oom(
                 trainer, wanted, unit, Path(self.oom_folder or f"{trainer.default_root_dir}/oom")
             )
-        except Exception:  # reported in full, and the original error goes on
+        except Exception:  # logged with its traceback; the original error goes on
             log.exception("CUDAMemoryTracker: the report on an out-of-memory error failed")
             return None
         self.oom_reports.append(report)
         return report
 
 
-def _check(arguments: dict[str, Any]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     least = {
         "every_n_steps": 1,
         "history_entries": 0,
@@ -340,14 +354,15 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def _show_in_progress_bar(bar: Any, run: Recording) -> None:
-    """Through the bar's own figures: `self.log(prog_bar=True)` would wait for the device every
-    batch.
+    """Add the peak to the bar's own figures.
+
+    `self.log(prog_bar=True)` would wait for the device in every batch.
     """
     get_metrics = bar.get_metrics
 
     @functools.wraps(get_metrics)
     def with_memory(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        # A step that has not been read yet has no peak of its own.
+        # A step without a reading has no peak of its own yet.
         peak = run.meter.step_peak or run.meter.last.peak_allocated
         return {**get_metrics(*args, **kwargs), "mem": f"{peak / GIB:.1f}G"}
 

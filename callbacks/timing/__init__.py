@@ -1,1 +1,1 @@
-"""`StepTimer`: where the time of a step goes."""
+"""`StepTimer`: measures where the time of a step goes."""

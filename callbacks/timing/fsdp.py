@@ -1,4 +1,4 @@
-"""Time that FSDP2 (`fully_shard`) spends in its collectives."""
+"""Measure the time that FSDP2 (`fully_shard`) spends in its collectives."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,10 @@ from ...strategies.collectives import CallTimer
 
 
 class FSDPCommunication:
-    """Times all gathers and reductions of a model's `FSDPModule`s until it is closed; see
-    :class:`CallTimer`.
+    """Times all gathers and reductions of a model's `FSDPModule`s by a :class:`CallTimer`.
 
-    The objects that start them stay; each gets a subclass of its own class, so that torch's checks
-    of their kind still hold.
+    Until :meth:`close` each object that starts collectives is of a subclass of its own class, so
+    that torch's `isinstance` checks still hold.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -31,11 +30,11 @@ class FSDPCommunication:
         return bool(self._starters)
 
     def seconds(self) -> float:
-        """In all, as far as the device has come."""
+        """Return the seconds of all collectives that the device has finished."""
         return self._timer.seconds()
 
     def close(self) -> None:
-        """Time no more."""
+        """Stop timing."""
         for starter in self._starters:
             starter.__class__ = type(starter).__base__
         self._starters = []
@@ -45,10 +44,9 @@ def _starters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # One group before torch 2.13.
-            for group in getattr(state, "_fsdp_param_groups", None) or [
-                getattr(state, "_fsdp_param_group", None)
-            ]:
+            # Before torch 2.13 `FSDPState` has one group, without a list.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in groups or [getattr(state, "_fsdp_param_group", None)]:
                 for name in ("_all_gather_comm", "_reduce_scatter_comm"):
                     if hasattr(group, name):
                         yield getattr(group, name)

@@ -1,4 +1,4 @@
-"""`StepTimer`: where the time of a step goes, by CUDA events, without waiting for the device."""
+"""`StepTimer`: measures the parts of a step by CUDA events, without waiting for the device."""
 
 from collections import deque
 from typing import Any, Literal
@@ -14,13 +14,7 @@ from .fsdp import FSDPCommunication
 
 Part = Literal["data", "forward", "backward", "optimizer", "other"]
 # in the order of KEYS
-PARTS: tuple[Part, ...] = (
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "other",
-)
+PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
 KEYS = {
     "time/step_ms": "ms: one optimizer step, from the end of the one before",
     "time/data_ms": "ms: waiting for the batch and moving it to the device",
@@ -37,15 +31,14 @@ KEYS = {
 class StepTimer(Callback):
     """Logs the time of each part of a step, the mean since the last logging step, under `KEYS`.
 
-    With CUDA the parts are timed by events in the stream of the training, so a part is what the
-    device spent on it, and nothing waits: steps that the device has not finished count at a later
-    logging step. Without CUDA the host's clock is used. Over several ranks a key is the slowest
-    rank's, with `/min`, `/mean` and `/max_rank`, from one packed all-gather.
+    With CUDA it times the parts by events in the stream of the training, so the time of a part is
+    the device's, and the host never waits: steps that the device has not finished count at a later
+    logging step. Without CUDA it uses the host's clock. Over several ranks a key has the time of
+    the slowest rank, with `/min`, `/mean` and `/max_rank`, from one packed all-gather.
 
-    `time/communication_ms` is logged where the strategy can tell: one that has
-    `communication_seconds() -> float` (total so far), as zero3 does; FSDP2, whose collectives are
-    timed here; and DDP, which times its own gradient reduction at the iterations that it samples.
-    Elsewhere the key is absent.
+    `time/communication_ms` needs a strategy with a method `communication_seconds() -> float` (total
+    so far), as zero3 has; FSDP2, whose collectives this callback times; or DDP, which times its own
+    gradient reduction in the iterations that it samples. Elsewhere the key is absent.
 
     Args:
         every_n_steps: optimizer steps between logging; None takes the Trainer's
@@ -61,16 +54,16 @@ class StepTimer(Callback):
     def _clear(self) -> None:
         self.clock: HostClock | None = None
         self.gatherer: RankGatherer | None = None
-        # a part, when it began, whether a step ended there
+        # (part, mark of its beginning, whether a step ended there)
         self._marks: deque[tuple[Part, Any, bool]] = deque()
-        self._totals = dict.fromkeys(PARTS, 0.0)  # seconds, of the steps that were read
-        self._steps = 0  # that were read
+        self._totals = dict.fromkeys(PARTS, 0.0)  # seconds of the steps since the last logging step
+        self._steps = 0  # number of these steps
         self._last_step = self._last_logged = 0
-        self._communicated: float | None = None  # seconds, at the last logging step
+        self._communication: float | None = None  # seconds in all, at the last logging step
         self._fsdp: FSDPCommunication | None = None
 
     def make_clock(self, device: torch.device) -> HostClock:
-        """Override to feed times of your own."""
+        """Return the clock of a run; override it to supply other times."""
         return make_clock(device)
 
     @override
@@ -80,11 +73,11 @@ class StepTimer(Callback):
         self.gatherer = RankGatherer()
         self._last_step = self._last_logged = trainer.global_step
         self._fsdp = FSDPCommunication(pl_module, trainer.strategy.root_device)
-        self._communicated = self._communicated_seconds(trainer)
-        self._begin("data")
+        self._communication = self._read_communication(trainer)
+        self._begin_part("data")
 
-    def _begin(self, part: Part, ends_step: bool = False) -> None:
-        if self.clock is None:  # validation before training
+    def _begin_part(self, part: Part, ends_step: bool = False) -> None:
+        if self.clock is None:  # a validation before the training
             return
         mark = self.clock.mark()
         if mark is not None:
@@ -94,44 +87,47 @@ class StepTimer(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._begin("forward")
+        self._begin_part("forward")
 
     @override
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
-        self._begin("backward")
+        self._begin_part("backward")
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("optimizer")
+        self._begin_part("optimizer")
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        ended = trainer.global_step != self._last_step
-        self._last_step = trainer.global_step
-        self._begin("other", ends_step=ended)
-        every = self.every_n_steps or trainer.log_every_n_steps
-        if every and trainer.global_step // every > self._last_logged // every:
-            self._last_logged = trainer.global_step
-            self._log(trainer)
-        elif len(self._marks) > 1000:  # of rare logging
-            self._read()
-        self._begin("data")
+        step = trainer.global_step
+        has_stepped = step != self._last_step
+        self._last_step = step
+        self._begin_part("other", ends_step=has_stepped)
+        # Lightning does not declare its attribute
+        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and step // every > self._last_logged // every:
+            self._last_logged = step
+            self._log_figures(trainer)
+        elif len(self._marks) > 1000:  # rare logging must not pile up marks
+            self._add_finished_steps()
+        self._begin_part("data")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("other")
+        self._begin_part("other")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("data")
+        self._begin_part("data")
 
-    def _read(self) -> None:
-        """Add up the steps that the device has finished; the end of the last one stays as the next
-        beginning.
+    def _add_finished_steps(self) -> None:
+        """Add up the parts of the steps that the device has finished.
+
+        The mark at the end of the last one stays, as the beginning of the next step.
         """
         assert self.clock is not None
         ends = [
@@ -142,22 +138,25 @@ class StepTimer(Callback):
         while ends and not self.clock.is_done(self._marks[ends[-1]][1]):
             ends.pop()
         for _ in range(ends[-1] if ends else 0):
-            part, begun, _ = self._marks.popleft()
-            self._totals[part] += self.clock.between(begun, self._marks[0][1])
-            self.clock.recycle(begun)
+            part, beginning, _ = self._marks.popleft()
+            self._totals[part] += self.clock.between(beginning, self._marks[0][1])
+            self.clock.recycle(beginning)
         self._steps += len(ends)
 
-    def _log(self, trainer: Trainer) -> None:
-        """One collective, in which every rank takes part, also one whose device has finished no
-        step yet.
+    def _log_figures(self, trainer: Trainer) -> None:
+        """Gather the figures over ranks and log them; collective.
+
+        hazard: a rank whose device has finished no step yet must take part, too.
         """
         assert self.gatherer is not None
-        self._read()
+        self._add_finished_steps()
         ms = 1000 / self._steps if self._steps else float("nan")
-        now, before = self._communicated_seconds(trainer), self._communicated
+        now, before = self._read_communication(trainer), self._communication
         figures = [sum(self._totals.values()) * ms, *(self._totals[part] * ms for part in PARTS)]
         figures.append(
-            _ddp_communication_ms(trainer) if now is None or before is None else (now - before) * ms
+            _read_ddp_communication_ms(trainer)
+            if now is None or before is None
+            else (now - before) * ms
         )
         metrics = to_metrics(
             spread(list(KEYS), self.gatherer.gather(figures)), self.gatherer.world_size, list(KEYS)
@@ -165,15 +164,15 @@ class StepTimer(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         self._totals = dict.fromkeys(PARTS, 0.0)
-        # of no step: it counts at the next logging step
-        self._communicated = now if self._steps else before
+        # Without a finished step this communication counts at the next logging step.
+        self._communication = now if self._steps else before
         self._steps = 0
 
-    def _communicated_seconds(self, trainer: Trainer) -> float | None:
+    def _read_communication(self, trainer: Trainer) -> float | None:
         if self._fsdp:
             return self._fsdp.seconds()
-        tell = getattr(trainer.strategy, "communication_seconds", None)
-        return float(tell()) if tell is not None else None
+        read_seconds = getattr(trainer.strategy, "communication_seconds", None)
+        return float(read_seconds()) if read_seconds is not None else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -184,7 +183,7 @@ class StepTimer(Callback):
         self._clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Marks and groups stay in their process."""
+        """Leave out marks and process groups, which belong to their process."""
         return {"every_n_steps": self.every_n_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,10 +191,8 @@ class StepTimer(Callback):
         self._clear()
 
 
-def _ddp_communication_ms(trainer: Trainer) -> float:
-    """The mean over the iterations that DDP has sampled; NaN where it has not, or there is no
-    DDP.
-    """
+def _read_ddp_communication_ms(trainer: Trainer) -> float:
+    """Return DDP's mean over the iterations that it sampled, in ms; NaN without DDP or samples."""
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
         return float("nan")

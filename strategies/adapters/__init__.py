@@ -1,1 +1,1 @@
-"""Callbacks of Lightning that read or write weights, made to work on shards."""
+"""Adapters of Lightning's callbacks that read or write weights, so that they work on shards."""

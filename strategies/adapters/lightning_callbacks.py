@@ -1,15 +1,14 @@
-"""Callbacks of Lightning that reach for weights, param groups or checkpoints' names themselves,
-made to work on shards.
+"""Adapts Lightning's callbacks that use weights, param groups or checkpoint paths by themselves.
 
-The class of such a callback is switched to a subclass that goes through the strategy; for Lightning
-and in checkpoints it keeps its name.
+Such a callback gets another class: a subclass of its own that goes through the strategy. For
+Lightning and in checkpoints it keeps its name.
 """
 
 from __future__ import annotations
 
 import copyreg
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partialmethod
@@ -39,29 +38,41 @@ from ..engine import Zero3Engine
 from .weight_averages import ShardedAverage, ShardedModel, Shards, require_elementwise_average
 
 
+def _strategy(trainer: pl.Trainer) -> Any:
+    return trainer.strategy  # a `Zero3Strategy`, which this room may not import
+
+
 class _Finetuning(BaseFinetuning):
-    """Looks the parameters of param groups up in the module, and adds some."""
+    """Lets the callback see the module's own parameters in param groups.
+
+    `BaseFinetuning` compares the parameters of param groups with those of the module, and adds
+    some.
+    """
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with trainer.strategy.param_groups():
+        with _strategy(trainer).param_groups():
             super().on_fit_start(trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with trainer.strategy.param_groups():
+        with _strategy(trainer).param_groups():
             super().on_train_epoch_start(trainer, pl_module)
 
 
 class _Averaging(Callback):
-    """Averages shards. The average exists from the strategy's set-up on; a checkpoint that came
-    earlier waits for it.
+    """Averages shards.
 
-    Subclasses make the average (``_new_average``), load it (``_take``), and average whole models to
-    be tried (``_average_of``).
+    The average exists from the strategy's set-up on. A checkpoint that Lightning loads earlier is
+    kept until then. Subclasses make the average (``_make_average``), load it (``_load_average``),
+    and average models that are not sharded, to try their function (``_average_models``).
     """
 
-    _loaded: Any = None
+    _average_model: Any  # after set-up
+    _make_average: Any
+    _load_average: Any
+    _average_models: Any
+    _pending_state: Any = None  # arguments of `_load_average`, before there is an average
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -69,25 +80,27 @@ class _Averaging(Callback):
             self._average_model = None
 
     def start_average(self, model: ShardedModel) -> None:
-        require_elementwise_average(type(self).__name__, self._average_of)
-        self._average_model = self._new_average(model)
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            self._take(loaded)
+        """Make the average of ``model``, and load the state that a checkpoint has for it."""
+        require_elementwise_average(type(self).__name__, self._average_models)
+        self._average_model = self._make_average(model)
+        state, self._pending_state = self._pending_state, None
+        if state is not None:
+            self._load_average(state)
 
-    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
-        self._average_model.follow(old, new)
+    def move_average(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        """Shard the average as ``new`` shards the module; collective."""
+        self._average_model.reshard(old, new)
 
 
 class _WeightAveraging(_Averaging, WeightAveraging):
-    def _new_average(self, model: ShardedModel) -> ShardedAverage:
+    def _make_average(self, model: ShardedModel) -> ShardedAverage:
         device = self._device or model.engine.device
         return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
 
-    def _take(self, loaded: tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]) -> None:
-        self.on_load_checkpoint(*loaded)
+    def _load_average(self, state: tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]) -> None:
+        self.on_load_checkpoint(*state)
 
-    def _average_of(self, models: list[nn.Module]) -> Iterator[Tensor]:
+    def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
         average = AveragedModel(models[0], **self._kwargs)
         for model in models:
             average.update_parameters(model)
@@ -98,29 +111,29 @@ class _WeightAveraging(_Averaging, WeightAveraging):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._average_model is None and trainer.state.fn == TrainerFn.FITTING:
-            self._loaded = trainer, pl_module, checkpoint
+            self._pending_state = trainer, pl_module, checkpoint
         else:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     @override
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        self._average_model.module.exchange()
+        self._average_model.module.swap_values()
 
     @override
     def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
-        self._average_model.module.store(buffers=True)
+        self._average_model.module.write_to_module(buffers=True)
 
 
 class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     """The older callback, whose average is a plain copy of the module."""
 
-    def _new_average(self, model: ShardedModel) -> Shards:
+    def _make_average(self, model: ShardedModel) -> Shards:
         return deepcopy(Shards(model))
 
-    def _take(self, loaded: dict[str, Any]) -> None:
-        self._average_model.load_state_dict(loaded)
+    def _load_average(self, state: dict[str, Any]) -> None:
+        self._average_model.load_state_dict(state)
 
-    def _average_of(self, models: list[nn.Module]) -> Iterator[Tensor]:
+    def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
         average = deepcopy(models[0])
         n_averaged = torch.tensor(0)
         for model in models:
@@ -130,63 +143,61 @@ class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
         if self._average_model is None:
-            self._loaded = model_state
+            self._pending_state = model_state
         else:
             super()._load_average_model_state(model_state)
 
     @staticmethod
     @override
     def update_parameters(
-        average_model: Shards, model: pl.LightningModule, n_averaged: Tensor, avg_fn: Any
+        average_model: Any, model: pl.LightningModule, n_averaged: Tensor, avg_fn: Any
     ) -> None:
         StochasticWeightAveraging.update_parameters(
-            average_model, average_model.current(), n_averaged, avg_fn
+            average_model, average_model.shards_of_module(), n_averaged, avg_fn
         )
 
     @staticmethod
     @override
-    def transfer_weights(src_pl_module: Shards, dst_pl_module: pl.LightningModule) -> None:
-        src_pl_module.store(buffers=False)
+    def transfer_weights(src_pl_module: Any, dst_pl_module: pl.LightningModule) -> None:
+        src_pl_module.write_to_module(buffers=False)
 
 
 class _Pruning(ModelPruning):
-    """Sees the weights that it prunes whole, and gives rank 0's masks to all ranks.
+    """Gathers the weights that it prunes, and gives rank 0's masks to all ranks.
 
-    Torch prunes a parameter under its old identity, by another name: the shards stay, and the masks
-    are buffers.
+    `torch.nn.utils.prune` keeps the same parameter under another name (``weight_orig``): the shards
+    stay as they are, and the masks are buffers.
     """
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._strategy = trainer.strategy
-        # A lottery ticket copies the layers, which are shards if the trainer has trained them
-        # before.
+        self._strategy = _strategy(trainer)
+        # `ModelPruning.setup` copies the layers for a lottery ticket. They are shards if the
+        # trainer has trained them before.
         with self._strategy.gathered() if self._use_lottery_ticket_hypothesis else nullcontext():
             super().setup(trainer, pl_module, stage)
 
     @override
     def apply_pruning(self, amount: int | float) -> None:
-        with self._strategy.gathered(self._pruned(), modify=True):
+        engine = self._strategy.engine
+        with self._strategy.gathered(self._find_pruned_parameters(), modify=True):
             for module, name in self._parameters_to_prune:
-                for hook in (
-                    h
-                    for h in module._forward_pre_hooks.values()
-                    if isinstance(h, BasePruningMethod)
-                ):
-                    # Torch ranks what the last forward has left, which are rounded values here.
-                    if hook._tensor_name == name and self._strategy.engine.rounds(
-                        module._parameters[f"{name}_orig"]
-                    ):
+                for hook in module._forward_pre_hooks.values():
+                    if not isinstance(hook, BasePruningMethod) or hook._tensor_name != name:
+                        continue
+                    # `BasePruningMethod.apply` ranks the values that the last forward left in
+                    # `module.<name>`, which are rounded where the engine rounds.
+                    if engine.rounds(module._parameters[f"{name}_orig"]):
                         setattr(module, name, hook.apply_mask(module))
             super().apply_pruning(amount)
             for module, name in self._parameters_to_prune:
                 mask = module._buffers.get(f"{name}_mask")
                 if mask is not None:
-                    mask.copy_(self._strategy.engine.collectives.broadcast(mask.contiguous()))
+                    mask.copy_(engine.collectives.broadcast(mask.contiguous()))
 
     @override
     def apply_lottery_ticket_hypothesis(self) -> None:
-        with self._strategy.gathered(self._pruned(), modify=True):
+        with self._strategy.gathered(self._find_pruned_parameters(), modify=True):
             super().apply_lottery_ticket_hypothesis()
 
     @override
@@ -197,7 +208,7 @@ class _Pruning(ModelPruning):
             for h in m._forward_pre_hooks.values()
             if isinstance(h, BasePruningMethod)
         ]
-        # by others than this callback, too
+        # Lightning removes the hooks of all pruned modules, not of this callback's alone.
         pruned = [m._parameters.get(f"{hook._tensor_name}_orig") for m, hook in hooks]
         with self._strategy.gathered([p for p in pruned if p is not None], modify=True):
             super().make_pruning_permanent(module)
@@ -206,42 +217,45 @@ class _Pruning(ModelPruning):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        parameters, state = (
-            dict(pl_module.named_parameters(remove_duplicate=False)),
-            checkpoint["state_dict"],
-        )
+        if not self._make_pruning_permanent:
+            return
+        parameters = dict(pl_module.named_parameters(remove_duplicate=False))
+        state = checkpoint["state_dict"]
         names = [key.removesuffix("_mask") for key in state if key.endswith("_mask")]
-        masked = [name for name in names if f"{name}_orig" in parameters]
-        for name in masked if self._make_pruning_permanent else ():
+        for name in names:
+            if f"{name}_orig" not in parameters:
+                continue
             original, mask = parameters[f"{name}_orig"], state.pop(f"{name}_mask")
             del state[f"{name}_orig"]
             with self._strategy.gathered([original]):
                 state[name] = (mask.to(original) * original.detach()).cpu()
 
-    def _pruned(self) -> list[nn.Parameter]:
-        found = [
+    def _find_pruned_parameters(self) -> list[nn.Parameter]:
+        parameters = [
             m._parameters.get(f"{name}_orig", m._parameters.get(name))
             for m, name in self._parameters_to_prune
         ]
-        return [p for p in found if p is not None]
+        return [p for p in parameters if p is not None]
 
 
 class _SavesOnException(Checkpoint):
-    """Saves where all ranks end alike. One alone would wait for the others, which run on, and hide
-    what went wrong.
+    """Saves after an error that all ranks have at the same place.
+
+    hazard: a rank that saved alone would wait for the others, which run on, and hide the error.
     """
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        why = f"not all ranks end here with a {type(exception).__name__}."
+        reason = f"not all ranks end here with a {type(exception).__name__}."
         try:
-            if trainer.strategy.ends_alike(exception):
+            if _strategy(trainer).can_save_after(exception):
                 return super().on_exception(trainer, pl_module, exception)
-        except DivergenceError as parted:  # on all ranks; what ended the run is to be told, too
-            why = str(parted)
-        warnings.warn(f"{type(self).__name__} saves nothing: {why}", stacklevel=2)
+        except DivergenceError as divergence:
+            # All ranks get it. A warning leaves the error that ended the run to be raised.
+            reason = str(divergence)
+        warnings.warn(f"{type(self).__name__} saves nothing: {reason}", stacklevel=2)
 
 
 class _OnExceptionCheckpoint(_SavesOnException, OnExceptionCheckpoint):
@@ -249,8 +263,9 @@ class _OnExceptionCheckpoint(_SavesOnException, OnExceptionCheckpoint):
 
 
 class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
-    """`save_last="link"`: the link leads to something at any moment, and to a checkpoint that is
-    whole.
+    """Keeps the link of `save_last="link"` on a complete checkpoint at any moment.
+
+    `ModelCheckpoint._link_checkpoint` removes the old link before it makes the new one.
     """
 
     @override
@@ -259,17 +274,18 @@ class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
     ) -> None:
         if self._should_save_on_exception(trainer):
             super().on_exception(trainer, pl_module, exception)
-        else:  # a user's own is called, and nobody is waited for
+        else:
+            # A subclass of the user may override `on_exception`. No rank waits for others.
             super(_SavesOnException, self).on_exception(trainer, pl_module, exception)
 
     @staticmethod
     @override
     def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        trainer.strategy.link_checkpoint(filepath, linkpath)
+        _strategy(trainer).link_checkpoint(filepath, linkpath)
         trainer.strategy.barrier()
 
 
-_ADAPTED: dict[type[Callback], type] = {
+_ADAPTERS: dict[type[Callback], type] = {
     ModelCheckpoint: _ModelCheckpoint,
     OnExceptionCheckpoint: _OnExceptionCheckpoint,
     BaseFinetuning: _Finetuning,
@@ -289,53 +305,48 @@ _REFUSED: dict[type[Callback], str] = {
 
 
 def adapt(callbacks: Sequence[Callback]) -> None:
-    """Switch the classes of those callbacks that need it.
+    """Give each callback that needs it an adapted class.
 
     Raises:
-        ValueError: a callback that cannot work.
+        ValueError: a callback cannot work with shards.
     """
     for callback in callbacks:
         for base, reason in _REFUSED.items():
             if isinstance(callback, base):
                 raise ValueError(f"{type(callback).__name__} {reason}")
         cls: Any = type(callback)
-        for base, adapted in _ADAPTED.items():
-            if isinstance(callback, base) and not isinstance(callback, adapted):
-                # `state_key` is made of it
-                names = {
+        for base, adapter in _ADAPTERS.items():
+            if isinstance(callback, base) and not isinstance(callback, adapter):
+                namespace = {
                     "__module__": cls.__module__,
+                    # `Callback.state_key` returns it.
                     "__qualname__": cls.__qualname__,
+                    "__reduce_ex__": partialmethod(_pickle_as, cls),
                 }
-                callback.__class__ = type(
-                    cls.__name__,
-                    (adapted, cls),
-                    {**names, "__reduce_ex__": partialmethod(_reduce, cls)},
-                )
+                callback.__class__ = type(cls.__name__, (adapter, cls), namespace)
 
 
-def _reduce(callback: Callback, cls: type[Callback], protocol: int) -> Any:
-    """Pickled, and copied, it is of the user's class ``cls``, which can be found by its name; a
-    Trainer adapts it anew.
+def _pickle_as(callback: Callback, cls: Any, protocol: int) -> Any:
+    """Pickle or copy ``callback`` as an object of the user's class ``cls``.
+
+    Pickle can find ``cls`` by its name. The next Trainer adapts the copy anew.
     """
-    make, given, *rest = cls.__reduce_ex__(callback, protocol)
-    given = tuple(cls if value is type(callback) else value for value in given)
-    # pickle looks at what that one makes
-    return (
-        cls.__new__ if make is copyreg.__newobj__ else make,
-        given,
-        *rest,
-    )
+    make, arguments, *rest = cls.__reduce_ex__(callback, protocol)
+    arguments = tuple(cls if value is type(callback) else value for value in arguments)
+    # For `copyreg.__newobj__` pickle would compare the class with that of ``callback``.
+    is_new = make is copyreg.__newobj__  # type: ignore[attr-defined]  # typeshed lacks it
+    return cls.__new__ if is_new else make, arguments, *rest
 
 
 def start_averages(model: ShardedModel, callbacks: Sequence[Callback]) -> None:
-    """The model has been sharded for training: callbacks that average weights begin."""
+    """Start the averages of callbacks that average weights, after ``model`` has been sharded."""
     for callback in callbacks:
         if isinstance(callback, _Averaging):
             callback.start_average(model)
 
 
-def follow(callbacks: Sequence[Callback], old: Zero3Engine, new: Zero3Engine) -> None:
-    """The model has been sharded anew; collective."""
+def move_averages(callbacks: Sequence[Callback], old: Zero3Engine, new: Zero3Engine) -> None:
+    """Shard averages as ``new`` shards the model, instead of ``old``; collective."""
     for callback in callbacks:
         if isinstance(callback, _Averaging):
-            callback.follow(old, new)
+            callback.move_average(old, new)

@@ -1,7 +1,7 @@
-"""Averages of a sharded model's weights (EMA, SWA), themselves sharded.
+"""Sharded averages of a sharded model's weights (EMA, SWA).
 
-Averaging is elementwise, so each rank averages its own flat tensors; nothing is gathered. The state
-dict of an average has the names and shapes of the module, as if it were a copy of it.
+Averaging is elementwise, so each rank averages its own flat tensors, and no weight is gathered. The
+state dict of an average has the names and shapes of the module's.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from ..engine.unit import Unit
 
 
 class ShardedModel(Protocol):
-    """The strategy, as seen from here."""
+    """The attributes of the strategy that averages use."""
 
-    engine: Zero3Engine
-    lightning_module: nn.Module
+    engine: Any  # `Zero3Engine`, since the model was sharded
+
+    @property
+    def lightning_module(self) -> Any:
+        """The whole model."""
 
     def sliced_state_dict(self, flats: Callable[[FlatGroup], Tensor | None]) -> dict[str, Any]:
-        """The module's, with slices of ``flats``; local."""
+        """Return the module's state dict with slices of ``flats``; no exchange."""
 
 
 class Shards(nn.Module):
-    """A sharded module as a list of tensors: its parameters are this rank's flat tensors, its
-    buffers the module's.
+    """A sharded module as a list of tensors.
 
-    A deep copy has tensors of its own, and is a sharded copy of the module.
+    Its parameters are this rank's flat tensors, its buffers the module's. A deep copy has tensors
+    of its own, and is a sharded copy of the module.
     """
 
     def __init__(self, model: ShardedModel) -> None:
@@ -44,7 +47,7 @@ class Shards(nn.Module):
             self.register_buffer(f"buffer_{k}", buffer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
-        """The copy."""
+        """Return a sharded copy of the module, with tensors of its own."""
         copy = Shards(self._model)
         for parameter in copy.parameters():
             parameter.data = parameter.data.clone()
@@ -52,11 +55,11 @@ class Shards(nn.Module):
             copy._buffers[name] = buffer.clone()
         return copy
 
-    def current(self) -> Shards:
-        """The module as it is now."""
+    def shards_of_module(self) -> Shards:
+        """Return the module's own tensors of this moment."""
         return Shards(self._model)
 
-    def exchange(self) -> None:
+    def swap_values(self) -> None:
         """Swap the values of this copy with those of the module."""
         for mine, theirs in self._pairs():
             value = mine.clone()
@@ -64,22 +67,22 @@ class Shards(nn.Module):
             theirs.copy_(value)
         self._model.engine.weights_changed()
 
-    def store(self, buffers: bool) -> None:
-        """Give the module the values of this copy."""
+    def write_to_module(self, buffers: bool) -> None:
+        """Write the values of this copy to the module, those of buffers if ``buffers``."""
         for mine, theirs in self._pairs(buffers):
             theirs.copy_(mine)
         self._model.engine.weights_changed()
 
-    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
-        """The module was sharded anew: so is this copy; collective."""
+    def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        """Shard this copy as ``new`` shards the module, instead of ``old``; collective."""
         flats = list(self.parameters())
         sources = {
             group: flat.to(old.device) for group, flat in zip(old.groups, flats, strict=True)
         }
         targets = {group: torch.zeros_like(group.data) for group in new.groups}
-        for before, unit in zip(old.units, new.units, strict=True):
-            # not WholeUnit's, which would look at its former parameters
-            full = Unit.full(before, sources.get)
+        for old_unit, unit in zip(old.units, new.units, strict=True):
+            # Not `WholeUnit.full`, which would look at its former parameters.
+            full = Unit.full(old_unit, sources.get)
             for entry in unit.entries:
                 entry.store(full[entry.name], targets[entry.group])
         for k in range(len(flats)):
@@ -91,8 +94,8 @@ class Shards(nn.Module):
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Of the module, with slices of this copy and its buffers; local."""
+    ) -> Any:
+        """Return the module's state dict with this copy's slices and buffers; no exchange."""
         destination = {} if destination is None else destination
         flats = dict(
             zip(self._model.engine.groups, (p.detach() for p in self.parameters()), strict=True)
@@ -107,42 +110,47 @@ class Shards(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self.exchange()
+        # The module loads the values, so it has this copy's for that time.
+        self.swap_values()
         wanted = {
             key.removeprefix(prefix): value
             for key, value in state_dict.items()
             if key.startswith(prefix)
         }
         self._model.lightning_module.load_state_dict(wanted, strict=args[1])
-        self.exchange()
+        self.swap_values()
 
     def _pairs(self, buffers: bool = True) -> list[tuple[Tensor, Tensor]]:
-        mine, theirs = list(self.parameters()), list(self.current().parameters())
-        if buffers:
-            mine, theirs = [*mine, *self.buffers()], [*theirs, *self.current().buffers()]
-        return [(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=True)]
+        mine, theirs = (
+            [t.detach() for t in (*shards.parameters(), *(shards.buffers() if buffers else ()))]
+            for shards in (self, self.shards_of_module())
+        )
+        return list(zip(mine, theirs, strict=True))
 
 
 class ShardedAverage(AveragedModel):
-    """torch's ``AveragedModel`` of a sharded module: ``module`` is a sharded copy."""
+    """torch's ``AveragedModel`` of a sharded module; its ``module`` is a sharded copy."""
+
+    module: Shards
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights of the module into the average."""
-        super().update_parameters(self.module.current())
+        """Add the weights of the module to the average; ``model`` is not read."""
+        super().update_parameters(self.module.shards_of_module())
 
-    def follow(self, old: Zero3Engine, new: Zero3Engine) -> None:
-        """See :meth:`Shards.follow`."""
-        self.module.follow(old, new)
+    def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
+        """Shard the average as ``new`` shards the module; see :meth:`Shards.reshard`."""
+        self.module.reshard(old, new)
 
 
 def require_elementwise_average(
     name: str, average: Callable[[list[nn.Module]], Iterable[Tensor]]
 ) -> None:
-    """Refuse an averaging function that would be wrong on flat tensors, by trying it on whole
-    vectors and on their parts.
+    """Require an averaging function that is right on flat tensors.
+
+    The function is tried on vectors and on their parts.
 
     Args:
-        name: of the callback it belongs to.
+        name: name of the callback to which it belongs.
         average: from models to the parameters of their average.
 
     Raises:
@@ -150,12 +158,12 @@ def require_elementwise_average(
     """
     values = torch.randn(4, 40, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cuts = ([40], [13, 27])
-    found = [
+    averages = [
         average([nn.ParameterList(map(nn.Parameter, row.split(cut))) for row in values])
         for cut in cuts
     ]
-    whole, parts = (torch.cat([p.detach() for p in parameters]) for parameters in found)
-    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
+    of_vectors, of_parts = (torch.cat([p.detach() for p in average]) for average in averages)
+    if not torch.allclose(of_vectors, of_parts, rtol=1e-4, atol=1e-6):
         raise ValueError(
             f"The averaging function of {name} does not average each element by itself, and"
             " Zero3Strategy gives it slices of parameters. Use an elementwise one, like"

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written, where, and how it is read again."""
+"""Checkpoints: write, find, verify and read them."""
 
 from .options import CheckpointOptions
 from .strategy import CheckpointStrategy

@@ -1,5 +1,7 @@
-"""Checksums of the zip file that ``torch.save`` writes: torch never looks at them, and leaves them
-out where it skips data.
+"""Checksums of the zip file that ``torch.save`` writes.
+
+``torch.load`` does not compare them, and ``torch.save`` leaves them out inside
+``torch.serialization.skip_data``.
 """
 
 from __future__ import annotations
@@ -10,56 +12,55 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-_BLOCK = 1 << 20
-# Of the zip format: where in a record's header, and in its entry of the directory, something lies.
+_BLOCK = 1 << 20  # bytes read at a time
+# Of the zip format, in bytes: sizes, and offsets of fields, of a record's header ...
 _HEADER_BYTES, _HEADER_CRC, _HEADER_LENGTHS = 30, 14, 26
+# ... of a record's entry in the directory at the end of the file ...
 _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = 46, 16, 28
+# ... and of the descriptor that stands behind a record's data if its header has this flag.
 _DESCRIPTOR_FLAG, _DESCRIPTOR_CRC = 8, 4
 
 
-def seal(file: Path) -> None:
-    """Write the checksums of the records that have none, so that any zip tool can check them."""
+def write_checksums(file: Path) -> None:
+    """Write the checksum of each record that has none, so that any zip tool can check the file."""
     with zipfile.ZipFile(file) as archive, open(file, "r+b") as stream:
         entry = archive.start_dir
         for record in archive.infolist():
             if record.CRC == 0 and record.file_size:
-                start = (
-                    record.header_offset
-                    + _HEADER_BYTES
-                    + sum(_read(stream, record.header_offset + _HEADER_LENGTHS, "<HH"))
-                )
-                checksum = struct.pack("<I", _checksum(stream, start, record.file_size))
-                behind = record.flag_bits & _DESCRIPTOR_FLAG
-                place = (
-                    start + record.file_size + _DESCRIPTOR_CRC
-                    if behind
-                    else record.header_offset + _HEADER_CRC
-                )
-                for offset in (place, entry + _ENTRY_CRC):
+                header = record.header_offset
+                lengths = _read_fields(stream, header + _HEADER_LENGTHS, "<HH")
+                start = header + _HEADER_BYTES + sum(lengths)
+                checksum = struct.pack("<I", _compute_checksum(stream, start, record.file_size))
+                if record.flag_bits & _DESCRIPTOR_FLAG:
+                    crc_offset = start + record.file_size + _DESCRIPTOR_CRC
+                else:
+                    crc_offset = header + _HEADER_CRC
+                for offset in (crc_offset, entry + _ENTRY_CRC):
                     stream.seek(offset)
                     stream.write(checksum)
-            entry += _ENTRY_BYTES + sum(_read(stream, entry + _ENTRY_LENGTHS, "<HHH"))
+            entry += _ENTRY_BYTES + sum(_read_fields(stream, entry + _ENTRY_LENGTHS, "<HHH"))
 
 
 def damage(file: Path) -> str | None:
-    """What is wrong with a file as far as its end, the index of a zip file, tells; None if it is
-    whole.
+    """Say what is wrong with a file, or return None if its end is there.
+
+    The end of a zip file is its index. No checksum is compared; see :func:`changed`.
     """
     with open(file, "rb") as stream:
         begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
-    return (
-        "incomplete: the end of the file is missing"
-        if begins_as_zip and not zipfile.is_zipfile(file)
-        else None
-    )
+    if begins_as_zip and not zipfile.is_zipfile(file):
+        return "incomplete: the end of the file is missing"
+    return None
 
 
 def changed(file: Path, part: int, parts: int) -> str | None:
-    """What checksums tell about every ``parts``-th record, from number ``part`` on; None if they
-    are as they were written.
+    """Compare the checksums of every ``parts``-th record, from number ``part`` on.
 
     Files of torch's format before version 1.6 have no checksums, nor have those of
-    ``set_crc32_options(False)``.
+    ``set_crc32_options(False)``: these count as unchanged.
+
+    Returns:
+        what is damaged; None if the records are as they were written.
     """
     if not zipfile.is_zipfile(file):
         return None
@@ -74,12 +75,12 @@ def changed(file: Path, part: int, parts: int) -> str | None:
     return None
 
 
-def _read(stream: BinaryIO, offset: int, layout: str) -> tuple[int, ...]:
+def _read_fields(stream: BinaryIO, offset: int, layout: str) -> tuple[int, ...]:
     stream.seek(offset)
     return struct.unpack(layout, stream.read(struct.calcsize(layout)))
 
 
-def _checksum(stream: BinaryIO, start: int, size: int) -> int:
+def _compute_checksum(stream: BinaryIO, start: int, size: int) -> int:
     stream.seek(start)
     checksum = 0
     while size:

@@ -1,5 +1,6 @@
-"""Saving while training goes on: torch.distributed.checkpoint's thread writes a copy of this rank's
-shards.
+"""Saving in the background: a thread writes a copy of this rank's shards while training goes on.
+
+The thread is the one of ``torch.distributed.checkpoint.async_save``.
 """
 
 from __future__ import annotations
@@ -11,56 +12,58 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
     from .writer import Prepared
 
 
 class BackgroundSave:
-    """At most one save in flight, so that at most one copy of the shards exists."""
+    """Keep at most one save in flight, so that at most one copy of the shards exists."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._running: tuple[Path, Future[Any]] | None = None
-        self._afterwards: list[Callable[[], None]] = []
+        self._save: tuple[Path, Future[Any]] | None = None  # in flight
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
-    def running(self) -> bool:
-        """Whether a save has been started and its end was not looked at."""
-        return self._running is not None
+    def is_running(self) -> bool:
+        """Whether :meth:`wait` has not been called since the last :meth:`start`."""
+        return self._save is not None
 
     def start(self, prepared: Prepared) -> None:
-        """Copy this rank's part and begin to write it; collective. The one before must have been
-        waited for.
+        """Copy this rank's part and begin to write it; collective.
+
+        :meth:`wait` must have been called for the save before.
         """
         from .writer import save_copies
 
-        assert self._running is None
+        assert self._save is None
         if self._group is None and dist.is_initialized():
+            # hazard: the thread's exchanges would mix with the training's in the same group
             self._group = dist.new_group(backend="gloo")
-        self._running = prepared.path, save_copies(prepared, self._group)
+        self._save = prepared.path, save_copies(prepared, self._group)
 
-    def finished(self) -> bool:
-        """Whether the save in flight has ended on this rank; local."""
-        return self._running is not None and self._running[1].done()
+    def is_finished(self) -> bool:
+        """Return whether the save in flight has ended on this rank; local."""
+        return self._save is not None and self._save[1].done()
 
     def wait(self) -> None:
-        """Wait for the save in flight, and do what was to be done after it.
+        """Wait for the save in flight, then run the callbacks of :meth:`call_after_save`.
 
         Raises:
-            CheckpointError: it failed, on all ranks.
+            CheckpointError: the save failed, on all ranks; the callbacks are dropped.
         """
         from .writer import saving
 
-        running, self._running = self._running, None
-        afterwards, self._afterwards = self._afterwards, []
-        if running is not None:
-            with saving(running[0]):
-                running[1].result()
-        for work in afterwards:
-            work()
+        save, self._save = self._save, None
+        callbacks, self._callbacks = self._callbacks, []
+        if save is not None:
+            path, future = save
+            with saving(path):
+                future.result()
+        # hazard: before the save is complete, they would delete or unlink the only complete one
+        for callback in callbacks:
+            callback()
 
-    def afterwards(self, work: Callable[[], None]) -> None:
-        """Do ``work`` once the save in flight is whole: remove what it replaces, let links lead to
-        it.
-        """
-        self._afterwards.append(work)
+    def call_after_save(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` once the save in flight is complete: to delete or link checkpoints."""
+        self._callbacks.append(callback)

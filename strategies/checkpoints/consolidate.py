@@ -1,5 +1,6 @@
-"""``consolidate``: one file out of a sharded checkpoint, with the memory of one tensor and without
-the model's class.
+"""The command ``consolidate``: make one file out of a sharded checkpoint.
+
+It needs the memory of one tensor, and no model class.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..state_dicts.collective_errors import alone
+from ..state_dicts.collective_errors import without_other_ranks
 from ..state_dicts.gather import tensors_in
-from ..state_dicts.optimizer_state import numbered
+from ..state_dicts.optimizer_state import number_parameters
 from ..state_dicts.slices import SavedTensor
 from .full import finish, reserve
 from .sharded import ShardedCheckpoint
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write; returns the exit code."""
+    """Write the file or folder and print sizes; return the exit code."""
     out: Path = arguments.out
     if arguments.safetensors:
         export(arguments.folder, out, arguments.max_file_bytes)
@@ -50,10 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@alone()
+@without_other_ranks()
 def export(folder: Path, out: Path, max_file_bytes: int) -> None:
-    """Write the weights in ``folder`` as safetensors files to the folder ``out``, which appears
-    when it is whole.
+    """Write the weights in ``folder`` as safetensors files to the folder ``out``.
+
+    ``out`` appears when it is complete.
 
     Raises:
         CheckpointError: the checkpoint is broken.
@@ -67,9 +69,9 @@ def export(folder: Path, out: Path, max_file_bytes: int) -> None:
     commit(stage, out)
 
 
-@alone()
+@without_other_ranks()
 def consolidate(folder: Path, out: Path) -> None:
-    """Write the checkpoint in ``folder`` to the file ``out``, which appears when it is whole.
+    """Write the checkpoint in ``folder`` to the file ``out``, which appears when it is complete.
 
     Raises:
         CheckpointError: the checkpoint is broken.
@@ -78,13 +80,11 @@ def consolidate(folder: Path, out: Path) -> None:
     checkpoint = source.checkpoint()
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [
-            numbered(state) for state in checkpoint["optimizer_states"]
+            number_parameters(state) for state in checkpoint["optimizer_states"]
         ]
     stage = begin(out)
     places = reserve(checkpoint, stage)
-    saved: dict[int, Tensor] = {
-        id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)
-    }
+    saved = {id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)}
     source.read((saved[key], place) for key, place in places.items())
-    places.clear()
+    places.clear()  # unmap the file
     finish(stage, out)

@@ -1,9 +1,9 @@
 """One file with everything, as Lightning's other strategies write and read it.
 
-Writing is two passes over the file: first everything but the bytes of tensors, which get their
-places; then each tensor is copied to its place in a mapping of the file. So a file of any size is
-written with the memory of one unit. Then it is read once for the checksums of its records, which
-whoever loads it compares.
+Writing takes two passes over the file. The first writes everything but the bytes of tensors, and
+reserves a place for each tensor. The second copies each tensor to its place in a mapping of the
+file. So a file of any size is written with the memory of one unit. Then the file is read once for
+the checksums of its records, which :func:`load` compares.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.serialization import set_default_mmap_options, skip_data
 
-from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, together
-from ..state_dicts.gather import gather, replace, tensors_in
-from .archive import changed, seal
+from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
+from ..state_dicts.gather import gather_slices, replace_tensors, tensors_in
+from ..support import profile_range
+from .archive import changed, write_checksums
 from .storage import begin, commit, remove
 
 
@@ -28,27 +29,31 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     """Write a Lightning checkpoint with the slices of all ranks; collective.
 
     Args:
-        checkpoint: with the same :class:`~.slices.SlicedTensor` on all ranks. Rank 0's is written.
-        path: of the file. What is there is replaced when the new one is whole.
-        rank: this one.
+        checkpoint: has the same :class:`~.slices.SlicedTensor` on all ranks. Everything else is
+            written as rank 0 has it.
+        path: of the file. A file that is there is replaced when the new one is complete.
+        rank: of this process.
 
     Raises:
         CheckpointError: on all ranks; what was at ``path`` is still there.
     """
-    doing = f"Saving {path}"
+    action = f"Saving {path}"
     stage = path.parent
-    spaces: dict[int, Tensor] = {}
+    places: dict[int, Tensor] = {}
 
     def prepare() -> None:
         nonlocal stage
         stage = begin(path)
-        spaces.update(reserve(checkpoint, stage))
+        places.update(reserve(checkpoint, stage))
 
     try:
-        together(doing, prepare if rank == 0 else _nothing)
-        gather(checkpoint, rank, lambda tensor, whole: spaces[id(tensor)].copy_(whole))
-        spaces.clear()
-        together(doing, (lambda: finish(stage, path)) if rank == 0 else _nothing)
+        with profile_range("prepare checkpoint"):
+            run_on_all_ranks(action, prepare if rank == 0 else _do_nothing)
+        with profile_range("write checkpoint"):
+            gather_slices(checkpoint, rank, lambda tensor, value: places[id(tensor)].copy_(value))
+        places.clear()  # unmap the file
+        with profile_range("finish checkpoint"):
+            run_on_all_ranks(action, (lambda: finish(stage, path)) if rank == 0 else _do_nothing)
     except CheckpointError:
         if rank == 0 and stage != path.parent:
             remove(stage)
@@ -59,53 +64,56 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
     """Write a file with everything in ``tree`` but the values of slices and saved tensors.
 
     Returns:
-        ``id`` of each of these -> the place in the file for its value; what is copied there is
-        written.
+        ``id`` of each slice or saved tensor -> a tensor mapped to the place of its value in the
+        file; values copied to it are written to the file.
 
     Raises:
-        OSError: there is no room.
-        CheckpointError: a tensor is inside an object that is no dict, list or tuple, where it would
-            be overlooked.
+        OSError: the disk has no room.
+        CheckpointError: a tensor is inside an object other than a dict, list or tuple, where
+            :func:`~.gather.tensors_in` does not find it.
     """
-    memory: dict[int, Tensor] = {}
-    skeleton = replace(tree, lambda tensor: memory.setdefault(id(tensor), _untouched(tensor)))
+    placeholders: dict[int, Tensor] = {}
+    skeleton = replace_tensors(
+        tree, lambda tensor: placeholders.setdefault(id(tensor), _make_placeholder(tensor))
+    )
     with skip_data():
         torch.save(skeleton, file)
     if hasattr(os, "posix_fallocate"):
-        # writing to a mapping of a file that the disk has no room for kills the process
+        # hazard: writing to a mapping of a file that the disk has no room for kills the process
         with open(file, "r+b") as stream:
             os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
     with set_default_mmap_options(mmap.MAP_SHARED):
-        # of our own making
+        # this function wrote the file, so it names no foreign code
         mapped = torch.load(file, mmap=True, map_location="cpu", weights_only=False)
     pairs = list(zip(tensors_in(skeleton, Tensor), tensors_in(mapped, Tensor), strict=True))
     with zipfile.ZipFile(file) as archive:
-        stored = sum("/data/" in name for name in archive.namelist())
-    if stored > len({tensor.untyped_storage()._cdata for tensor, _ in pairs}):
+        storage_count = sum("/data/" in name for name in archive.namelist())
+    if storage_count > len({tensor.untyped_storage()._cdata for tensor, _ in pairs}):
         raise CheckpointError(
             "the checkpoint has tensors inside of objects. Put them into dicts or lists in"
             " `on_save_checkpoint`."
         )
-    ours = {id(tensor): key for key, tensor in memory.items()}
-    spaces = {}
+    keys = {id(tensor): key for key, tensor in placeholders.items()}
+    places = {}
     for tensor, place in pairs:
-        if id(tensor) in ours:
-            spaces[ours[id(tensor)]] = place
+        if id(tensor) in keys:
+            places[keys[id(tensor)]] = place
         else:
             place.copy_(tensor)
-    return spaces
+    return places
 
 
 def finish(stage: Path, path: Path) -> None:
-    """Make a file that :func:`reserve` began, and all of whose places are filled, the one at
-    ``path``.
-    """
-    seal(stage)
+    """Add checksums to a file of :func:`reserve` whose places are filled; move it to ``path``."""
+    write_checksums(stage)
     commit(stage, path)
 
 
-def _untouched(tensor: Tensor) -> Tensor:
-    """Memory of the tensor's shape that the system need not provide, because nobody looks at it."""
+def _make_placeholder(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape that is never read or written.
+
+    So the operating system need not provide memory for it.
+    """
     stride = torch.empty(tensor.shape, device="meta").stride()
     storage = torch.UntypedStorage(tensor.numel() * tensor.element_size())
     return torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(
@@ -113,27 +121,27 @@ def _untouched(tensor: Tensor) -> Tensor:
     )
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def load(path: Path, weights_only: bool) -> dict[str, Any]:
-    """Open a full checkpoint; its tensors are mapped into memory and read where they are used;
-    collective.
+    """Open a full checkpoint, whose tensors are mapped and read when they are used; collective.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be read or is not as it was written.
+        CheckpointError: on all ranks, if the file cannot be read or is not as it was written.
     """
-    found: dict[str, Any] = {}
-    together(f"Loading {path}", lambda: found.update(_open(path, weights_only)))
-    return found
+    checkpoint: dict[str, Any] = {}
+    run_on_all_ranks(f"Loading {path}", lambda: checkpoint.update(_open_file(path, weights_only)))
+    return checkpoint
 
 
-def _open(path: Path, weights_only: bool) -> dict[str, Any]:
+def _open_file(path: Path, weights_only: bool) -> dict[str, Any]:
+    """Open the file after comparing this rank's share of its checksums."""
     rank, world_size = rank_and_world_size()
-    found = changed(path, rank, world_size)
-    if found is not None:
-        raise CheckpointError(found)
+    fault = changed(path, rank, world_size)
+    if fault is not None:
+        raise CheckpointError(fault)
     return torch.load(
         path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
     )

@@ -1,4 +1,4 @@
-"""``inspect``: what is in a checkpoint, without the model's class."""
+"""The command ``inspect``: print what is in a checkpoint, without the model's class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state_dicts.collective_errors import CheckpointError, alone
+from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
 from .manifest import Manifest
 from .sharded import ShardedCheckpoint
 from .storage import changed, damage, last_complete
@@ -28,34 +28,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@alone()
+@without_other_ranks()
 def run(arguments: argparse.Namespace) -> int:
-    """Print; returns 1 if the checkpoint is broken."""
+    """Print the description; return 1 if the checkpoint is broken, else 0."""
     path: Path = arguments.path
     if path.is_dir() and not (path / INDEX).exists() and damage(path) is None:
         print("\n".join(describe_parent(path)))
         return 0
-    found = damage(path) or changed(path, 0, 1)
-    print(f"{path}: {found or 'complete'}")
-    if found is None:
+    fault = damage(path) or changed(path, 0, 1)
+    print(f"{path}: {fault or 'complete'}")
+    if fault is None:
         print("\n".join(describe_folder(path) if path.is_dir() else describe_file(path)))
-    return int(found is not None)
+    return int(fault is not None)
 
 
 def describe_file(path: Path) -> Iterator[str]:
-    """Lines about a full checkpoint that is whole; its tensors are mapped, not read."""
+    """Yield lines about a complete single file, whose tensors are mapped, not read."""
     checkpoint = torch.load(
         path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
     )
     yield f"single file, {path.stat().st_size:,} bytes"
     yield f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-    yield from _lines(
+    yield from _describe_tensors(
         {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
     )
 
 
 def describe_folder(path: Path) -> Iterator[str]:
-    """Lines about a sharded checkpoint that is whole."""
+    """Yield lines about a complete sharded checkpoint."""
     manifest = Manifest.read(path)
     if manifest is None:
         yield "no manifest: another program wrote it"
@@ -66,11 +66,15 @@ def describe_folder(path: Path) -> Iterator[str]:
         )
     for file in sorted(path.iterdir()):
         yield f"  {file.name}  {file.stat().st_size:,} bytes"
-    yield from _lines(ShardedCheckpoint(path).state())
+    yield from _describe_tensors(ShardedCheckpoint(path).state())
 
 
 def describe_parent(folder: Path) -> Iterator[str]:
-    """A line about each checkpoint in a folder."""
+    """Yield a line about each checkpoint in a folder, then the last complete one.
+
+    Raises:
+        CheckpointError: the folder has no complete checkpoint.
+    """
     for path in sorted(folder.glob("*.ckpt")):
         yield f"{path.name}: {damage(path) or 'complete'}"
     last = last_complete(folder)
@@ -79,15 +83,15 @@ def describe_parent(folder: Path) -> Iterator[str]:
     yield f"last complete: {last.name}"
 
 
-def _lines(state: Any) -> Iterator[str]:
-    for name, value in _tensors(state):
+def _describe_tensors(state: Any) -> Iterator[str]:
+    for name, value in _named_tensors(state):
         yield f"  {name}  {tuple(value.shape)}  {str(value.dtype).removeprefix('torch.')}"
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping | list):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in pairs:
-            yield from _tensors(item, f"{name}.{key}" if name else str(key))
+            yield from _named_tensors(item, f"{name}.{key}" if name else str(key))

@@ -1,5 +1,6 @@
-"""The list of files in a checkpoint's directory, with sizes and checksums: what tells a whole one
-from a broken one.
+"""The manifest lists the files of a checkpoint's directory, with sizes and checksums.
+
+By it a complete directory is told from an incomplete or damaged one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _VERSION = 1
 
 @dataclass
 class File:
-    """What a file is like when it is whole."""
+    """Size and checksum of a complete file; both names are keys in the manifest's JSON."""
 
     bytes: int
     crc32: int
@@ -27,12 +28,14 @@ class File:
 class Manifest:
     """A directory's files, and when in training they were written.
 
+    The attributes' names are keys in the manifest's JSON.
+
     Attributes:
         world_size: number of ranks that wrote.
         epoch: of training, from 0.
         global_step: optimizer steps done.
         files: by name; empty until the save is over.
-        saved: seconds since 1970.
+        saved: when the save began, in seconds since 1970.
     """
 
     world_size: int
@@ -42,7 +45,7 @@ class Manifest:
     saved: float = field(default_factory=time.time)
 
     def write(self, folder: Path) -> None:
-        """Put it into ``folder``, or leave the one that is there."""
+        """Write the manifest into ``folder``; after an error the one before is still there."""
         temporary = folder / f"{MANIFEST}.new"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump({"version": _VERSION, **asdict(self)}, file, indent=1)
@@ -52,7 +55,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Of ``folder``; None if there is none, which directories of other programs have not."""
+        """Read the manifest of ``folder``; return None if there is none, as of other programs.
+
+        Raises:
+            ValueError: the manifest is damaged, or another version of this package wrote it.
+        """
         try:
             content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -67,7 +74,7 @@ class Manifest:
 
 
 def measure(file: Path) -> File:
-    """Size and checksum of a file as it is now."""
+    """Compute size and checksum of a file as it is now."""
     size, checksum = 0, 0
     with open(file, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -76,8 +83,9 @@ def measure(file: Path) -> File:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a directory as far as names and sizes of its files tell; None if it is
-    whole.
+    """Say what is wrong with a directory, or return None if its files have the right sizes.
+
+    No checksum is compared; see :func:`changed`. A directory without a manifest counts as complete.
     """
     try:
         manifest = Manifest.read(folder)
@@ -86,6 +94,7 @@ def damage(folder: Path) -> str | None:
     if manifest is None:
         return None
     if not manifest.files:
+        # "__<rank>_<number>.distcp"
         begun = len({file.name.split("_")[2] for file in folder.glob("__*.distcp")})
         return (
             f"incomplete: its save did not finish ({begun} of {manifest.world_size} shards were"
@@ -94,8 +103,8 @@ def damage(folder: Path) -> str | None:
     missing = [name for name in manifest.files if not (folder / name).is_file()]
     if missing:
         shards = [name for name in manifest.files if name.endswith(".distcp")]
-        there = len([name for name in shards if name not in missing])
-        return f"incomplete: {there} of {len(shards)} shards ({', '.join(missing)} missing)"
+        present = len([name for name in shards if name not in missing])
+        return f"incomplete: {present} of {len(shards)} shards ({', '.join(missing)} missing)"
     for name, file in manifest.files.items():
         size = (folder / name).stat().st_size
         if size != file.bytes:
@@ -104,11 +113,14 @@ def damage(folder: Path) -> str | None:
 
 
 def changed(folder: Path, part: int, parts: int) -> str | None:
-    """What checksums tell about every ``parts``-th file, from number ``part`` on; None if they are
-    as they were written.
+    """Compare the checksums of every ``parts``-th file, from number ``part`` on.
+
+    Returns:
+        what is damaged; None if the files are as they were written.
     """
     manifest = Manifest.read(folder)
-    for name in sorted(manifest.files if manifest is not None else ())[part::parts]:
-        if measure(folder / name) != manifest.files[name]:
+    files = {} if manifest is None else manifest.files
+    for name in sorted(files)[part::parts]:
+        if measure(folder / name) != files[name]:
             return f"damaged: {name} does not have the checksum that it was written with"
     return None

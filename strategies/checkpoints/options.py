@@ -12,13 +12,13 @@ class CheckpointOptions:
 
     Args:
         kind: "sharded" writes a directory in torch's distributed format, every rank its own part;
-            "full" writes one file that any strategy reads. Both kinds are read whatever is chosen
-            here.
+            "full" writes one file that any strategy reads. Loading reads both kinds, whichever is
+            chosen here.
         background: copy this rank's shards to CPU memory and go on training while a thread writes
-            them. There is never more than one such copy: a save waits for the one before. One that
-            fails is an error on all ranks when the next step begins, or at the end of training.
-            Sharded only.
-        weights_only: reading rebuilds tensors and plain values only. With False it runs whatever
+            the copy. There is never more than one copy: a save waits for the save before. A save
+            that fails is an error on all ranks when the next step begins, or at the end of
+            training. For "sharded" only.
+        weights_only: loading rebuilds tensors and plain values only. With False it runs whatever
             code the checkpoint names: for hyperparameters or callback states of other classes, from
             a source that you trust.
     """

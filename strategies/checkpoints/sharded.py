@@ -1,5 +1,6 @@
-"""Directories in the format of torch.distributed.checkpoint, read by any number of ranks; written
-by :mod:`.writer`.
+"""Read directories in the format of torch.distributed.checkpoint with any number of ranks.
+
+:mod:`.writer` writes them.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, together
+from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.slices import SavedTensor
+from ..support import profile_range
 from .manifest import changed, damage
 from .writer import INDEX, OTHERS, TRAINER_STATE, put_back, torch_errors
 
 
 class ShardedCheckpoint:
-    """An open directory.
+    """A checkpoint's directory, open for reading; opening it is collective.
 
     Args:
         folder: the directory.
         weights_only: refuse everything but tensors and plain values.
 
     Raises:
-        CheckpointError: on all ranks, if a file is not as it was written.
+        CheckpointError: on all ranks, if a file is missing or is not as it was written.
     """
 
     def __init__(self, folder: Path, weights_only: bool = True) -> None:
         self.folder, self._weights_only = folder, weights_only
-        together(f"Loading {folder}", self._open)
+        run_on_all_ranks(f"Loading {folder}", self._open)
 
     def _open(self) -> None:
         if not (self.folder / INDEX).is_file():
@@ -51,9 +53,10 @@ class ShardedCheckpoint:
                 f"it has no {INDEX} and is no checkpoint in torch's distributed format"
             )
         rank, world_size = rank_and_world_size()
-        found = damage(self.folder) or changed(self.folder, rank, world_size)
-        if found:
-            raise CheckpointError(found)
+        # each rank compares the checksums of its share of the files
+        fault = damage(self.folder) or changed(self.folder, rank, world_size)
+        if fault:
+            raise CheckpointError(fault)
         self._metadata = (
             read_index(self.folder)
             if self._weights_only
@@ -62,8 +65,9 @@ class ShardedCheckpoint:
         self._require_files()
 
     def _require_files(self) -> None:
-        """Directories of other programs have no manifest, but their index tells how long the files
-        must be.
+        """Raise a CheckpointError if a file is shorter than the index says.
+
+        Directories of other programs have no manifest, which would say so.
         """
         needed: dict[str, int] = {}
         for entry in self._metadata.storage_data.values():
@@ -72,17 +76,18 @@ class ShardedCheckpoint:
             )
         for name, size in needed.items():
             file = self.folder / name
-            there = file.stat().st_size if file.is_file() else 0
-            if there < size:
-                raise CheckpointError(f"incomplete: {name} has {there:,} of {size:,} bytes")
+            present = file.stat().st_size if file.is_file() else 0
+            if present < size:
+                raise CheckpointError(f"incomplete: {name} has {present:,} of {size:,} bytes")
 
     def checkpoint(self) -> dict[str, Any]:
-        """The checkpoint as Lightning made it, with a :class:`~.slices.SavedTensor` for each
-        tensor; collective.
+        """Return the checkpoint as Lightning made it, with unread tensors; collective.
+
+        Tensors outside of ``meta.pt`` are as :meth:`state` returns them.
         """
         state = self.state()
         rest: dict[str, Any] = {}
-        together(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
+        run_on_all_ranks(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
         checkpoint = {
             **put_back(rest, state.pop(OTHERS, {})),
             "state_dict": state.pop("state_dict"),
@@ -99,8 +104,9 @@ class ShardedCheckpoint:
         )
 
     def state(self) -> dict[str, Any]:
-        """The nested state as it was saved, with a :class:`SavedTensor` for each tensor that has
-        dimensions; collective.
+        """Return the nested state as it was saved; collective.
+
+        Each tensor that has dimensions is a :class:`SavedTensor`; all other values are read.
         """
         values: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
@@ -115,46 +121,55 @@ class ShardedCheckpoint:
             set_element(nested, (self._metadata.planner_data or {}).get(name, (name,)), value)
         return nested
 
-    def _tensor(self, name: str, kind: TensorStorageMetadata) -> SavedTensor:
+    def _tensor(self, name: str, kind: Any) -> SavedTensor:
         def read() -> Tensor:
             target = {name: torch.empty(kind.size, dtype=kind.properties.dtype)}
-            self._load(target, alone=True)
+            self._load(target, is_local=True)
             return target[name]
 
         return SavedTensor(name, kind.size, kind.properties.dtype, read)
 
     def read(self, wanted: Iterable[tuple[SavedTensor, Tensor]]) -> None:
-        """Fill this rank's tensors, or its parts of :class:`~.slices.SlicedTensor`, with saved
-        values; collective.
+        """Copy saved values into tensors, or into this rank's parts of slices; collective.
 
         Values are converted to the dtype of the tensor that they are read into.
+
+        Args:
+            wanted: pairs of a saved tensor and the tensor or :class:`~.slices.SlicedTensor` to
+                fill.
         """
+        # a tensor may be wanted twice, and a round has one target for each name
         rounds: list[dict[str, Tensor]] = [{}]
         for saved, target in wanted:
-            # one tensor may be wanted twice
-            free = next((r for r in rounds if saved.label not in r), None)
+            free = next((targets for targets in rounds if saved.label not in targets), None)
             if free is None:
-                rounds.append(free := {})
+                free = {}
+                rounds.append(free)
             free[saved.label] = target
-        everyone: list[int] = [len(rounds)]
+        counts: list[int] = [len(rounds)]
         if rank_and_world_size()[1] > 1:
-            everyone = [0] * dist.get_world_size()
-            dist.all_gather_object(everyone, len(rounds))
-        for number in range(max(everyone)):
+            counts = [0] * dist.get_world_size()
+            dist.all_gather_object(counts, len(rounds))
+        # hazard: each load is collective, so a rank with fewer rounds joins the rest with nothing
+        for number in range(max(counts)):
             self._load(rounds[number] if number < len(rounds) else {})
 
-    def _load(self, targets: dict[str, Any], alone: bool = False) -> None:
-        with torch_errors(f"Reading {self.folder}"):
+    def _load(self, targets: dict[str, Any], is_local: bool = False) -> None:
+        with torch_errors(f"Reading {self.folder}"), profile_range("read checkpoint"):
             dcp.load(
                 targets,
                 storage_reader=_Reader(self.folder, self._metadata),
                 planner=_LoadPlanner(self._weights_only),
-                no_dist=alone or rank_and_world_size()[1] == 1,
+                no_dist=is_local or rank_and_world_size()[1] == 1,
             )
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Names are taken as they stand in the index, and plain values are read safely."""
+    """Use names as they stand in the index, and read plain values under ``weights_only``.
+
+    ``DefaultLoadPlanner`` flattens the targets by default, and its ``load_bytes`` runs
+    ``torch.load`` with ``weights_only=False``.
+    """
 
     def __init__(self, weights_only: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -167,7 +182,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads the tensors of an index that was read before."""
+    """Read tensors by an index that was read before.
+
+    ``FileSystemReader.read_metadata`` unpickles the index with code that it names.
+    """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -178,16 +196,16 @@ class _Reader(FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index, which is a pickle, without running code that it names.
+    """Read the index, which is a pickle, without running code that the index names.
 
     Raises:
-        pickle.UnpicklingError: it names something that torch does not write there.
+        pickle.UnpicklingError: the index names something that torch does not write there.
     """
     with open(folder / INDEX, "rb") as file:
         return _IndexUnpickler(file).load()
 
 
-# What torch writes into an index.
+# Module -> names of classes and functions that torch writes into an index.
 _INDEX_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
@@ -222,9 +240,11 @@ def _member(enumeration: Any, name: str) -> Any:
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    """Refuse every name but dtypes and those in ``_INDEX_NAMES``."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member  # how Python 3.11.0 to 3.11.3 pickle members of enumerations
+            return _member  # Python 3.11.0 to 3.11.3 pickle members of enumerations by getattr
         if name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

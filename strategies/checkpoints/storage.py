@@ -1,12 +1,13 @@
-"""Checkpoints on disk: they appear whole or not at all, and go in one moment too.
+"""Checkpoints on disk: each appears complete or not at all, and disappears in one moment too.
 
 ::
 
-    folder/step=8.ckpt              whole
-    folder/.unfinished/step=9.ckpt  being written; moved up when it is whole
+    folder/step=8.ckpt              complete
+    folder/.unfinished/step=9.ckpt  being written; moved up when it is complete
     folder/.removed/...             being deleted
-    folder/last.previous.ckpt       the one before, while `last.ckpt` is replaced on a file system
-                                    that cannot exchange two names; Lightning's `ckpt_path="last"`
+    folder/last.previous.ckpt       the checkpoint before, while `last.ckpt` is replaced on a file
+                                    system that cannot exchange two names; Lightning's
+                                    `ckpt_path="last"` (`ModelCheckpoint._find_last_checkpoints`)
                                     finds it there
 """
 
@@ -28,27 +29,23 @@ from . import archive, manifest
 from .manifest import MANIFEST, Manifest
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
-# other errors: this file system, or this kind of file, has no fsync
-_NOT_WRITTEN = {
-    errno.EIO,
-    errno.ENOSPC,
-    errno.EDQUOT,
-}
+# errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
+_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether it is in no file system that torch's distributed checkpoints are written to."""
+    """Return whether ``path`` is a URL, to which sharded checkpoints cannot be written."""
     return "://" in os.fspath(path)
 
 
 def stage_of(path: Path) -> Path:
-    """Where ``path`` is before it is whole."""
+    """Return where the checkpoint of ``path`` is written before it is complete."""
     return path.parent / _UNFINISHED / path.name
 
 
 def begin(path: Path) -> Path:
-    """Where to write what will be ``path``: a name in a folder that exists."""
+    """Prepare the place where ``path`` is written first: a free name in a folder that exists."""
     stage = stage_of(path)
     remove(stage)
     stage.parent.mkdir(parents=True, exist_ok=True)
@@ -56,38 +53,40 @@ def begin(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> Path:
-    """:func:`begin` for a folder, which is created."""
+    """Call :func:`begin` for a folder and create it."""
     stage = begin(path)
     stage.mkdir()
     return stage
 
 
 def commit(stage: Path, path: Path) -> None:
-    """Give what is whole its name, and remove what had the name before."""
-    sync(stage)
+    """Move a complete checkpoint to ``path``, and remove the one that had this name before."""
+    sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.previous{path.suffix}")
     if not os.path.lexists(path):
         os.rename(stage, path)
     elif _exchange(stage, path):
         remove(stage)
     else:
+        # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
         os.rename(path, previous)
         os.rename(stage, path)
     remove(previous)
     sync(path.parent)
-    with suppress(OSError):  # others may be writing there
+    with suppress(OSError):  # another checkpoint may be written there
         stage.parent.rmdir()
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; if that is interrupted, nothing is left that looks like one."""
+    """Delete a checkpoint; an interruption leaves nothing that looks like a checkpoint."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
-    # nobody takes it for a checkpoint, and the disk may be full
+    # an unfinished one does not look like a checkpoint, and a full disk may have no room for a
+    # folder `.removed`
     if path.parent.name == _UNFINISHED:
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -98,8 +97,9 @@ def remove(path: Path) -> None:
 
 
 def retire(path: Path) -> None:
-    """Delete a checkpoint; links to it (`save_last="link"`) lead to the newest of the others from
-    then on.
+    """Delete a checkpoint, after pointing links to it at the newest of the others.
+
+    ``ModelCheckpoint(save_last="link")`` makes such links.
     """
     for link in path.parent.glob("*.ckpt"):
         if link.is_symlink() and link != path and link.resolve() == path.resolve():
@@ -117,8 +117,9 @@ def point(link: Path, target: Path) -> None:
 
 
 def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
-    """The newest checkpoint in ``folder``, but for one, that is whole as far as names and sizes
-    tell.
+    """Return the newest checkpoint in ``folder`` that is complete by names and sizes.
+
+    ``besides`` is left out, also where a link leads to it.
     """
     paths = [
         path
@@ -133,9 +134,9 @@ class Choice:
     """Which checkpoint to read.
 
     Attributes:
-        path: of it.
-        remarks: about what is broken in its folder.
-        other: for an error, should it be damaged: which one to read instead.
+        path: of the checkpoint.
+        remarks: warnings about broken checkpoints in its folder.
+        other: a sentence for the error if ``path`` is damaged: which checkpoint to read instead.
     """
 
     path: Path
@@ -144,17 +145,17 @@ class Choice:
 
 
 def choose(path: Path, newest: bool) -> Choice:
-    """What to read for ``path``.
+    """Choose the checkpoint to read for ``path``.
 
     Args:
-        path: the checkpoint that was asked for.
-        newest: it was asked for as the newest one, so another takes its place if it is incomplete.
-            (What is complete and has other checksums is an error all the same: disks that lose
-            bytes should not go unnoticed.)
+        path: the checkpoint that the user asked for.
+        newest: the user asked for the newest checkpoint, so the last complete one is chosen if
+            ``path`` is incomplete. (A complete checkpoint with wrong checksums is an error all the
+            same: a disk that loses bytes must not go unnoticed.)
 
     Raises:
-        CheckpointError: there is nothing, or it is incomplete; the error names the last complete
-            one of the folder.
+        CheckpointError: ``path`` does not exist or is incomplete; the error names the last complete
+            checkpoint of the folder.
     """
     last = last_complete(path.parent, path)
     other = (
@@ -169,28 +170,30 @@ def choose(path: Path, newest: bool) -> Choice:
     ]
     if not path.exists():
         raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
-    found = damage(path)
-    if found is None:
+    fault = damage(path)
+    if fault is None:
         return Choice(path, remarks, other)
     if newest and last is not None:
-        told = f"{path} is {found}. Going on from the last complete checkpoint, {last}."
-        return Choice(last, [*remarks, told], "Choose another one in its folder.")
-    raise CheckpointError(f"{path} is {found}. {other}")
+        remarks.append(f"{path} is {fault}. Going on from the last complete checkpoint, {last}.")
+        return Choice(last, remarks, "Choose another one in its folder.")
+    raise CheckpointError(f"{path} is {fault}. {other}")
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Checkpoints in ``folder`` whose save did not finish."""
+    """Return the checkpoints in ``folder`` whose save did not finish."""
     return sorted((folder / _UNFINISHED).glob("*"))
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint as far as names and sizes tell; None if it is whole."""
+    """Say what is wrong with a checkpoint by names and sizes, or return None."""
     return manifest.damage(path) if path.is_dir() else archive.damage(path)
 
 
 def changed(path: Path, part: int, parts: int) -> str | None:
-    """What checksums tell about every ``parts``-th piece of a checkpoint, from number ``part`` on;
-    None if they are right.
+    """Compare the checksums of every ``parts``-th file or record, from number ``part`` on.
+
+    Returns:
+        what is damaged; None if they are as they were written.
     """
     return (manifest if path.is_dir() else archive).changed(path, part, parts)
 
@@ -207,7 +210,7 @@ def _saved(path: Path) -> float:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one moment, where system and file system can."""
+    """Swap two names in one moment; return False where system or file system cannot."""
     if a.is_symlink() or b.is_symlink() or not sys.platform.startswith("linux"):
         return False
     try:
@@ -218,11 +221,12 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make the names in a folder, or the bytes of a file, last through a power cut, where the file
-    system can.
+    """Write the names in a folder, or the bytes of a file, so that they survive a power cut.
+
+    A file system without fsync gives no such guarantee, and no error.
 
     Raises:
-        OSError: it could not write them.
+        OSError: the disk did not take them.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The part of the strategy that saves and loads."""
+"""The part of the strategy that saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing_extensions import override
 from ..data import DataHooks
 from ..engine import Zero3Engine, compare_notes, home_of
 from ..launch.process_strategy import ProcessStrategy
-from ..state_dicts.collective_errors import CheckpointError, together
+from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_on_rank_zero
 from ..state_dicts.gradients import load_gradients, sliced_gradients
 from ..state_dicts.model_state import load_module, load_state_dict, own_values, sliced_state_dict
@@ -30,19 +30,26 @@ from ..state_dicts.optimizer_hooks import (
     NO_STATES,
     finish_loading,
     remarks_on_methods,
-    require_as_many,
+    require_state_for_each,
 )
-from ..state_dicts.optimizer_state import load_optimizer_state, numbered, sliced_optimizer_state
+from ..state_dicts.optimizer_state import (
+    load_optimizer_state,
+    number_parameters,
+    sliced_optimizer_state,
+)
 from ..state_dicts.slices import Flats
+from ..support import profile_range
 from . import full
 from .background import BackgroundSave
 from .options import CheckpointOptions
 from .storage import Choice, choose, is_remote, point, retire
 
-if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a while
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
     from .sharded import ShardedCheckpoint
 
-# Our precision plugins save what Lightning's do, under the name that other strategies look for.
+# Keys of the loss scaler's state. Lightning's `_CheckpointConnector.dump_checkpoint` uses the class
+# name of the precision plugin; the file has the name of Lightning's, so that other strategies find
+# it.
 _SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
 _GRADIENTS = "zero3_gradients"
 _LOCAL_ONLY = (
@@ -53,33 +60,32 @@ _LOCAL_ONLY = (
 
 
 class CheckpointStrategy(ProcessStrategy):
-    """Saves and loads what an engine holds."""
+    """Save and load the parameters, gradients and optimizer states of an engine."""
 
     engine: Zero3Engine | None
     _trainer: pl.Trainer
     _data: DataHooks
     _checkpoints: CheckpointOptions
-    _groups: Any  # ParamGroups, which imports from here
-    _gradients: Mapping[str, Tensor] | None = None  # loaded, of an accumulation window that goes on
+    _groups: Any  # ParamGroups; its room may not be imported here
+    # loaded gradients of an accumulation window that goes on, until training starts
+    _loaded_gradients: Mapping[str, Tensor] | None = None
     _background: BackgroundSave | None = None  # while the model is trained
-    _source: ShardedCheckpoint | None = (
-        None  # where a loaded checkpoint's tensors are still to be read
-    )
+    # a loaded checkpoint whose tensors have not been read yet
+    _source: ShardedCheckpoint | None = None
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
-    _weights: tuple[Mapping[str, Any], bool] | None = (
-        None  # state dict to load once the model is sharded, and if strictly
-    )
+    # state dict to load once the model is sharded, and whether strictly
+    _pending_weights: tuple[Mapping[str, Any], bool] | None = None
 
     def _follow_groups(self) -> None:
-        """Bring the shards up to the optimizers' groups; collective."""
+        """Shard anew if the optimizers' groups were edited; collective."""
         raise NotImplementedError
 
     @override
     def setup_environment(self) -> None:
-        """As the base.
+        """Set up as the base does, and check the checkpoint plugin.
 
         Raises:
-            ValueError: a plugin is to write checkpoints that every rank writes its part of.
+            ValueError: a plugin that writes single files is given, and checkpoints are sharded.
         """
         if (
             self._checkpoints.kind == "sharded"
@@ -94,10 +100,10 @@ class CheckpointStrategy(ProcessStrategy):
         super().setup_environment()
 
     def require_local_folders(self, trainer: pl.Trainer) -> None:
-        """To be called before training: callbacks know their folders by now.
+        """Check the folders of checkpoint callbacks, which are known when training begins.
 
         Raises:
-            ValueError: sharded checkpoints are to go where only single files can.
+            ValueError: a folder is remote, and sharded checkpoints cannot be written there.
         """
         for callback in trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
@@ -110,35 +116,39 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is made of: a slice of each parameter, on all ranks."""
+        """Return the module's state dict with a slice of each parameter, on all ranks."""
         assert self.lightning_module is not None
-        return (
-            self.lightning_module.state_dict() if self.engine is None else self.sliced_state_dict()
-        )
+        if self.engine is None:
+            return self.lightning_module.state_dict()
+        return self.sliced_state_dict()
 
     def sliced_state_dict(self, flats: Flats = own_values) -> dict[str, Any]:
-        """The module's state dict with a slice of each parameter out of ``flats``; local."""
+        """Return the module's state dict with slices of the flat tensors ``flats``; local."""
         assert self.engine is not None and self.lightning_module is not None
         return sliced_state_dict(self.engine, self.lightning_module, flats)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's full state dict in CPU memory of rank 0, an empty one elsewhere; raises as
-        :meth:`save_checkpoint`.
+        """Return the full state dict in CPU memory on rank 0, an empty one elsewhere; collective.
+
+        Raises:
+            CheckpointError, DivergenceError: as :meth:`save_checkpoint`.
         """
-        self._begin("Collecting the state dict")
+        self._require_all_ranks("Collecting the state dict")
         return gather_on_rank_zero(self.lightning_module_state_dict(), self.global_rank) or {}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In torch's layout, by parameter name, with a slice of each tensor; collective."""
-        self._begin("Saving a checkpoint")  # before the first exchange
+        """Return the state in torch's layout, by parameter name, with slices; collective."""
+        # hazard: before the first exchange of the save, which without its process group would be
+        # this rank's alone
+        self._require_all_ranks("Saving a checkpoint")
         self._follow_groups()
         assert self.engine is not None
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
         index = self.optimizers.index(optimizer)
-        owned = self._groups.owned(index)
-        for told in remarks_on_methods(optimizer):
-            rank_zero_warn(told)
+        owned = self._groups.owned_tensors(index)
+        for remark in remarks_on_methods(optimizer):
+            rank_zero_warn(remark)
         return sliced_optimizer_state(self.engine, index, optimizer, owned and owned.state)
 
     @override
@@ -148,10 +158,10 @@ class CheckpointStrategy(ProcessStrategy):
         """Write a checkpoint, all ranks together.
 
         Raises:
-            CheckpointError, DivergenceError: on all ranks, if it cannot be written, or they have
-                parts of different models.
+            CheckpointError, DivergenceError: on all ranks, if the checkpoint cannot be written, or
+                the ranks have parts of different models.
         """
-        self._begin(f"Saving {filepath}")
+        self._require_all_ranks(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
         if "optimizer_states" in checkpoint:
             if not checkpoint["optimizer_states"] and self._trainer.global_step:
@@ -165,28 +175,38 @@ class CheckpointStrategy(ProcessStrategy):
         else:
             self._save_full(checkpoint, filepath, storage_options)
 
-    def _begin(self, doing: str) -> None:
-        """Before ranks put their parts together; collective. Without a process group each would
-        take its part for the whole.
+    def _require_all_ranks(self, action: str) -> None:
+        """Check that all ranks can put their parts of one model together; collective.
+
+        Args:
+            action: what the ranks are going to do, for the error: "Saving /a/b.ckpt".
+
+        Raises:
+            CheckpointError: the process group of the run has ended.
+            DivergenceError: the ranks changed weights or stepped in different ways.
         """
         if self.engine is None:
             return
+        # hazard: without its process group each rank would save its part as the whole model
         if self.engine.collectives.world_size > 1 and self._group is not dist.group.WORLD:
             raise CheckpointError(
-                f"{doing}: the ranks' process group has ended, as it does when an exception ends a"
+                f"{action}: the ranks' process group has ended, as it does when an exception ends a"
                 " run, so they cannot save together any more. `OnExceptionCheckpoint` and"
                 " `ModelCheckpoint(save_on_exception=True)` save before that."
             )
         compare_notes(self.engine.collectives)
 
     def _save_gradients(self, checkpoint: dict[str, Any]) -> None:
-        """In the middle of an accumulation window; collective. With manual optimization Lightning
-        knows of none.
+        """Add the gradients of an unfinished accumulation window to the checkpoint; collective.
+
+        With manual optimization Lightning knows of no window: it requires
+        ``accumulate_grad_batches=1``.
         """
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        # Lightning annotates its `current` with a base class
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         done = progress.current.processed % self._trainer.accumulate_grad_batches
-        closed = progress.is_last_batch and progress.current.processed == progress.current.ready
-        if done == 0 or closed or self.engine is None:
+        is_over = progress.is_last_batch and progress.current.processed == progress.current.ready
+        if done == 0 or is_over or self.engine is None:
             return
         if self._trainer.interrupted:
             rank_zero_warn(
@@ -200,7 +220,7 @@ class CheckpointStrategy(ProcessStrategy):
     def _save_full(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [
-                numbered(state) for state in checkpoint["optimizer_states"]
+                number_parameters(state) for state in checkpoint["optimizer_states"]
             ]
         if (
             type(self.checkpoint_io) is TorchCheckpointIO
@@ -208,9 +228,9 @@ class CheckpointStrategy(ProcessStrategy):
             and not is_remote(path)
         ):
             return full.save(checkpoint, Path(path), self.global_rank)
-        whole = gather_on_rank_zero(checkpoint, self.global_rank)
-        if whole is not None:
-            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+        content = gather_on_rank_zero(checkpoint, self.global_rank)
+        if content is not None:
+            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if storage_options is not None or is_remote(path):
@@ -218,37 +238,45 @@ class CheckpointStrategy(ProcessStrategy):
         from .writer import prepare, save
 
         self.finish_saving()
-        prepared = prepare(checkpoint, Path(path))
-        (save if self._background is None else self._background.start)(prepared)
+        with profile_range("prepare checkpoint"):
+            prepared = prepare(checkpoint, Path(path))
+        if self._background is None:
+            with profile_range("write checkpoint"):
+                save(prepared)
+        else:
+            with profile_range("copy checkpoint"):
+                self._background.start(prepared)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background; collective.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._background is not None:
             self._background.wait()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Report the end of a background save, on all ranks in the first step after any rank knows
-        of it.
-        """
+        """Finish a background save, on all ranks in the first step after it ended on any rank."""
         super().on_train_batch_start(batch, batch_idx)
         saving = self._background
-        if saving is not None and saving.running:
-            finished = torch.tensor([int(saving.finished())], device="cpu")
-            if int(self.engine.collectives.agree(finished)):  # among hosts: no device is waited for
+        if saving is not None and saving.is_running:
+            assert self.engine is not None
+            # hazard: all ranks must raise the error of a failed save in the same step, or some
+            # would wait for others that stopped. Ranks agree on the CPU, without a device's work.
+            is_finished = torch.tensor([int(saving.is_finished())], device="cpu")
+            if int(self.engine.collectives.agree(is_finished)):
                 saving.wait()
 
     @override
     def on_train_start(self) -> None:
-        """From here to the end of training, saves go on in the background. Lightning has cleared
-        all gradients by now.
+        """Load gradients of an unfinished window, and let saves run in the background from now on.
+
+        Gradients cannot be loaded earlier: Lightning's ``Trainer._run_stage`` clears them all.
         """
         super().on_train_start()
-        gradients, self._gradients = self._gradients, None
+        gradients, self._loaded_gradients = self._loaded_gradients, None
         if gradients is not None:
             assert self.engine is not None
             reads = load_gradients(self.engine, gradients)
@@ -258,14 +286,14 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Training is over when its last checkpoint is written."""
+        """Wait for the last checkpoint before training is over."""
         super().on_train_end()
         self.finish_saving()
         self._background = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """A save that failed meanwhile is told beside what ends the run, and not in its place."""
+        """Wait for a save in flight; its failure is a warning beside the run's own error."""
         super().on_exception(exception)
         try:
             self.finish_saving()
@@ -275,32 +303,36 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        self._weights = None
+        """Wait for a save in flight (a tuner ends a run without ``on_train_end``) and tear down."""
+        self._pending_weights = None
         try:
-            self.finish_saving()  # one of a run that a tuner ended
+            self.finish_saving()
         finally:
             self._background = None
             super().teardown()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Delete a checkpoint; one that is deleted halfway is not taken for a checkpoint."""
+        """Delete a checkpoint, once a save in flight is complete; local.
+
+        An interruption leaves nothing that looks like a checkpoint.
+        """
         if not self.is_global_zero:
             return
         path = Path(filepath)
-        if self._background is not None and self._background.running:
-            self._background.afterwards(lambda: retire(path))
+        if self._background is not None and self._background.is_running:
+            self._background.call_after_save(lambda: retire(path))
         elif path.is_dir():
             retire(path)
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
-        """Make ``link`` lead to a checkpoint, once that is whole; local."""
+        """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
         if not self.is_global_zero or os.path.abspath(path) == os.path.abspath(link):
             return
-        if self._background is not None and self._background.running:
-            self._background.afterwards(lambda: point(Path(link), Path(path)))
+        if self._background is not None and self._background.is_running:
+            self._background.call_after_save(lambda: point(Path(link), Path(path)))
         else:
             point(Path(link), Path(path))
 
@@ -310,7 +342,7 @@ class CheckpointStrategy(ProcessStrategy):
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what is small, and remember where the tensors are to be read; collective."""
+        """Read everything but tensors, which are read when they are loaded; collective."""
         self.finish_saving()
         weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
         self._source = None
@@ -324,12 +356,13 @@ class CheckpointStrategy(ProcessStrategy):
         return checkpoint
 
     def _load_local(self, wanted: Path, weights_only: bool) -> dict[str, Any]:
-        chosen = together(
-            f"Loading {wanted}", lambda: self._choose(wanted) if self.is_global_zero else None
+        chosen = run_on_all_ranks(
+            f"Loading {wanted}",
+            lambda: self._choose_checkpoint(wanted) if self.is_global_zero else None,
         )[0]
         assert chosen is not None
-        for told in chosen.remarks:
-            rank_zero_warn(told)
+        for remark in chosen.remarks:
+            rank_zero_warn(remark)
         try:
             if not chosen.path.is_dir():
                 return full.load(chosen.path, weights_only)
@@ -340,80 +373,88 @@ class CheckpointStrategy(ProcessStrategy):
         except CheckpointError as error:
             raise CheckpointError(f"{str(error).rstrip('.')}. {chosen.other}") from error.__cause__
 
-    def _choose(self, wanted: Path) -> Choice:
-        """Lightning has turned "last" and "hpc" into paths already: they are what it would find
-        again.
+    def _choose_checkpoint(self, wanted: Path) -> Choice:
+        """Choose the checkpoint to read: another one if the newest is wanted and is incomplete.
+
+        Lightning's ``_CheckpointConnector._parse_ckpt_path`` has turned "last" and "hpc" into paths
+        already, so the newest is wanted if ``wanted`` is a path that it would find again.
         """
         newest = {self._trainer._checkpoint_connector._hpc_resume_path}
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 newest |= callback._find_last_checkpoints(self._trainer)
             newest.add(getattr(callback, "ckpt_path", None))  # of OnExceptionCheckpoint
-        return choose(
-            wanted, os.path.normpath(wanted) in {os.path.normpath(path) for path in newest if path}
-        )
+        paths = {os.path.normpath(path) for path in newest if path}
+        return choose(wanted, os.path.normpath(wanted) in paths)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load now: callbacks, which are next, and `configure_optimizers` may read the weights or
-        replace them.
+        """Load the weights now, if the module has memory for them; collective.
 
-        Each rank reads its part where this strategy's engine still has the parameters, all of any
-        other module, and of one on the meta device its part, as soon as that is sharded.
+        Callbacks, which load next, and `configure_optimizers` may read the weights or replace them.
+
+        Each rank reads its part if the engine still has the parameters. A module on the meta device
+        is loaded when it is sharded, also by parts. Any other module is loaded in full.
         """
         module, weights = self.lightning_module, (checkpoint["state_dict"], strict)
         assert module is not None
         if self.engine is not None and all(
             home_of(p) is self.engine.access for p in module.parameters()
         ):
-            _tell_keys(*load_state_dict(self.engine, module, *weights, self._source))
+            _warn_of_keys(*load_state_dict(self.engine, module, *weights, self._source))
         elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            self._weights = weights
+            self._pending_weights = weights
         else:
-            self.precision_plugin.convert_module(module)  # what is loaded may have more digits
-            _tell_keys(*load_module(module, *weights, self._source))
+            # before loading, which then converts from the digits in the file
+            self.precision_plugin.convert_module(module)
+            _warn_of_keys(*load_module(module, *weights, self._source))
 
     def _load_weights(self) -> None:
-        """To be called when a run has sharded the model."""
+        """Load weights that waited for the model to be sharded; to be called then; collective."""
         assert self.engine is not None and self.lightning_module is not None
-        if self.engine.collectives.world_size > 1:  # one rank's would be in the way of a fork
+        # A group of one rank is not kept: it would be in the way of a later fork, which lacks its
+        # threads (see `ProcessStrategy._configure_launcher`).
+        if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
-        if self._weights is not None:
-            weights, self._weights = self._weights, None
-            _tell_keys(*load_state_dict(self.engine, self.lightning_module, *weights, self._source))
+        if self._pending_weights is not None:
+            weights, self._pending_weights = self._pending_weights, None
+            _warn_of_keys(
+                *load_state_dict(self.engine, self.lightning_module, *weights, self._source)
+            )
 
     # -------------------------------------------------------------------------------- weights alone
 
     def load_weights(
         self, path: _PATH, key_mapping: Mapping[str, str] | None = None, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Start from the weights of another program; to be called by all ranks once the model is
-        sharded (`on_fit_start`).
+        """Load the weights of another program into the sharded model; collective.
+
+        To be called by all ranks in `on_fit_start` or later.
 
         Args:
             path: a safetensors file, its index or their folder; a checkpoint of any strategy; a
                 state dict of ``torch.save``.
-            key_mapping: regular expressions in the keys of the file -> what ``re.sub`` puts in
-                their place, in order.
+            key_mapping: pattern -> replacement, which ``re.sub`` applies to the keys of the file in
+                order.
             strict: refuse missing and unexpected keys.
 
         Returns:
-            keys that the model has and the file has not, and the other way round.
+            keys that only the model has, and keys that only the file has.
 
         Raises:
-            CheckpointError: on all ranks, if it cannot be read.
-            RuntimeError: keys with ``strict``, or shapes of parameters, do not fit; nothing was
-                changed then.
+            CheckpointError: on all ranks, if ``path`` cannot be read.
+            RuntimeError: the model is not sharded yet; or keys with ``strict``, or shapes of
+                parameters, do not fit, and nothing was changed.
         """
         if self.engine is None or self.lightning_module is None:
             raise RuntimeError(
                 "`load_weights` needs the sharded model: call it in `on_fit_start` or later."
             )
-        from .weights import open_weights, renamed
+        from .weights import open_weights, rename_keys
 
         state, source = open_weights(Path(path), self._checkpoints.weights_only)
         return load_state_dict(
-            self.engine, self.lightning_module, renamed(state, key_mapping), strict, source
+            self.engine, self.lightning_module, rename_keys(state, key_mapping), strict, source
         )
 
     def save_weights(
@@ -422,20 +463,19 @@ class CheckpointStrategy(ProcessStrategy):
         key_mapping: Mapping[str, str] | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> None:
-        """Write the weights as safetensors files with an index, as Hugging Face keeps them;
-        collective.
+        """Write the weights as safetensors files with an index, as Hugging Face does; collective.
 
         Args:
-            folder: to write; what is there is replaced when all is written.
-            key_mapping: regular expressions in the model's keys -> what ``re.sub`` puts in their
-                place, in order.
-            max_file_bytes: of a file, which is also what rank 0 holds in memory.
+            folder: receives the files; a folder that is there is replaced when all is written.
+            key_mapping: pattern -> replacement, which ``re.sub`` applies to the model's keys in
+                order.
+            max_file_bytes: the most bytes of a file, and of its tensors in memory of rank 0.
         """
-        from .weights import renamed, save_weights
+        from .weights import rename_keys, save_weights
 
-        self._begin(f"Saving {folder}")
+        self._require_all_ranks(f"Saving {folder}")
         save_weights(
-            renamed(self.lightning_module_state_dict(), key_mapping),
+            rename_keys(self.lightning_module_state_dict(), key_mapping),
             Path(folder),
             max_file_bytes,
             self.global_rank,
@@ -443,27 +483,32 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of each optimizer's state; collective.
+
+        Raises:
+            ValueError: the states do not fit the optimizers.
+        """
         self._follow_groups()
         assert self.engine is not None
-        self._gradients = checkpoint.get(_GRADIENTS)
+        self._loaded_gradients = checkpoint.get(_GRADIENTS)
         states = checkpoint["optimizer_states"]
-        require_as_many(states, self.optimizers)
+        require_state_for_each(states, self.optimizers)
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
-            owned = self._groups.owned(index)
-            wanted, remarks = load_optimizer_state(
+            owned = self._groups.owned_tensors(index)
+            more_reads, remarks = load_optimizer_state(
                 self.engine, index, optimizer, state, owned and owned.set_state
             )
-            reads += wanted
-            for told in (*remarks, *remarks_on_methods(optimizer)):
-                rank_zero_warn(told)
+            reads += more_reads
+            for remark in (*remarks, *remarks_on_methods(optimizer)):
+                rank_zero_warn(remark)
         if self._source is not None:
             self._source.read(reads)
         for optimizer in self.optimizers if states else ():
             finish_loading(optimizer)
 
 
-def _tell_keys(missing: list[str], unexpected: list[str]) -> None:
+def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:
     if missing or unexpected:
         rank_zero_warn(
             f"The checkpoint has no {missing}; the model has no {unexpected}. `strict_loading` is"

@@ -1,6 +1,4 @@
-"""Weights alone, from other programs and for them: any checkpoint, and Hugging Face's safetensors
-with their index.
-"""
+"""Weights alone, for and from other programs: safetensors files with an index, any checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..state_dicts.collective_errors import CheckpointError, together
-from ..state_dicts.gather import gather
+from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
+from ..state_dicts.gather import gather_slices
 from ..state_dicts.slices import SavedTensor, SlicedTensor
 from . import full
 from .storage import commit, make_folder
@@ -39,7 +37,7 @@ _DTYPES = {
 
 
 def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], ShardedCheckpoint | None]:
-    """Key -> tensor, of which nothing is read yet; collective.
+    """Return key -> tensor without reading values yet; collective.
 
     Args:
         path: a safetensors file, its index or the folder of both; a checkpoint's file or folder; a
@@ -47,20 +45,20 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
         weights_only: see :class:`~.options.CheckpointOptions`.
 
     Returns:
-        the tensors, and the sharded checkpoint that they are in, if it is one.
+        the tensors, and the sharded checkpoint that has them, if ``path`` is one.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be read.
+        CheckpointError: on all ranks, if ``path`` cannot be read.
     """
     if (
         path.suffix == ".safetensors"
         or path.name.endswith(".index.json")
         or (path / INDEX).exists()
-        or _single(path).exists()
+        or _single_file(path).exists()
     ):
-        found: dict[str, Any] = {}
-        together(f"Loading {path}", lambda: found.update(_open_safetensors(path)))
-        return found, None
+        tensors: dict[str, Any] = {}
+        run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(path)))
+        return tensors, None
     if not path.is_dir():
         content = full.load(path, weights_only)
         return dict(content.get("state_dict", content)), None
@@ -71,7 +69,7 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
     return dict(state.get("state_dict", state.get("model", state))), source
 
 
-def _single(folder: Path) -> Path:
+def _single_file(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
@@ -79,16 +77,12 @@ def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
     from safetensors import safe_open
 
     if path.is_dir():
-        path = path / INDEX if (path / INDEX).exists() else _single(path)
+        path = path / INDEX if (path / INDEX).exists() else _single_file(path)
     files = [path]
     if path.suffix == ".json":
-        files = sorted(
-            {
-                path.parent / name
-                for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-            }
-        )
-    found = {}
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({path.parent / name for name in weight_map.values()})
+    tensors = {}
     for file in files:
         with safe_open(file, "pt") as stream:
             for key in stream.keys():
@@ -99,24 +93,24 @@ def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
                         f"{key!r} in {file} has the type {part.get_dtype()}, which is not"
                         " supported."
                     )
-                found[key] = SavedTensor(
-                    key, torch.Size(part.get_shape()), dtype, partial(_read, file, key)
+                tensors[key] = SavedTensor(
+                    key, torch.Size(part.get_shape()), dtype, partial(_read_tensor, file, key)
                 )
-    return found
+    return tensors
 
 
-def _read(file: Path, key: str) -> Tensor:
+def _read_tensor(file: Path, key: str) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(file, "pt") as stream:
         return stream.get_tensor(key)
 
 
-def renamed(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None) -> dict[str, Any]:
-    """``state`` with each regular expression in its keys replaced, in order, as ``re.sub`` does it.
+def rename_keys(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None) -> dict[str, Any]:
+    """Apply each pattern -> replacement to the keys of ``state``, in order, as ``re.sub`` does.
 
     Raises:
-        ValueError: two keys become one.
+        ValueError: two keys get the same name.
     """
     result: dict[str, Any] = {}
     for key, value in state.items():
@@ -130,32 +124,32 @@ def renamed(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None) -> 
 
 
 class SafetensorsWriter:
-    """Writes tensors as they come; holds no more than one file of them.
+    """Write tensors to files in the order in which they are added.
+
+    Memory never has more than the tensors of one file.
 
     Args:
-        folder: to write to; exists.
+        folder: receives the files; exists.
         max_bytes: of a file. A larger tensor has a file of its own.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self._held: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._total = 0
+        self._pending: dict[str, Tensor] = {}  # tensors of the next file
+        self._files: list[list[str]] = []  # names of the tensors in each file
+        self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; a copy of it is written."""
-        if (
-            self._held
-            and sum(held.nbytes for held in self._held.values()) + tensor.nbytes > self._max_bytes
-        ):
-            self._write()
-        self._held[name] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
-        self._total += tensor.nbytes
+        """Copy a tensor to CPU memory, to be written with the next file."""
+        pending_bytes = sum(pending.nbytes for pending in self._pending.values())
+        if self._pending and pending_bytes + tensor.nbytes > self._max_bytes:
+            self._write_file()
+        self._pending[name] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
+        self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is held, and the index if there are several files."""
-        self._write()
+        """Write the last file, and the index if there are several files."""
+        self._write_file()
         count = len(self._files)
         names = (
             [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
@@ -165,35 +159,37 @@ class SafetensorsWriter:
         for k, name in enumerate(names):
             (self._folder / f"part-{k}").rename(self._folder / name)
         if count > 1:
-            where = {
+            weight_map = {
                 tensor: name
                 for name, tensors in zip(names, self._files, strict=True)
                 for tensor in tensors
             }
             content = {
-                "metadata": {"total_size": self._total},
-                "weight_map": dict(sorted(where.items())),
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": dict(sorted(weight_map.items())),
             }
             (self._folder / INDEX).write_text(
                 json.dumps(content, indent=2) + "\n", encoding="utf-8"
             )
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self._held, self._folder / f"part-{len(self._files)}", metadata={"format": "pt"})
-        self._files.append(list(self._held))
-        self._held = {}
+        save_file(
+            self._pending, self._folder / f"part-{len(self._files)}", metadata={"format": "pt"}
+        )
+        self._files.append(list(self._pending))
+        self._pending = {}
 
 
 def save_weights(state: Mapping[str, Any], path: Path, max_file_bytes: int, rank: int) -> None:
     """Write a state dict as safetensors files with an index; collective.
 
     Args:
-        state: with the same :class:`~.slices.SlicedTensor` on all ranks.
-        path: of the folder; what is there is replaced when all is written.
-        max_file_bytes: of a file.
-        rank: this one. Rank 0 writes.
+        state: has the same :class:`~.slices.SlicedTensor` on all ranks.
+        path: of the folder; a folder that is there is replaced when all is written.
+        max_file_bytes: the most bytes of a file.
+        rank: of this process. Rank 0 writes.
 
     Raises:
         CheckpointError: on all ranks; what was at ``path`` is still there.
@@ -201,15 +197,20 @@ def save_weights(state: Mapping[str, Any], path: Path, max_file_bytes: int, rank
     keys: dict[int, list[str]] = {}
     for key, value in state.items():
         keys.setdefault(id(value), []).append(key)
-    made = together(f"Saving {path}", lambda: make_folder(path) if rank == 0 else None)
-    writer = SafetensorsWriter(made[0], max_file_bytes)
-    gather(state, rank, lambda tensor, whole: [writer.add(key, whole) for key in keys[id(tensor)]])
+    stage = run_on_all_ranks(f"Saving {path}", lambda: make_folder(path) if rank == 0 else path)[0]
+    writer = SafetensorsWriter(stage, max_file_bytes)
+
+    def write(tensor: SlicedTensor, value: Tensor) -> None:
+        for key in keys[id(tensor)]:
+            writer.add(key, value)
+
+    gather_slices(state, rank, write)
 
     def finish() -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and not isinstance(value, SlicedTensor):
                 writer.add(key, value)
         writer.finish()
-        commit(made[0], path)
+        commit(stage, path)
 
-    together(f"Saving {path}", finish if rank == 0 else lambda: None)
+    run_on_all_ranks(f"Saving {path}", finish if rank == 0 else lambda: None)

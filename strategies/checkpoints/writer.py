@@ -1,4 +1,4 @@
-"""Directories in the format of torch.distributed.checkpoint, written by all ranks.
+"""Write directories in the format of torch.distributed.checkpoint, all ranks together.
 
 The layout is the one of Lightning's ``ModelParallelStrategy`` (FSDP2)::
 
@@ -6,10 +6,13 @@ The layout is the one of Lightning's ``ModelParallelStrategy`` (FSDP2)::
     __0_0.distcp, ...  the parts that rank 0, ... wrote
     meta.pt            everything that is no weight and no optimizer state: loops, callbacks,
                        loaders, random states, ...
-    manifest.json      sizes and checksums of these files; ours alone
+    manifest.json      sizes and checksums of these files; FSDP2 has none
 
-and so are the names in it: ``state_dict.<key>``, ``optimizer_<index>.state.<parameter>.<key>`` and
-``optimizer_<index>.param_groups.<index>.<option>``.
+The names in the index are FSDP2's, too::
+
+    state_dict.<key>
+    optimizer_<index>.state.<parameter>.<key>
+    optimizer_<index>.param_groups.<index>.<option>
 """
 
 from __future__ import annotations
@@ -36,7 +39,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..state_dicts.collective_errors import CheckpointError, describe, rank_and_world_size, together
+from ..state_dicts.collective_errors import (
+    CheckpointError,
+    describe_error,
+    rank_and_world_size,
+    run_on_all_ranks,
+)
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from .manifest import MANIFEST, File, Manifest, measure
@@ -50,12 +58,12 @@ _MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a 
 
 @dataclass
 class Prepared:
-    """What this rank is to write.
+    """What this rank writes.
 
     Attributes:
         path: of the directory, on a file system that all ranks see.
         state: nested, with the rank's slices.
-        rest: ``meta.pt``, which rank 0 writes.
+        rest: bytes of ``meta.pt``, which rank 0 writes; empty on the other ranks.
         manifest: without files.
     """
 
@@ -66,15 +74,15 @@ class Prepared:
 
 
 def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
-    """Take a Lightning checkpoint apart; collective.
+    """Split a Lightning checkpoint into sharded tensors and ``meta.pt``; collective.
 
     Args:
         checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded
-            tensor, wherever it is.
-        path: where it will be.
+            tensor, wherever the tensor stands.
+        path: of the directory that is going to be written.
 
     Raises:
-        CheckpointError: on all ranks, if something in it cannot be pickled.
+        CheckpointError: on all ranks, if rank 0 cannot pickle something in the checkpoint.
     """
     rank, world_size = rank_and_world_size()
     state = {"state_dict": checkpoint["state_dict"]}
@@ -86,16 +94,16 @@ def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
         if key not in ("state_dict", "optimizer_states")
     }
     if any(True for _ in tensors_in(rest, SlicedTensor)):
-        state[OTHERS] = {}  # averages of weights, and what else callbacks keep
+        state[OTHERS] = {}  # averages of weights, and other slices in callback states
         rest = _take_slices(rest, (), state[OTHERS])
     packed = io.BytesIO()
-    together(f"Saving {path}", lambda: None if rank else torch.save(rest, packed))
+    run_on_all_ranks(f"Saving {path}", lambda: None if rank else torch.save(rest, packed))
     manifest = Manifest(world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
     return Prepared(path, state, packed.getvalue(), manifest)
 
 
 def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
-    """``tree`` with every slice moved to ``into`` and a mark in its place."""
+    """Move every slice in ``tree`` to ``into``; return the tree with marks in their places."""
     if isinstance(tree, SlicedTensor):
         name = ".".join(path)
         into[name] = tree
@@ -108,7 +116,7 @@ def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
 
 
 def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """Undo :func:`_take_slices`."""
+    """Undo :func:`_take_slices`: replace each mark by its tensor."""
     if isinstance(tree, dict):
         return (
             tensors[tree[_MARK]]
@@ -121,8 +129,9 @@ def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def save(prepared: Prepared) -> None:
-    """Write a checkpoint, every rank its part; collective. What is at its path is replaced when the
-    new one is whole.
+    """Write a checkpoint, every rank its part; collective.
+
+    A checkpoint that is at the path is replaced when the new one is complete.
 
     Raises:
         CheckpointError: on all ranks; what was at the path is still there.
@@ -136,23 +145,25 @@ def save_copies(prepared: Prepared, group: dist.ProcessGroup | None) -> Upload[M
 
     Args:
         prepared: this rank's part.
-        group: of all ranks, for this alone, on gloo: the training's own collectives go on
-            meanwhile.
+        group: of all ranks, on gloo, used for nothing else: the training's own collectives go on
+            meanwhile. None without torch.distributed.
 
     Returns:
-        the end of the save, to be looked at inside :func:`saving`.
+        the future of the save, whose result must be asked for inside :func:`saving`.
 
     Raises:
         CheckpointError: on all ranks, if there is no room for the copies.
     """
-    if group is None:  # in the thread, where filters cannot be changed for a moment only
+    # `torch.distributed.checkpoint.save` warns in its thread. Filters are global, so they cannot be
+    # changed there for a moment only: the filter stays.
+    if group is None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     upload = dcp.async_save(
         prepared.state,
         storage_writer=_Writer(prepared),
         planner=_planner(),
         process_group=group,
-        async_stager=_Copies(),
+        async_stager=_Copies(),  # type: ignore[abstract]  # torch's protocol lacks defaults
     )
     assert isinstance(upload, Upload)
     return upload
@@ -160,11 +171,10 @@ def save_copies(prepared: Prepared, group: dist.ProcessGroup | None) -> Upload[M
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Around the end of a save: one that failed is an error of all ranks, and leaves nothing
-    behind.
+    """Turn the failure of a save in the body into an error of all ranks, and delete its files.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: the save failed, on this or another rank.
     """
     try:
         with torch_errors(f"Saving {path}"):
@@ -176,33 +186,39 @@ def saving(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def torch_errors(doing: str) -> Iterator[None]:
-    """torch raises what any rank raised on all of them, as an exception that is no `Exception`."""
+def torch_errors(action: str) -> Iterator[None]:
+    """Turn torch's CheckpointException in the body into a CheckpointError, which names the rank.
+
+    torch raises it on all ranks when any rank failed. It derives from BaseException, which no
+    ``except Exception`` catches.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as found:
-        rank, (error, _) = next(iter(found.failures.items()))
-        raise CheckpointError(f"{doing} failed on rank {rank}: {describe(error)}") from error
+    except CheckpointException as raised:
+        rank, (error, _) = next(iter(raised.failures.items()))
+        raise CheckpointError(f"{action} failed on rank {rank}: {describe_error(error)}") from error
 
 
 def _planner() -> DefaultSavePlanner:
-    # Buffers may differ between ranks (running statistics do): rank 0's count, as in every other
-    # strategy.
+    # Every rank has all buffers, and they may differ (running statistics do): rank 0's are saved,
+    # as by every other strategy.
     return DefaultSavePlanner(dedup_save_to_lowest_rank=True)
 
 
 class _Copies(AsyncStager):
-    """Copies this rank's parts and nothing else. torch's own stagers want tensors that have values,
-    or copy whole storages.
+    """Copy this rank's parts and nothing else to CPU memory.
+
+    The stagers in torch.distributed.checkpoint.staging need tensors that have values, or copy whole
+    storages.
     """
 
-    _synchronize_after_execute = False
+    _synchronize_after_execute = False  # the copies are complete when `stage` returns
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         copies: dict[str, Any] = {}
-        together(
+        run_on_all_ranks(
             "Copying shards for a background save", lambda: copies.update(_copied(state_dict, {}))
         )
         return copies
@@ -210,7 +226,7 @@ class _Copies(AsyncStager):
 
 def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
     if isinstance(tree, SlicedTensor):
-        return memory.setdefault(id(tree), tree.copied())
+        return memory.setdefault(id(tree), tree.copy_to_cpu())
     if isinstance(tree, Tensor):
         return tree.detach().to("cpu", copy=True)
     if isinstance(tree, dict):
@@ -221,17 +237,17 @@ def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
 
 
 class _Written(list[WriteResult]):
-    """What a rank wrote, and what its files are like."""
+    """torch's results of one rank's writes, with sizes and checksums of the rank's files."""
 
-    files: dict[str, File]
+    files: dict[str, File]  # by name
 
 
 class _Writer(FileSystemWriter):
-    """Writes beside the path, adds what is ours, and gives the directory its name when all of it is
-    there.
+    """Write beside the path, add ``meta.pt`` and the manifest, then give the directory its name.
 
-    torch calls one method after the other on all ranks, those about all plans and the finish on the
-    coordinator alone, and raises everywhere what any of them raised anywhere.
+    torch calls the methods in the order in which they stand here: ``prepare_local_plan`` and
+    ``write_data`` on all ranks, ``prepare_global_plan`` and ``finish`` on the coordinator (rank 0)
+    alone. An error in any of them on any rank is raised on all ranks.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -239,7 +255,8 @@ class _Writer(FileSystemWriter):
         super().__init__(self._stage)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # every rank would create the folder
+        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         make_folder(self._prepared.path)
@@ -258,13 +275,10 @@ class _Writer(FileSystemWriter):
         future.set_result(written)
         return future
 
-    def finish(self, metadata: Metadata, results: list[_Written]) -> None:
+    def finish(self, metadata: Metadata, results: Any) -> None:  # of `_Written`
         super().finish(metadata, results)
-        index, rest, manifest = (
-            self._stage / INDEX,
-            self._stage / TRAINER_STATE,
-            self._prepared.manifest,
-        )
+        index, rest = self._stage / INDEX, self._stage / TRAINER_STATE
+        manifest = self._prepared.manifest
         rest.write_bytes(self._prepared.rest)
         sync(rest)
         for files in (*(written.files for written in results), _measured([index, rest])):

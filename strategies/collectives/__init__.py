@@ -4,10 +4,12 @@ communicator
     the object through which all exchanges of an engine go; tests and timers replace its methods
 label
     a number that says which exchange this is; ranks that meet with different labels have diverged
+exchange log
+    what one rank has exchanged, written, read and stepped with since the ranks last agreed
 trace
-    the labels since the ranks last agreed that they do the same
+    the labels of the exchange log
 shared flags
-    memory of one machine in which each rank posts the exchange that it has reached
+    memory of one machine in which each rank posts the number of the exchange that it has reached
 """
 
 from .exchange_log import (

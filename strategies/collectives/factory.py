@@ -1,4 +1,4 @@
-"""Which communicator to the other ranks is the right one here."""
+"""The choice of a communicator, by process group, back end and device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .shared_memory import SharedMemoryCollectives
 
 
 def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> LocalCollectives:
-    """The communicator for ``group`` (None: a single process) and tensors on ``device``.
+    """Make the communicator for ``group`` (None: a single process) and tensors on ``device``.
 
-    Host-side agreement uses gloo even beside NCCL, so that it never waits for the device.
+    Ranks agree on the host over gloo even beside NCCL, so that they never wait for the device.
+    Collective over ``group``.
     """
     if group is None or dist.get_world_size(group) == 1:
         return LocalCollectives()
@@ -27,32 +28,34 @@ def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> L
         return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)
     if backend == "gloo":
         return ComparedCollectives(group)
-    return GroupCollectives(group, group if backend == "fake" else _of_hosts(group, device))
+    return GroupCollectives(group, group if backend == "fake" else _make_host_group(group, device))
 
 
 @lru_cache(maxsize=1)  # a process may fit, validate and test many times
-def _of_hosts(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def _make_host_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Make a gloo group of the ranks of ``group``, with the timeout that the user chose for it."""
     try:
-        timeout = group._get_backend(
-            device
-        ).options._timeout  # the user's; torch would take gloo's default
+        # Without a timeout `dist.new_group` would take gloo's default.
+        timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # a back end that has no options
         timeout = None
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
 
 
-@lru_cache(maxsize=1)
-def _mesh(everyone: dist.ProcessGroup, device_type: str, shard_size: int) -> DeviceMesh:
+@lru_cache(maxsize=1)  # as above: each mesh makes process groups
+def _make_mesh(everyone: dist.ProcessGroup, device_type: str, shard_size: int) -> DeviceMesh:
+    """Make a mesh [replicas, shard_size] of all ranks."""
     shape = dist.get_world_size(everyone) // shard_size, shard_size
     return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
 def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalCollectives:
-    """The communicator for shards over ``shard_size`` neighbouring ranks; collective over all
-    ranks.
+    """Make the communicator for shards over ``shard_size`` neighbouring ranks.
+
+    Collective over all ranks.
 
     Raises:
-        ValueError: the ranks do not divide into such groups.
+        ValueError: ``shard_size`` is below 2 or does not divide the number of ranks.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if shard_size < 2 or world_size % shard_size:
@@ -63,9 +66,9 @@ def make_hybrid_collectives(shard_size: int, device: torch.device) -> LocalColle
     everyone = make_collectives(dist.group.WORLD, device)
     if shard_size == world_size:
         return everyone
-    mesh = _mesh(dist.group.WORLD, device.type, shard_size)
+    mesh = _make_mesh(dist.group.WORLD, device.type, shard_size)
     group = mesh.get_group("shard")
-    # All agreement is among everyone, so the shards of NCCL need no group on the host.
+    # Ranks agree among everyone, so the shard groups of NCCL need no gloo group on the host.
     shards = (
         GroupCollectives(group)
         if type(everyone) is GroupCollectives

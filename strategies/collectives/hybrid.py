@@ -1,5 +1,4 @@
-"""Hybrid sharding: groups of ranks share one copy of the model's shards each, and average their
-gradients with each other.
+"""Hybrid sharding: each group of ranks holds one sharded replica, and groups sum their gradients.
 
 ::
 
@@ -7,7 +6,7 @@ gradients with each other.
     replica 0  rank 0    rank 1    rank 2     gather and reduce-scatter run along a row (a node),
     replica 1  rank 3    rank 4    rank 5     the sum over replicas along a column
 
-A step moves the weights inside rows only; between rows travels one shard of the gradients.
+In a step weights travel inside rows only, and one shard of the gradients travels between rows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,12 @@ from .process_group import LocalCollectives, Pending, Work
 
 
 class HybridCollectives(LocalCollectives):
-    """Shards along ``shards``, the same shards along ``replicas``; what concerns no shard goes to
-    ``everyone``.
+    """A communicator over the ranks of one replica, of the same shard, and of all.
+
+    Args:
+        shards: the ranks that share one replica (a row).
+        everyone: all ranks; exchanges that concern no shard go there.
+        replicas: the ranks that have the same shard (a column).
     """
 
     alone = False
@@ -33,20 +36,15 @@ class HybridCollectives(LocalCollectives):
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
         self.exchange_log = everyone.exchange_log = shards.exchange_log
-        # along a row; all rows hold the same
-        for name in (
-            "allocate",
-            "all_gather",
-            "all_to_all",
-            "all_reduce",
-        ):
+        # These stay within a row, because all rows have the same values.
+        for name in ("allocate", "all_gather", "all_to_all", "all_reduce"):
             setattr(self, name, getattr(shards, name))
         for name in ("meet", "agree", "broadcast", "all_gather_object"):
             setattr(self, name, getattr(everyone, name))
 
     @property
     def nbytes(self) -> int:
-        """See :class:`LocalCollectives`."""
+        """See :attr:`LocalCollectives.nbytes`."""
         return self._shards.nbytes + self._everyone.nbytes
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
@@ -56,21 +54,21 @@ class HybridCollectives(LocalCollectives):
     def reduce_scatter_in(
         self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0
     ) -> Work:
-        """See :meth:`LocalCollectives.reduce_scatter_in`; between replicas fp32 travels."""
+        """See :meth:`LocalCollectives.reduce_scatter_in`; replicas exchange fp32."""
         return _OverReplicas(
             self._shards.reduce_scatter_in(dtype, buffer, room, label), self._replicas
         )
 
 
 class _OverReplicas(Pending):
-    """The sum of a shard over replicas follows the sum inside each."""
+    """Sums a shard over replicas when the reduce-scatter inside this replica is done."""
 
-    def __init__(self, inside: Work, replicas: dist.ProcessGroup) -> None:
+    def __init__(self, in_replica: Work, replicas: dist.ProcessGroup) -> None:
         super().__init__(torch.empty(0, device="cpu"))
-        self._inside, self._replicas = inside, replicas
+        self._in_replica, self._replicas = in_replica, replicas
 
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
-        total = self._inside.wait()
+        total = self._in_replica.wait()
         dist.all_reduce(total, group=self._replicas)
         return total

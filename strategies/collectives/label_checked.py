@@ -1,5 +1,6 @@
-"""gloo with CUDA tensors, where the host waits for each exchange anyway: ranks compare what they
-are about to do.
+"""Collectives before each of which ranks compare labels: for gloo with CUDA tensors.
+
+There the host waits for each exchange anyway.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from .process_group import GroupCollectives, Work
 
 
 class ComparedCollectives(GroupCollectives):
-    """Collectives of a group, before each of which every rank learns of the others' labels.
+    """Collectives of a group, before each of which every rank gets the labels of the others.
 
-    Ranks that exchange different things find out at once, instead of mixing them or waiting for
-    each other for ever.
+    Ranks that are about to run different exchanges raise at once, instead of mixing their tensors
+    or waiting for each other for ever.
     """
 
     def meet(self, meeting: Meeting) -> None:
         """See :meth:`LocalCollectives.meet`."""
-        self._compare(meeting)
+        self._require_same_labels(meeting)
         super().meet(meeting)
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
-        self._compare(label)
+        self._require_same_labels(label)
         return super().all_gather(buffer, label)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        self._compare(label)
+        self._require_same_labels(label)
         return super().reduce_scatter(buffer, label)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
-        self._compare(label)
+        self._require_same_labels(label)
         return super().all_to_all(sent, arriving, label)
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
-        self._compare(meeting)
+        self._require_same_labels(meeting)
         return super().agree(values, meeting)
 
-    def _compare(self, label: int) -> None:
+    def _require_same_labels(self, label: int) -> None:
         with torch.inference_mode(False):
             labels = list(torch.empty(self.world_size, 1, dtype=torch.int64, device="cpu"))
             dist.all_gather(labels, torch.tensor([label], device="cpu"), group=self._control)

@@ -1,4 +1,4 @@
-"""gloo on the CPU by direct exchange between pairs of ranks."""
+"""Collectives over gloo on the CPU, as direct messages between pairs of ranks."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from torch import Tensor
 from .exchange_log import Meeting
 from .process_group import GroupCollectives, Pending, Work
 
-# Bound here, so that nobody who watches the group's methods is asked in each exchange.
+# Bound here, before `residency/past_python.py` wraps the group's methods, so that the wrappers are
+# not called in each exchange.
 _send, _recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
 
 
 class PairwiseCollectives(GroupCollectives):
-    """Exchanges straight between the places that the data lives in.
+    """Collectives that send straight from, and receive straight into, the memory of the data.
 
-    gloo's reduce-scatter sends twice the necessary bytes and its all-gather copies through a
-    scratch buffer as big as the result; this does neither. Sums are taken in rank order, whatever
+    gloo's reduce-scatter sends twice the necessary bytes, and its all-gather copies through a
+    scratch buffer as big as the result; this class does neither. It sums in rank order, whatever
     arrives first, so results do not depend on timing.
 
-    Every exchange begins with its label. Ranks that exchange different things find out at once,
-    instead of mixing them or waiting for each other for ever.
+    Every exchange begins with its label. Ranks that are about to run different exchanges raise at
+    once, instead of mixing their tensors or waiting for each other for ever.
     """
 
-    # Message tags. A payload's tag includes its label, so that payloads of different exchanges
-    # never meet.
+    # Message tags. hazard: payloads of different exchanges must never meet, so the tag of a payload
+    # includes the label.
     _LABEL, _AGREE, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3, 4
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._labels: dict[int, Tensor] = {}
-        self._spare: list[Tensor] = []  # for labels to arrive in
+        self._labels: dict[int, Tensor] = {}  # label -> [1], to send
+        self._spare_labels: list[Tensor] = []  # [1], to receive labels in
         self._votes: dict[int, Tensor] = {}  # number of values -> [world_size, numel]
         self._others = [r for r in range(self.world_size) if r != self.rank]
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._staged = 0  # bytes of it taken by sums in flight
-        self._in_flight = 0
+        self._staged_bytes = 0  # bytes of the staging that sums in flight use
+        self._sums_in_flight = 0
 
     @property
     def nbytes(self) -> int:
-        """See :meth:`LocalCollectives.nbytes`."""
+        """See :attr:`LocalCollectives.nbytes`."""
         return self._staging.nbytes
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
         shards = buffer.view(self.world_size, -1)
-        return Pending(
-            buffer, self._trade(label, self._GATHER, shards, [shards[self.rank]] * self.world_size)
-        )
+        sent = [shards[self.rank]] * self.world_size
+        return Pending(buffer, self._begin_exchange(label, self._GATHER, shards, sent))
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
@@ -59,27 +59,25 @@ class PairwiseCollectives(GroupCollectives):
         tag = self._REDUCE + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
-        staging = self._stage(shards.shape[1], buffer.dtype)
+        staging = self._reserve_staging(shards.shape[1], buffer.dtype)
         works += [_send(self._group, [shards[r]], r, tag) for r in self._others]
         return _OrderedSum(self, tag, shards, staging, works)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
         parts, rows = sent.view(self.world_size, -1), arriving.view(self.world_size, -1)
-        works = self._trade(label, self._REDUCE, rows, parts)
+        works = self._begin_exchange(label, self._REDUCE, rows, parts)
         rows[self.rank].copy_(parts[self.rank])
         return Pending(arriving, works)
 
-    def _trade(
+    def _begin_exchange(
         self,
         label: int,
         kind: int,
         arriving: Sequence[Tensor] | Tensor,
         sent: Sequence[Tensor] | Tensor,
     ) -> list[Any]:
-        """Begin to send row r of ``sent`` to rank r and to receive row r of ``arriving`` from
-        it.
-        """
+        """Begin to send ``sent[r]`` to each rank r and to receive ``arriving[r]`` from it."""
         self.exchange_log.progress[1] += 1
         tag = kind if label < 0 else kind + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
@@ -91,79 +89,94 @@ class PairwiseCollectives(GroupCollectives):
         """See :meth:`LocalCollectives.meet`."""
         self._exchange_label(meeting).wait()
 
-    def _exchange_label(self, label: int) -> _SameLabel:
-        mine = self._labels.get(label)
-        if mine is None:
-            mine = self._labels[label] = torch.tensor([label], device="cpu")
-        theirs = [
-            self._spare.pop() if self._spare else torch.empty(1, dtype=torch.int64, device="cpu")
+    def _exchange_label(self, label: int) -> _LabelExchange:
+        """Begin to send ``label`` to the other ranks and to receive theirs."""
+        sent = self._labels.get(label)
+        if sent is None:
+            sent = self._labels[label] = torch.tensor([label], device="cpu")
+        spare = self._spare_labels
+        arriving = [
+            spare.pop() if spare else torch.empty(1, dtype=torch.int64, device="cpu")
             for _ in self._others
         ]
         works = [
             _recv(self._control, [t], r, self._LABEL)
-            for t, r in zip(theirs, self._others, strict=True)
+            for t, r in zip(arriving, self._others, strict=True)
         ]
-        works += [_send(self._control, [mine], r, self._LABEL) for r in self._others]
-        return _SameLabel(self, label, theirs, works)
+        works += [_send(self._control, [sent], r, self._LABEL) for r in self._others]
+        return _LabelExchange(self, label, arriving, works)
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
-        if self.world_size > 8:  # pairs grow with the square of ranks
+        if self.world_size > 8:  # the number of pairs grows with the square of the ranks
             self.meet(meeting)
             return super().agree(values, meeting)
         numel = values.numel()
         if numel not in self._votes:
-            with torch.inference_mode(False):  # others will vote outside of it
+            # An inference tensor could not be written to outside of inference mode, where later
+            # agreements use it.
+            with torch.inference_mode(False):
                 self._votes[numel] = torch.empty(
                     self.world_size, numel, dtype=torch.int64, device="cpu"
                 )
         votes = self._votes[numel]
         votes[self.rank] = values
-        for work in self._trade(meeting, self._AGREE, votes, [votes[self.rank]] * self.world_size):
+        sent = [votes[self.rank]] * self.world_size
+        for work in self._begin_exchange(meeting, self._AGREE, votes, sent):
             work.wait()
         return torch.amax(votes, 0, out=values)
 
-    def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory [1 or 2, numel] for arriving shards, which no other sum in flight uses."""
+    def _reserve_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory [1 or 2, numel] for arriving shards that no other sum in flight uses."""
         rows = min(2, len(self._others))
-        if not self._in_flight:
-            self._staged = 0
-        self._in_flight += 1
-        start, self._staged = self._staged, self._staged + rows * numel * dtype.itemsize
-        if self._staged > self._staging.numel():
-            # sums in flight keep the smaller one
-            self._staging = torch.empty(self._staged, dtype=torch.uint8, device="cpu")
-        return self._staging[start : self._staged].view(dtype).view(rows, numel)
+        if not self._sums_in_flight:
+            self._staged_bytes = 0
+        self._sums_in_flight += 1
+        start = self._staged_bytes
+        end = self._staged_bytes = start + rows * numel * dtype.itemsize
+        if end > self._staging.numel():
+            # Sums in flight keep references to the smaller staging.
+            self._staging = torch.empty(end, dtype=torch.uint8, device="cpu")
+        return self._staging[start:end].view(dtype).view(rows, numel)
 
 
-class _SameLabel:
-    """The label of an exchange on its way to and from the other ranks."""
+class _LabelExchange:
+    """The label of an exchange on its way to and from the other ranks.
+
+    Args:
+        label: this rank's label.
+        arriving: memory [1] for the label of each other rank, in rank order.
+        works: sends and receives in flight.
+    """
 
     def __init__(
         self,
         communicator: PairwiseCollectives,
         label: int,
-        theirs: list[Tensor],
+        arriving: list[Tensor],
         works: list[dist.Work],
     ) -> None:
-        self._communicator, self._label, self._theirs, self._works = (
-            communicator,
-            label,
-            theirs,
-            works,
-        )
+        self._communicator, self._label = communicator, label
+        self._arriving, self._works = arriving, works
 
     def wait(self) -> None:
-        """Until all labels are there; raises if they differ."""
+        """Wait until all labels are there; raise if one differs."""
         for work in self._works:
             work.wait()
-        for rank, tensor in zip(self._communicator._others, self._theirs, strict=True):
+        for rank, tensor in zip(self._communicator._others, self._arriving, strict=True):
             self._communicator.require_same_label(self._label, rank, int(tensor))
-        self._communicator._spare += self._theirs
+        self._communicator._spare_labels += self._arriving
 
 
 class _OrderedSum(Pending):
-    """Receives shards of the other ranks one after another and adds them in rank order."""
+    """Receives shards of the other ranks one after another and adds them in rank order.
+
+    Args:
+        tag: of the messages.
+        shards: [world_size, shard], this rank's summands; the sum lands in this rank's row.
+        staging: [1 or 2, shard], memory for arriving shards.
+        works: the exchange of the label first, then the sends.
+    """
 
     def __init__(
         self,
@@ -173,7 +186,6 @@ class _OrderedSum(Pending):
         staging: Tensor,
         works: list[Any],
     ) -> None:
-        # of [world, shard]; the label, then what is sent
         super().__init__(shards[communicator.rank], works)
         self._communicator, self._tag = communicator, tag
         # The first two can arrive while the caller computes; more would need more memory.
@@ -184,12 +196,12 @@ class _OrderedSum(Pending):
 
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
-        self._works[0].wait()
+        self._works[0].wait()  # hazard: the shard of a rank with another label never arrives
         total, k = None, 0
         for source in range(self._communicator.world_size):
             if source == self._communicator.rank:
-                # From here on the sum lies in the buffer: the staging is free when all have
-                # arrived.
+                # From here on the sum lies in the buffer, so the staging is free when all shards
+                # have arrived.
                 total = (
                     self._result
                     if total is None
@@ -201,12 +213,12 @@ class _OrderedSum(Pending):
             k += 1
             total = part if total is None else total.add_(part)
             if part is not total and len(self._arriving) < len(self._communicator._others):
-                # This half of the staging has been read: the next shard may come into it.
+                # The sum has read this half of the staging: the next shard may arrive in it.
                 following = self._communicator._others[len(self._arriving)]
                 self._arriving.append(
                     (_recv(self._communicator._group, [part], following, self._tag), part)
                 )
-        for work in self._works[1:]:
-            work.wait()
-        self._communicator._in_flight -= 1
+        for sending in self._works[1:]:
+            sending.wait()  # hazard: the caller overwrites shards that are still being sent
+        self._communicator._sums_in_flight -= 1
         return self._result

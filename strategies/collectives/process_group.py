@@ -1,5 +1,4 @@
-"""The one communicator to ``torch.distributed``: every byte the engine exchanges goes through one
-of these objects.
+"""Communicators: every byte that the engine exchanges goes through one of these objects.
 
 Tests substitute the object to count, delay or break a collective.
 """
@@ -17,8 +16,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from .exchange_log import LOOK_FOR, DivergenceError, ExchangeLog, Meeting
 from .rounding import narrow
 
-# The process group's own methods, under their names before and since torch 2.13: the functions of
-# torch.distributed around them add seven Python calls to each collective.
+# The process group's own methods, whose names changed in torch 2.13. The functions of
+# torch.distributed around them would add seven Python calls to each collective.
 _all_gather = (
     getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
 )
@@ -27,25 +26,22 @@ _reduce_scatter = (
     or dist.ProcessGroup._reduce_scatter_base
 )
 
-# a sum, unless said otherwise
-_GATHER_OPTIONS, _REDUCE_OPTIONS = (
-    AllgatherOptions(),
-    ReduceScatterOptions(),
-)
-_GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = False  # on the current stream
+_GATHER_OPTIONS, _REDUCE_OPTIONS = AllgatherOptions(), ReduceScatterOptions()  # default: a sum
+_GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = False  # run on the current stream
 
 
 class Work(Protocol):
-    """A collective in flight: one of these, or of ``torch.distributed``."""
+    """A collective in flight: a class of this package, or ``torch.distributed.Work``."""
 
     def wait(self) -> Any:
-        """Block the host (CPU) or the current stream (CUDA) until it is over, and return its
-        result; called once.
+        """Block the host (CPU) or the current stream (CUDA) until the end; return the result.
+
+        To be called once.
         """
 
 
 class Pending(Work):
-    """Has its result from the start, and waits for ``works``."""
+    """A collective whose result has its memory from the start, and which waits for ``works``."""
 
     def __init__(self, result: Tensor, works: Sequence[Work] = ()) -> None:
         self._result = result
@@ -59,8 +55,9 @@ class Pending(Work):
 
 
 class _Shard(tuple[Tensor, Work]):
-    """As :class:`Pending`, of one work. A tuple, because that is made without a Python call, in
-    each reduction.
+    """A :class:`Pending` of one work.
+
+    It is a tuple, which each reduction can make without a Python call.
     """
 
     __slots__ = ()
@@ -71,17 +68,19 @@ class _Shard(tuple[Tensor, Work]):
         return self[0]
 
 
-_OVER = Pending(torch.empty(0, device="cpu"))
+_FINISHED = Pending(torch.empty(0, device="cpu"))
 
 
 class LocalCollectives:
-    """One rank: everything is already where it belongs.
+    """The communicator of a single rank: all data is already where it belongs.
 
     Attributes:
-        rank: among the ranks that share the model's shards, ``world_size`` in number.
-        global_rank: among all ranks: ``replicas`` groups that share shards.
-        alone: there is nobody to exchange with, and nothing to shard.
-        exchange_log: of the exchanges.
+        rank: this rank's number among those that share the model's shards.
+        world_size: the number of ranks that share the model's shards.
+        global_rank: this rank's number among all ranks.
+        replicas: the number of groups that each share the model's shards.
+        alone: whether there is no other rank to exchange with, and nothing to shard.
+        exchange_log: the log of the exchanges.
     """
 
     alone = True
@@ -95,47 +94,51 @@ class LocalCollectives:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that is held between exchanges."""
+        """Bytes of memory that the communicator keeps between exchanges."""
         return 0
 
     def meet(self, meeting: Meeting) -> None:
-        """Raise :class:`DivergenceError` unless all ranks come to the same meeting, where that can
-        be told.
+        """Compare ``meeting`` with the other ranks, now or at the next agreement.
+
+        Raises:
+            DivergenceError: a rank comes to another meeting, and the communicator compares now.
         """
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
-        """Fill ``buffer`` [world_size * shard] in place; rank r has put its shard at
-        ``[r * shard, (r + 1) * shard)``.
+        """Gather ``buffer`` [world_size * shard] in place.
 
-        What ``wait()`` returns means nothing.
+        Rank r has put its shard at ``[r * shard, (r + 1) * shard)``. The return value of ``wait()``
+        means nothing.
         """
-        return _OVER
+        return _FINISHED
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
-        """Sum ``buffer`` [world_size * shard] over ranks; the result is this rank's shard [shard]
-        of the sum.
+        """Sum ``buffer`` [world_size * shard] over ranks; ``wait()`` returns this rank's [shard].
 
         The result may be part of ``buffer``, which is overwritten.
         """
         return Pending(buffer)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory [nbytes, uint8] that :meth:`all_gather` and :meth:`reduce_scatter` are fastest in;
-        collective.
+        """Return memory [nbytes, uint8] in which all-gathers and reduce-scatters are fastest.
+
+        Collective.
         """
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
-        """Send part r of ``sent`` [world_size * part] to rank r; part r of ``arriving`` is what
-        rank r sends here.
+        """Send part r of ``sent`` [world_size * part] to each rank r.
+
+        The part that rank r sends here arrives in part r of ``arriving`` [world_size * part].
         """
         return Pending(arriving.copy_(sent))
 
     def reduce_scatter_in(
         self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0
     ) -> Work:
-        """As :meth:`reduce_scatter` for fp32, but what travels is rounded to ``dtype``; ``room`` as
-        in :func:`narrow`.
+        """Reduce-scatter an fp32 ``buffer``, whose summands travel rounded to ``dtype``.
+
+        See :meth:`reduce_scatter`; ``room`` is as in :func:`narrow`.
         """
         return _RoundedSum(self, buffer, dtype, room, label)
 
@@ -144,8 +147,9 @@ class LocalCollectives:
         return tensor
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
-        """Elementwise maximum of an int64 CPU tensor [any length] over ranks; host side only, never
-        waits for a device.
+        """Take the elementwise maximum of ``values`` [any length, int64, CPU] over ranks in place.
+
+        It runs on the host and never waits for a device.
         """
         return values
 
@@ -153,17 +157,16 @@ class LocalCollectives:
         """Copy contiguous ``tensor`` of rank ``source`` to all ranks in place."""
         return tensor
 
-    def all_gather_object(self, value: object) -> list[object]:
-        """``value`` of every rank, in rank order."""
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Return ``value`` of every rank, in rank order."""
         return [value]
 
 
 class _RoundedSum(Pending):
-    """A reduce-scatter of ``buffer`` [world_size * shard] in fp32, whose summands travel in
-    ``dtype``.
+    """A reduce-scatter of ``buffer`` [world_size * shard, fp32] whose summands travel in ``dtype``.
 
-    Every rank's shard is rounded, the own one too, so that a sum does not depend on who computes
-    it. Sums are taken in rank order when all have arrived: they do not depend on timing.
+    It rounds the shard of every rank, also this rank's own, so that a sum does not depend on the
+    rank that computes it. It sums in rank order when all have arrived, independent of timing.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class _RoundedSum(Pending):
         room: Tensor,
         label: int,
     ) -> None:
-        # over what has been sent by then
+        # The result overwrites the first rounded values, which have been sent when it is computed.
         super().__init__(buffer[: buffer.numel() // communicator.world_size])
         arriving = buffer.view(dtype)[buffer.numel() :]
         self._exchange = communicator.all_to_all(narrow(buffer, dtype, room), arriving, label)
@@ -190,8 +193,13 @@ class _RoundedSum(Pending):
 
 
 class GroupCollectives(LocalCollectives):
-    """Collectives of a process group (NCCL, or gloo with CUDA tensors); of one rank, too, whose
-    exchanges are real ones.
+    """Collectives of a process group (NCCL, or the base of those over gloo).
+
+    A group of one rank runs real exchanges too.
+
+    Args:
+        group: the ranks that share the model's shards.
+        control: the same ranks in a group for agreements on the host; ``group`` by default.
     """
 
     alone = False
@@ -210,23 +218,23 @@ class GroupCollectives(LocalCollectives):
         work = _all_gather(
             self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS
         )
-        return _OVER if work is None else work
+        return _FINISHED if work is None else work
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
         self.exchange_log.progress[1] += 1
         self.exchange_log.trace.append(label)
-        own = shard = buffer.view(self.world_size, -1)[self.rank]
+        output = shard = buffer.view(self.world_size, -1)[self.rank]
         if buffer.is_complex():  # NCCL knows no complex numbers
-            own, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
-        work = _reduce_scatter(self._group, own, buffer, _REDUCE_OPTIONS)
-        return _Shard((shard, _OVER if work is None else work))
+            output, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
+        work = _reduce_scatter(self._group, output, buffer, _REDUCE_OPTIONS)
+        return _Shard((shard, _FINISHED if work is None else work))
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
         self.exchange_log.progress[1] += 1
         self.exchange_log.trace.append(label)
-        # As bytes: gloo does not know every dtype.
+        # As bytes, because gloo does not know every dtype.
         dist.all_to_all_single(
             arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group
         )
@@ -239,11 +247,11 @@ class GroupCollectives(LocalCollectives):
         return tensor
 
     def meet(self, meeting: Meeting) -> None:
-        """See :meth:`LocalCollectives.meet`; it can be told at the end of the backward."""
+        """See :meth:`LocalCollectives.meet`; ranks compare at the end of the backward."""
         self.exchange_log.trace.append(meeting)
 
     def require_same_label(self, label: int, rank: int, other: int) -> None:
-        """Raise if ``rank`` exchanges ``other`` and not ``label``."""
+        """Raise :class:`DivergenceError` if ``other``, the label of ``rank``, is not ``label``."""
         if other != label:
             names = dist.get_process_group_ranks(self._group)
             log = self.exchange_log
@@ -262,11 +270,11 @@ class GroupCollectives(LocalCollectives):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """See :meth:`LocalCollectives.broadcast`."""
         self.meet(Meeting.VALUES)
-        # As bytes: gloo does not know every dtype.
+        # As bytes, because gloo does not know every dtype.
         dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=source, group=self._group)
         return tensor
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """See :meth:`LocalCollectives.all_gather_object`."""
         self.meet(Meeting.OBJECTS)
         values: list[object] = [None] * self.world_size

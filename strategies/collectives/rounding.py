@@ -1,8 +1,8 @@
-"""fp32 values that travel in a narrower dtype: they are rounded once, and added up in fp32.
+"""In-place rounding of fp32 values that travel in a 16-bit dtype, and the way back.
 
-Nothing here needs memory but for a run of 4096 values, which whoever calls has for good. The bytes
-of n values hold them twice in a dtype of half the size: what is sent lies in one half of the
-buffer, and what arrives lands in the other.
+A value is rounded once, and sums are taken in fp32. The only memory beside the buffer is a scratch
+of 4096 values, which the caller keeps. A buffer of n fp32 values has room for 2n 16-bit ones: the
+values that are sent lie in its first half, and those that arrive land in the second.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# this many values are converted by way of a copy; beyond, source and target do not overlap
-_APART = 4096
-ROOM = 2 * _APART  # bytes of it
+# So many values are converted by way of a copy, because their source and target may overlap.
+_COPIED_VALUES = 4096
+ROOM = 2 * _COPIED_VALUES  # bytes of the scratch memory that the callers pass as ``room``
 
 
 def narrow(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> Tensor:
-    """Round fp32 ``buffer`` [n] to ``dtype`` of 16 bits, in place; returns the result [n], its
-    first half.
+    """Round fp32 ``buffer`` [n] to a 16-bit ``dtype`` in place; return its first half, the result.
 
-    ``room`` [:data:`ROOM`, bytes] is written to.
+    The result is [n, ``dtype``]. ``room`` [:data:`ROOM`, uint8] is overwritten.
     """
     n = buffer.numel()
     low = buffer.view(dtype)[:n]
-    done = min(n, _APART)
+    done = min(n, _COPIED_VALUES)
     low[:done].copy_(room.view(dtype)[:done].copy_(buffer[:done]))
-    while done < n:  # values [done, 2 * done) land where [done / 2, done) were
+    # Values [done, 2 * done) land where [done / 2, done), already converted, were.
+    while done < n:
         stop = min(2 * done, n)
         low[done:stop].copy_(buffer[done:stop])
         done = stop
@@ -33,14 +33,15 @@ def narrow(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> Tensor:
 
 
 def widen(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> None:
-    """Undo :func:`narrow`, from values [n] of ``dtype`` in the second half of ``buffer`` [n];
-    ``room`` as there.
+    """Widen the second half of ``buffer`` [n, fp32], which is [n, ``dtype``], to all of it.
+
+    ``room`` [:data:`ROOM`, uint8] is overwritten.
     """
     n = buffer.numel()
     high = buffer.view(dtype)[n:]
     done = 0
-    # up to the middle of what is left, targets end before their sources begin
-    while n - done > _APART:
+    # In each round the targets end where their sources begin: at the middle of the rest.
+    while n - done > _COPIED_VALUES:
         stop = (n + done) // 2
         buffer[done:stop].copy_(high[done:stop])
         done = stop

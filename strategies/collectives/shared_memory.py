@@ -1,9 +1,9 @@
 """The communicator between ranks of one machine: memory that all of them map, in place of messages.
 
-Slots and the reduce buffer lie in such memory. A rank that has put its part there posts the
-exchange on its flags; the others copy, or add, straight from there. Results are bitwise those of
-:class:`~.pairwise.PairwiseCollectives`. Waiting for an exchange also waits until every other rank
-has read what this one gave: only then may the memory change.
+Unsharded buffers and the reduce buffer lie in such memory. A rank that has put its part there posts
+the exchange in its flags; the others copy, or add, straight from there. Results are bitwise those
+of :class:`~.pairwise.PairwiseCollectives`. ``wait()`` of an exchange also waits until every other
+rank has read this rank's part: only then may the memory change.
 """
 
 from __future__ import annotations
@@ -23,97 +23,101 @@ from .pairwise import PairwiseCollectives
 from .process_group import Pending, Work
 from .shared_flags import FLAGS_BYTES, SharedFlags
 
-_BALLOT_BYTES = 1 << 16  # for agreements
+_BALLOT_BYTES = 1 << 16  # memory of each rank for agreements
 
 
 class SharedMemoryCollectives(PairwiseCollectives):
-    """Ranks of one machine on the CPU. What is not in memory of :meth:`allocate` goes by way of the
-    base class.
+    """Collectives between ranks of one machine on the CPU.
+
+    Tensors outside the memory of :meth:`allocate` travel by way of the base class.
     """
 
     def __init__(self, group: dist.ProcessGroup, flags: SharedFlags, ballots: list[Tensor]) -> None:
         super().__init__(group)
         self.flags, self.others = flags, self._others
-        self.unread: list[_Gather | _Taking] = []
-        flags.meanwhile, flags.require_same_label = self._read, self.require_same_label
-        self._blocks: list[
-            tuple[int, int, list[Tensor]]
-        ] = []  # address, bytes, the block of each rank
+        self.unread: list[_Gather | _ReadAtOnce] = []  # exchanges of which this rank has to read
+        flags.on_wait, flags.require_same_label = self._read, self.require_same_label
+        # address, bytes, the block of each rank
+        self._blocks: list[tuple[int, int, list[Tensor]]] = []
         self._ballots = [block.view(torch.int64) for block in ballots]  # of each rank
 
     @staticmethod
     def open(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
-        """The communicator, if all ranks of ``group`` are on one machine and may map each other's
-        memory; collective.
+        """Make the communicator if the ranks of ``group`` can map each other's memory, else None.
+
+        They must be on one machine, on Linux and x86-64. Collective.
         """
         here = (socket.gethostname(), platform.machine(), hasattr(os, "memfd_create"))
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, (here, os.getpid()), group=group)
-        # Other processors may show stores to each other in another order.
+        # Only on x86 do processors see each other's stores in the order of the program, as
+        # `SharedFlags.post` needs.
         if (
             any(there != here for there, _ in everyone)
             or here[1] not in ("x86_64", "AMD64")
             or not here[2]
         ):
             return None
-        blocks, ballots = _share(group, FLAGS_BYTES), _share(group, _BALLOT_BYTES)
+        blocks, ballots = _share_memory(group, FLAGS_BYTES), _share_memory(group, _BALLOT_BYTES)
         if blocks is None or ballots is None:
             return None
-        words = [memoryview(block.numpy()).cast("q") for block in blocks]
+        words = [block.numpy().data.cast("q") for block in blocks]
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         flags = SharedFlags(words, dist.get_rank(group), [pid for _, pid in everyone], timeout)
         return SharedMemoryCollectives(group, flags, ballots)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See :meth:`LocalCollectives.allocate`."""
-        blocks = _share(self._group, nbytes)
+        blocks = _share_memory(self._group, nbytes)
         if blocks is None:
             return super().allocate(nbytes, device)
         self._blocks.append((blocks[self.rank].data_ptr(), nbytes, blocks))
         return blocks[self.rank]
 
-    def _everyones(self, buffer: Tensor) -> list[Tensor] | None:
-        """What each rank has in the place of ``buffer``, as [world_size, shard]; None if that is
-        not shared memory.
+    def _find_buffers(self, buffer: Tensor) -> list[Tensor] | None:
+        """Return each rank's memory [world_size, shard] at the place of ``buffer``.
+
+        None if ``buffer`` is not in shared memory.
         """
         for address, nbytes, blocks in self._blocks:
             offset = buffer.data_ptr() - address
             if 0 <= offset < nbytes:
-                same = [
-                    block[offset : offset + buffer.nbytes].view(buffer.dtype) for block in blocks
+                end = offset + buffer.nbytes
+                return [
+                    block[offset:end].view(buffer.dtype).view(self.world_size, -1)
+                    for block in blocks
                 ]
-                return [there.view(self.world_size, -1) for there in same]
         return None
 
     def _read(self) -> None:
-        """Another rank may wait for that, whatever this one waits for."""
+        """Read what has been posted; another rank may wait for that while this one waits."""
         for exchange in tuple(self.unread):
             exchange.read()
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
-        everyones = self._everyones(buffer)
-        if everyones is None:
+        buffers = self._find_buffers(buffer)
+        if buffers is None:
             return super().all_gather(buffer, label)
         self.exchange_log.progress[1] += 1
-        return _Gather(self, label, buffer, everyones)
+        return _Gather(self, label, buffer, buffers)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        everyones = self._everyones(buffer)
-        if everyones is None:
+        buffers = self._find_buffers(buffer)
+        if buffers is None:
             return super().reduce_scatter(buffer, label)
         self.exchange_log.progress[1] += 1
-        mine = [shards[self.rank] for shards in everyones]
-        return _Sum(self, label, mine[self.rank], mine)
+        summands = [shards[self.rank] for shards in buffers]
+        return _Sum(self, label, summands[self.rank], summands)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
-        everyones = self._everyones(sent)
-        if everyones is None:
+        buffers = self._find_buffers(sent)
+        if buffers is None:
             return super().all_to_all(sent, arriving, label)
         self.exchange_log.progress[1] += 1
-        return _Swap(self, label, arriving, [parts[self.rank] for parts in everyones])
+        return _Swap(self, label, arriving, [parts[self.rank] for parts in buffers])
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
@@ -124,15 +128,16 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return _Maximum(self, meeting, values, self._ballots).wait()
 
     def _exchange_label(self, label: int) -> Any:
-        return _Label(self, label, self._ballots[0], [])  # what it results in is not looked at
+        return _Label(self, label, self._ballots[0], [])  # the caller ignores the result
 
 
 class _Exchange(Pending):
-    """One line of the flags, from this rank's post on, in which ranks read what others have.
+    """An exchange that this rank has posted, in which ranks read from each other's memory.
 
     Args:
-        result: of :meth:`wait`.
-        parts: what each rank has, in rank order.
+        label: the label to post.
+        result: the return value of :meth:`wait`.
+        parts: memory of each rank, in rank order.
     """
 
     def __init__(
@@ -142,30 +147,32 @@ class _Exchange(Pending):
         self._communicator, self._label, self._parts = communicator, label, parts
         self._number = communicator.flags.post(label)
 
-    def _expect(self, rank: int) -> None:
-        """Wait until ``rank`` has come; raise if it came to something else."""
+    def _wait_for_post(self, rank: int) -> None:
+        """Wait until ``rank`` has posted the exchange; raise if its label differs."""
         self._communicator.require_same_label(
-            self._label, rank, self._communicator.flags.posted(rank, self._number)
+            self._label, rank, self._communicator.flags.wait_for_post(rank, self._number)
         )
 
-    def _leave(self) -> None:
-        """This rank has read all it needs; wait until the others have."""
+    def _finish(self) -> None:
+        """Post that this rank has read all it needs, and wait until the others have."""
         self._communicator.flags.finish(self._number)
         self._communicator.flags.wait_until_read(self._number)
 
 
 class _Label(_Exchange):
-    """Nothing but the comparison."""
+    """Compares labels and does nothing else."""
 
     def wait(self) -> Tensor:
-        """Until all ranks have come."""
+        """Wait until all ranks have posted; raise if a label differs."""
         for rank in self._communicator.others:
-            self._expect(rank)
+            self._wait_for_post(rank)
         return self._result
 
 
 class _Gather(_Exchange):
-    """Copies shards; of ranks that have come already at once, so that whoever comes last finds that
+    """Copies the shards of the other ranks.
+
+    It copies at once from ranks that have posted already, so that the last rank to come finds that
     the others have read.
     """
 
@@ -178,7 +185,7 @@ class _Gather(_Exchange):
         self.read()
 
     def read(self) -> None:
-        """Copy what has been posted by now."""
+        """Copy the shards of ranks that have posted by now."""
         for rank in tuple(self._unread):
             if self._communicator.flags.is_posted(rank, self._number, self._label):
                 self._parts[self._communicator.rank][rank].copy_(self._parts[rank][rank])
@@ -190,15 +197,17 @@ class _Gather(_Exchange):
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
         for rank in tuple(self._unread):
-            self._expect(rank)
+            self._wait_for_post(rank)
         if self._unread:
             self.read()
-        self._leave()  # hazard: a module may write to its weights, and another unit takes the slot
+        # hazard: others still read this shard while a module writes to its weights, or while
+        # another unit gets the buffer
+        self._finish()
         return self._result
 
 
-class _Taking(_Exchange):
-    """Takes what all have at once, when all have come."""
+class _ReadAtOnce(_Exchange):
+    """Reads the parts of all ranks at once, when all have posted."""
 
     def __init__(
         self, communicator: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]
@@ -206,17 +215,17 @@ class _Taking(_Exchange):
         super().__init__(communicator, label, result, parts)
         communicator.unread.append(self)
 
-    def take(self) -> None:
-        """Read what the others have."""
+    def read_parts(self) -> None:
+        """Compute the result from the parts of all ranks."""
         raise NotImplementedError
 
     def read(self) -> None:
-        """Take, if all have come by now."""
+        """Read the parts if all ranks have posted by now."""
         if all(
             self._communicator.flags.is_posted(rank, self._number, self._label)
             for rank in self._communicator.others
         ):
-            self.take()
+            self.read_parts()
             self._communicator.unread.remove(self)
             self._communicator.flags.finish(self._number)
 
@@ -224,20 +233,21 @@ class _Taking(_Exchange):
         """See :meth:`Work.wait`."""
         communicator = self._communicator
         for rank in communicator.others:
-            self._expect(rank)
+            self._wait_for_post(rank)
         if self in communicator.unread:
             self.read()
-        # hazard: overwriting what other ranks still read
+        # hazard: the caller overwrites memory that other ranks still read
         communicator.flags.wait_until_read(self._number)
         return self._result
 
 
-class _Sum(_Taking):
-    """Adds up in rank order."""
+class _Sum(_ReadAtOnce):
+    """Adds up the parts in rank order, into this rank's part."""
 
-    def take(self) -> None:
-        """See :meth:`_Taking.take`."""
-        # nobody else reads this part of rank 0's block: it may hold the partial sum
+    def read_parts(self) -> None:
+        """See :meth:`_ReadAtOnce.read_parts`."""
+        # No other rank reads this part of rank 0's block, so it may hold the partial sum. From this
+        # rank's own part on, which the sum has then read, the sum lies there.
         partial = self._parts[0]
         for rank in range(1, len(self._parts)):
             partial = torch.add(
@@ -247,55 +257,61 @@ class _Sum(_Taking):
             )
 
 
-class _Swap(_Taking):
-    """Copies this rank's part of each."""
+class _Swap(_ReadAtOnce):
+    """Copies from each rank the part for this rank."""
 
-    def take(self) -> None:
-        """See :meth:`_Taking.take`."""
+    def read_parts(self) -> None:
+        """See :meth:`_ReadAtOnce.read_parts`."""
         for part, target in zip(self._parts, self._result.view(len(self._parts), -1), strict=True):
             target.copy_(part)
 
 
 class _Maximum(_Exchange):
-    """Of votes, element by element."""
+    """Takes the maximum of all ranks' votes, element by element."""
 
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
         for rank in self._communicator.others:
-            self._expect(rank)
+            self._wait_for_post(rank)
             torch.maximum(self._result, self._parts[rank][: self._result.numel()], out=self._result)
-        self._leave()  # hazard: the next vote
+        self._finish()  # hazard: the next agreement overwrites votes that others still read
         return self._result
 
 
-def _share(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
-    """``nbytes`` [bytes] of memory of each rank, mapped by all; None on all ranks if one cannot map
-    another's. Collective.
+def _share_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
+    """Return a block [nbytes, uint8] of each rank, in rank order, mapped by all ranks.
 
-    The memory has no name and is gone with the last process that maps it, however that ends.
+    None on all ranks if one cannot map another's block, or if ``nbytes`` is 0. The memory has no
+    name in a file system and is gone with the last process that maps it, however that process ends.
+    Collective.
     """
     if not nbytes:
         return None
     world_size = dist.get_world_size(group)
-    fd = os.memfd_create(f"lightning_zero3 rank {dist.get_rank(group)}")  # in /proc/<pid>/maps
+    # The name shows in /proc/<pid>/maps.
+    fd = os.memfd_create(f"lightning_zero3 rank {dist.get_rank(group)}")
     try:
-        os.ftruncate(fd, nbytes + len(token := secrets.token_bytes(64)))
+        token = secrets.token_bytes(64)
+        os.ftruncate(fd, nbytes + len(token))
         os.pwrite(fd, token, nbytes)
         offers: list[Any] = [None] * world_size
         dist.all_gather_object(offers, (f"/proc/{os.getpid()}/fd/{fd}", token), group=group)
-        blocks = [_map(path, nbytes, token) for path, token in offers]
-        opened: list[Any] = [None] * world_size
-        dist.all_gather_object(opened, all(block is not None for block in blocks), group=group)
+        blocks = [_map_block(path, nbytes, token) for path, token in offers]
+        are_mapped: list[Any] = [None] * world_size
+        # hazard: the descriptor must stay open until every rank has mapped the block through it
+        dist.all_gather_object(are_mapped, all(block is not None for block in blocks), group=group)
     finally:
         os.close(fd)
-    return [block for block in blocks if block is not None] if all(opened) else None
+    return [block for block in blocks if block is not None] if all(are_mapped) else None
 
 
-def _map(path: str, nbytes: int, token: bytes) -> Tensor | None:
+def _map_block(path: str, nbytes: int, token: bytes) -> Tensor | None:
+    """Map ``nbytes`` of the file ``path``; None if this process cannot, or the file is another."""
     try:
         with open(path, "rb") as file:
             file.seek(nbytes)
-            if file.read() != token:  # another machine's process may have the same number
+            # On a machine with the same host name another process may have the same id.
+            if file.read() != token:
                 return None
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     except (OSError, RuntimeError):

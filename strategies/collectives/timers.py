@@ -1,6 +1,4 @@
-"""Time between two marks, by CUDA events or by the host's clock, and the time of a communicator's
-collectives.
-"""
+"""Timers: clocks of the host and of CUDA devices, and the time that collectives take."""
 
 from __future__ import annotations
 
@@ -16,35 +14,35 @@ from .process_group import LocalCollectives
 
 
 class HostClock:
-    """Marks on the host, for runs without CUDA."""
+    """Sets marks in the host's time, for runs without CUDA."""
 
     def mark(self) -> Any:
-        """Now."""
+        """Return a mark of the current time."""
         return time.perf_counter()
 
     def is_done(self, mark: Any) -> bool:
-        """Whether the mark has been passed."""
+        """Return whether the mark has been passed."""
         return True
 
     def between(self, first: Any, second: Any) -> float:
-        """Seconds."""
+        """Return the seconds from ``first`` to ``second``."""
         return second - first
 
     def recycle(self, *marks: Any) -> None:
-        """These will not be asked again."""
+        """Take back marks that the caller needs no more."""
 
 
 class EventClock(HostClock):
-    """Marks in the current CUDA stream; they are read when the device has passed them, and nothing
-    waits.
-    """
+    """Sets marks in the current CUDA stream, to be read without a wait when the device is past."""
 
     def __init__(self) -> None:
-        self._unused: list[torch.cuda.Event] = []  # creating one costs more than recording it
+        # Events are used again, because creating one costs more than recording it.
+        self._unused: list[torch.cuda.Event] = []
 
     def mark(self) -> Any:
-        """See :meth:`HostClock.mark`; None during the capture of a CUDA graph, which would take the
-        event with it.
+        """See :meth:`HostClock.mark`; None while a CUDA graph is captured.
+
+        The capture would make the event a part of the graph.
         """
         if torch.cuda.is_current_stream_capturing():
             return None
@@ -66,62 +64,58 @@ class EventClock(HostClock):
 
 
 def make_clock(device: torch.device) -> HostClock:
-    """The clock of ``device``."""
+    """Make the clock that suits ``device``."""
     return EventClock() if device.type == "cuda" else HostClock()
 
 
 class CallTimer:
     """Adds up the time of calls that start collectives.
 
-    On CUDA that is the time between events before and after each collective in its own stream,
-    waiting for other ranks included, whether or not anything is computed beside it; what a CUDA
-    graph replays is not seen. On the CPU it is what the host spends on starting collectives and
-    waiting for them; what passes while it computes does not count.
+    On CUDA it adds the time between events before and after each collective in its own stream,
+    waits for other ranks included, whether or not the device computes beside it; it does not see
+    collectives that a CUDA graph replays. On the CPU it adds the time that the host spends on
+    starting collectives and waiting for them; the time in which the host computes does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = make_clock(device)
         self._on_host = type(self._clock) is HostClock
-        self._spans: deque[tuple[Any, Any]] = deque()  # that the device may not have passed yet
+        self._spans: deque[tuple[Any, Any]] = deque()  # marks that the device may not have passed
         self._total_s = 0.0
 
     def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method``, timed."""
+        """Return a function that calls ``method`` and adds the time to this timer."""
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = self._clock.mark()
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = self._clock.mark()
             result = method(*args, **kwargs)
-            if begun is not None:
-                self._spans.append((begun, self._clock.mark()))
-                if len(self._spans) > 1000:  # nobody asks
+            if begin is not None:
+                self._spans.append((begin, self._clock.mark()))
+                if len(self._spans) > 1000:  # without a reader the deque would grow for ever
                     self.seconds()
             if self._on_host and hasattr(result, "wait"):
                 return SimpleNamespace(wait=self.timed(result.wait))
             return result
 
-        return timed
+        return call
 
     def seconds(self) -> float:
-        """Of all collectives since this timer was made that the device has passed."""
+        """Return the time of all collectives that the device has passed since this timer began."""
         while self._spans and self._clock.is_done(self._spans[0][1]):
-            begun, ended = self._spans.popleft()
-            self._total_s += self._clock.between(begun, ended)
-            self._clock.recycle(begun, ended)
+            begin, end = self._spans.popleft()
+            self._total_s += self._clock.between(begin, end)
+            self._clock.recycle(begin, end)
         return self._total_s
 
 
 class CollectiveTimer(CallTimer):
-    """The time of the collectives that go through a communicator."""
+    """Adds up the time of the collectives that go through a communicator."""
 
     def __init__(self, communicator: LocalCollectives, device: torch.device) -> None:
         super().__init__(device)
         self.communicator = communicator
-        # The units hold the communicator itself, so it is the communicator that changes.
-        for name in (
-            "all_gather",
-            "reduce_scatter",
-            "all_to_all",
-            "all_reduce",
-            *(["agree"] if self._on_host else []),
-        ):
+        names = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+        # On CUDA agreements do not count: ranks agree on the host, without the device.
+        # The methods of the object change, because the units refer to this very object.
+        for name in names + ["agree"] * self._on_host:
             setattr(communicator, name, self.timed(getattr(communicator, name)))

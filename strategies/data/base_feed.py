@@ -1,8 +1,7 @@
-"""Where a loader's batches come from, as (batch, position) pairs; and copies of the user's
-`DataLoader` to make them.
+"""The interface of a feed, which yields batches with positions, and copies of a `DataLoader`.
 
-A feed knows nothing about epochs' bookkeeping or devices; it starts at a position and says, with
-every batch, the position after it. `loader` decides which position counts.
+A feed knows nothing about devices and keeps no count of epochs. It starts at a position, and yields
+with every batch the position after the batch. `loader` decides which position counts.
 """
 
 from __future__ import annotations
@@ -13,62 +12,68 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-Pairs = Iterator[tuple[Any, Any]]
+Pairs = Iterator[tuple[Any, Any]]  # (batch, position after the batch)
 
 
 class Feed(Protocol):
-    """What `ShardedLoader` needs to know of its data."""
+    """A source of this rank's batches, as `ShardedLoader` uses it."""
 
-    inner: DataLoader
-    label: str
+    loader: DataLoader  # the copy of the user's loader that reads
+    label: str  # names rank and loader in errors
     row_samples: int  # samples that all ranks together get in one row
 
-    def start(self, epoch: int, cycle: int, position: Any, new_epoch: bool) -> Pairs:
-        """Batches from ``position`` on, each with the position after it."""
+    def start(self, epoch: int, cycle: int, position: Any, is_new_epoch: bool) -> Pairs:
+        """Yield the batches from ``position`` on, each with the position after the batch.
+
+        With ``is_new_epoch``, ``position`` is the end of the epoch before.
+        """
         ...
 
     def batches_per_rank(self) -> list[int] | None:
-        """Batches of every rank in a whole epoch; None if unknown."""
+        """Count the batches of every rank in a whole epoch; None if the feed cannot know."""
         ...
 
-    def done_before(self, position: Any) -> int | None:
-        """This rank's batches that count as done at ``position``; None: as many as were counted."""
+    def count_done_batches(self, position: Any) -> int | None:
+        """Count this rank's batches that are done at ``position``.
+
+        None if only the loader that saved the position knows the number.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same when a state is loaded."""
+        """Describe the data by facts that a state's feed and this feed must have in common."""
         ...
 
-    def save(self, position: Any) -> Any:
-        """A position as plain containers."""
+    def save_position(self, position: Any) -> Any:
+        """Convert a position to plain containers."""
         ...
 
-    def load(self, state: Any, saved: dict[str, Any]) -> Any:
-        """The inverse of `save`; raises if ``saved`` describes other data."""
+    def load_position(self, state: Any, saved: dict[str, Any]) -> Any:
+        """Convert back from `save_position`; raises `ValueError` if ``saved`` is of other data."""
         ...
 
     def length(self) -> int | None:
-        """This rank's batches in a whole epoch; None if unknown."""
+        """Count this rank's batches in a whole epoch; None if the feed cannot know."""
         ...
 
-    def finished(self, position: Any) -> bool:
-        """Whether nothing is left after ``position``."""
+    def is_finished(self, position: Any) -> bool:
+        """Whether the pass has no batch after ``position``."""
         ...
 
-    def after_rows(self, rows: int) -> Any:
-        """The position after some rows of an epoch, None if it has to be read to be known."""
+    def position_after_rows(self, rows: int) -> Any:
+        """Compute the position after some rows of an epoch; None if only reading can find it."""
         ...
 
     def set_epoch(self, epoch: int) -> None:
-        """Lengths asked for from now on are those of this epoch."""
+        """Make lengths refer to this epoch from now on."""
         ...
 
     def reseed(self, seed: int) -> None:
-        """Draw orders from another seed, that of the run which is resumed."""
+        """Draw orders from another seed, that of rank 0 or of the run that is resumed."""
         ...
 
     def rewind(self) -> None:
-        """The pass that began last is given up and begins again."""
+        """Give up the pass that began last, so that it can begin again."""
         ...
 
     def close(self) -> None:
@@ -77,10 +82,10 @@ class Feed(Protocol):
 
 
 def copy_loader(loader: DataLoader, **replaced: Any) -> DataLoader:
-    """The user's loader with other attributes, class and all; the user's object stays as it is.
+    """Copy the user's loader with other attributes; the copy keeps the class of the original.
 
-    Past ``__setattr__``, which refuses these after construction. A `StatefulDataLoader` becomes a
-    plain loader: its own state would count what was fetched.
+    A `StatefulDataLoader` becomes a plain loader, because its own state would count the batches
+    that were fetched.
     """
     if type(loader).__module__.partition(".")[0] == "torchdata":
         attributes = {
@@ -93,6 +98,7 @@ def copy_loader(loader: DataLoader, **replaced: Any) -> DataLoader:
         clone.__dict__.setdefault("_DataLoader__initialized", True)
     else:
         clone = copy.copy(loader)
+    # `DataLoader.__setattr__` refuses to change `dataset` and the samplers after construction.
     clone.__dict__.update(_iterator=None, **replaced)
     return clone
 

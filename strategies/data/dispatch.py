@@ -1,9 +1,10 @@
-"""Rank 0 reads for everybody: batches travel from rank to rank, not through the file system.
+"""Dispatch: rank 0 reads for all ranks and sends each rank its batches.
 
-Per rank and batch, rank 0 sends a header of three integers and one buffer with all tensors of the
-batch. The structure around the tensors (containers, shapes, other objects) is pickled, and sent
-only when it differs from the last one. Each rank is sent its own batch and nothing else. The group
-is one of its own, on CPU, so that its messages cannot meet the collectives of the training step.
+Per rank and batch, rank 0 sends a header of three integers [kind, bytes of the structure, bytes of
+the buffer] and one buffer with all tensors of the batch. The structure around the tensors
+(containers, shapes, other objects) is pickled; rank 0 sends it only when it differs from the last
+one. A rank gets no other rank's batch. The messages have a process group of their own, on CPU, so
+that they cannot meet the collectives of the training step.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from .device import map_tensors
 from .map_feed import MapFeed
 
 _BATCH, _END, _ERROR = 0, 1, 2
-# A message that is freed before it has left never arrives, so the lists of messages on their way
-# outlive a loop that is given up and a loader that is dropped: at most one row each.
-_KEPT: list[list[Any]] = []
+# hazard: a message whose buffer is freed before it was sent never arrives. This list keeps the
+# messages of a loop that was given up or of a loader that was dropped: at most one row each.
+_UNSENT_MESSAGES: list[list[Any]] = []
 _ALIGN = 16  # bytes; views of every dtype start aligned
 
 
 class _Slot:
-    """Stands for tensor number ``index`` in a pickled structure."""
+    """A place holder for tensor number ``index`` in a pickled structure."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     def to(self) -> None:
-        """Never called; having it makes `map_tensors` treat a slot as a leaf."""
+        """Mark a slot as a leaf for `map_tensors`; nobody calls this method."""
 
 
 def pack(batch: Any) -> tuple[bytes, torch.Tensor]:
     """Split a batch into its structure and one flat buffer with the bytes of all its tensors."""
     tensors: list[torch.Tensor] = []
 
-    def out(tensor: torch.Tensor) -> Any:
+    def replace_tensor(tensor: torch.Tensor) -> Any:
         tensors.append(tensor)
         return _Slot(len(tensors) - 1)
 
-    skeleton = map_tensors(batch, out, lambda obj: obj)
+    skeleton = map_tensors(batch, replace_tensor, lambda obj: obj)
     layout, offset = [], 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -60,7 +61,7 @@ def pack(batch: Any) -> tuple[bytes, torch.Tensor]:
 
 
 def unpack(structure: tuple[Any, list[Any]], buffer: torch.Tensor) -> Any:
-    """The inverse of `pack`; the tensors are views of ``buffer``."""
+    """Rebuild a batch from the results of `pack`; its tensors are views of ``buffer``."""
     skeleton, layout = structure
     views = [
         buffer[begin : begin + size].view(dtype).view(shape) for dtype, shape, begin, size in layout
@@ -71,9 +72,15 @@ def unpack(structure: tuple[Any, list[Any]], buffer: torch.Tensor) -> Any:
 
 
 class DispatchFeed:
-    """Rank 0's feed shared out; see `Feed`. On the other ranks ``feed`` is None or only counts.
+    """Shares rank 0's feed out among the ranks; see `Feed`.
 
-    ``feed`` on rank 0 yields every row's batches for all ranks, one after the other.
+    Args:
+        feed: on rank 0, yields the batches of all ranks, row by row and in rank order. On the other
+            ranks, None for a stream; for map-style data a `MapFeed`, which only counts.
+        loader: the user's loader.
+        label: names rank and loader in errors.
+        rank: this rank.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -86,56 +93,59 @@ class DispatchFeed:
     ) -> None:
         self.group = dist.new_group(backend="gloo")
         self.feed = feed
-        self.inner = feed.inner if feed is not None else loader
+        self.loader = feed.loader if feed is not None else loader
         self.label = label
         self.rank = rank
         self.world_size = world_size
-        self._in_flight: list[Any] = []  # (work, tensor) of the row on its way
-        _KEPT.append(self._in_flight)
+        self._in_flight: list[Any] = []  # (work, tensor) of each message of the newest row
+        _UNSENT_MESSAGES.append(self._in_flight)
         facts: list[Any] = (
-            [(feed.row_samples, feed.batches_per_rank(), feed.describe())] if rank == 0 else [None]
+            [(feed.row_samples, feed.batches_per_rank(), feed.describe())]
+            if rank == 0 and feed is not None
+            else [None]
         )
         dist.broadcast_object_list(facts, group=self.group)
-        self.row_samples, self._counts, self._facts = facts[0]
+        self.row_samples, self._batch_counts, self._facts = facts[0]
 
-    def start(self, epoch: int, cycle: int, position: Any, new_epoch: bool) -> Pairs:
+    def start(self, epoch: int, cycle: int, position: Any, is_new_epoch: bool) -> Pairs:
         """See `Feed`."""
         self._finish_sending()
         if self.rank == 0:
             assert self.feed is not None
-            return self._send(self.feed.start(epoch, cycle, position, new_epoch))
+            return self._send_rows(self.feed.start(epoch, cycle, position, is_new_epoch))
         if not isinstance(self.feed, MapFeed):
-            return self._receive(lambda count: count)
-        self.feed.sampler.begin(epoch, cycle, 0 if new_epoch else position or 0)
-        return self._receive(self.feed.sampler.plan().handed_over)
+            return self._receive_batches(lambda count: count)
+        self.feed.sampler.begin_pass(epoch, cycle, 0 if is_new_epoch else position or 0)
+        return self._receive_batches(self.feed.sampler.plan().items_after)
 
-    def _send(self, pairs: Pairs) -> Pairs:
-        sent: dict[int, bytes] = {}
+    def _send_rows(self, pairs: Pairs) -> Pairs:
+        last_structures: dict[int, bytes] = {}  # by rank
         try:
-            for row in self._rows(pairs):
-                # The row before is on its way while this one is read; its buffers are done with
-                # now.
+            for row in self._group_rows(pairs):
+                # Rank 0 reads this row while the row before travels.
                 self._finish_sending()
                 for rank in range(1, self.world_size):
                     kind, batch = (_BATCH, row[rank][0]) if rank < len(row) else (_END, None)
-                    self._post(rank, kind, batch, sent)
+                    self._send_batch(rank, kind, batch, last_structures)
                 yield row[0][0], row[-1][1]
         except Exception as error:
             for rank in range(1, self.world_size):
-                self._post(rank, _ERROR, [f"{type(error).__name__}: {error}"], sent)
+                reason = f"{type(error).__name__}: {error}"
+                self._send_batch(rank, _ERROR, [reason], last_structures)
             self._finish_sending()
             raise
         for rank in range(1, self.world_size):
-            self._post(rank, _END, None, sent)
+            self._send_batch(rank, _END, None, last_structures)
         self._finish_sending()
 
     def _finish_sending(self) -> None:
+        # hazard: a buffer must not be freed before its message was sent.
         for work, _ in self._in_flight:
             work.wait()
         self._in_flight.clear()
 
-    def _rows(self, pairs: Pairs) -> Iterator[list[tuple[Any, Any]]]:
-        """Group the batches of one row; the last row may lack those of the last ranks."""
+    def _group_rows(self, pairs: Pairs) -> Iterator[list[tuple[Any, Any]]]:
+        """Group the batches of one row; the last row may lack the batches of the last ranks."""
         row: list[tuple[Any, Any]] = []
         for pair in pairs:
             row.append(pair)
@@ -145,10 +155,12 @@ class DispatchFeed:
         if row:
             yield row
 
-    def _post(self, rank: int, kind: int, batch: Any, sent: dict[int, bytes]) -> None:
+    def _send_batch(
+        self, rank: int, kind: int, batch: Any, last_structures: dict[int, bytes]
+    ) -> None:
         structure, buffer = pack(batch)
-        is_new = sent.get(rank) != structure
-        sent[rank] = structure
+        is_new = last_structures.get(rank) != structure
+        last_structures[rank] = structure
         header = torch.tensor(
             [kind, len(structure) if is_new else 0, buffer.numel()], dtype=torch.int64, device="cpu"
         )
@@ -159,7 +171,7 @@ class DispatchFeed:
             parts.append(buffer)
         self._in_flight += [(dist.isend(part, rank, self.group), part) for part in parts]
 
-    def _receive(self, position_after: Callable[[int], Any]) -> Pairs:
+    def _receive_batches(self, position_after: Callable[[int], Any]) -> Pairs:
         structure: Any = None
         header = torch.empty(3, dtype=torch.int64, device="cpu")
         count = 0
@@ -184,36 +196,38 @@ class DispatchFeed:
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`."""
-        return self.feed.batches_per_rank() if isinstance(self.feed, MapFeed) else self._counts
+        if isinstance(self.feed, MapFeed):
+            return self.feed.batches_per_rank()
+        return self._batch_counts
 
     def length(self) -> int | None:
         """See `Feed`."""
         counts = self.batches_per_rank()
         return None if counts is None else counts[self.rank]
 
-    def done_before(self, position: Any) -> int | None:
+    def count_done_batches(self, position: Any) -> int | None:
         """See `Feed`."""
-        return self.feed.done_before(position) if isinstance(self.feed, MapFeed) else None
+        return self.feed.count_done_batches(position) if isinstance(self.feed, MapFeed) else None
 
-    def finished(self, position: Any) -> bool:
-        """See `Feed`. A receiver of a stream learns it when the stream ends."""
-        return self.feed.finished(position) if self.feed is not None else False
+    def is_finished(self, position: Any) -> bool:
+        """See `Feed`. A receiver of a stream notices the end only when rank 0 sends it."""
+        return self.feed.is_finished(position) if self.feed is not None else False
 
     def describe(self) -> dict[str, Any]:
         """See `Feed`."""
         return self._facts
 
-    def save(self, position: Any) -> Any:
+    def save_position(self, position: Any) -> Any:
         """See `Feed`. Only rank 0, which writes the checkpoint, knows a stream's position."""
-        return self.feed.save(position) if self.feed is not None else None
+        return self.feed.save_position(position) if self.feed is not None else None
 
-    def load(self, state: Any, saved: dict[str, Any]) -> Any:
+    def load_position(self, state: Any, saved: dict[str, Any]) -> Any:
         """See `Feed`."""
-        return self.feed.load(state, saved) if self.feed is not None else None
+        return self.feed.load_position(state, saved) if self.feed is not None else None
 
-    def after_rows(self, rows: int) -> Any:
+    def position_after_rows(self, rows: int) -> Any:
         """See `Feed`."""
-        return self.feed.after_rows(rows) if isinstance(self.feed, MapFeed) else None
+        return self.feed.position_after_rows(rows) if isinstance(self.feed, MapFeed) else None
 
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""

@@ -1,4 +1,4 @@
-"""The loader that a loop sees: it counts what it hands over, and continues from there."""
+"""The loader that a loop reads: it counts the batches it hands over and resumes after them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ..support import profile_range
 from .base_feed import Feed
 from .device import DeviceFeed
 from .no_batch import NoBatch
@@ -20,58 +21,60 @@ from .options import DataOptions, Stage
 from .stream import is_stateful
 
 VERSION = 1
+_END = object()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a loader stands between two batches.
+    """A place between two batches of a loader.
 
     Attributes:
-        epoch: of the sequence of samples.
+        epoch: the epoch whose order the pass reads.
         cycle: pass within the epoch; above 0 when a combined loader starts a short loader again.
-        batches: this rank's batches of the pass that were handed over.
-        position: the feed's own measure; None is the beginning.
-        new_epoch: ``position`` is the end of the epoch before.
-        finished: nothing is left in this pass.
+        batches: this rank's batches of the pass that the loader has handed over.
+        position: the position in the feed's own measure; None means the beginning.
+        is_new_epoch: ``position`` is the end of the epoch before.
+        is_finished: the pass has no batch left.
     """
 
     epoch: int
     cycle: int = 0
     batches: int = 0
     position: Any = None
-    new_epoch: bool = False
-    finished: bool = False
+    is_new_epoch: bool = False
+    is_finished: bool = False
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a loaded state said about the run that saved it."""
+class SavedRun:
+    """Facts about the run that saved a state, from the state."""
 
     world_size: int
     row_samples: int  # samples that all ranks together got per micro-batch
     accumulate: int  # micro-batches per step
-    batches: int  # of this rank that count as done, in this run's micro-batches
+    batches: int  # this rank's batches of the epoch that are done, counted as this run cuts them
 
 
 class ShardedLoader:
     """This rank's share of a user's `DataLoader`.
 
-    Nothing is read before the first ``next``: only then are the epoch and a loaded state known.
+    The loader reads nothing before the first ``next``, because the epoch and a loaded state are
+    known only then.
 
     Attributes:
         epoch: the epoch that the next pass belongs to, see `set_epoch`.
-        held_by_consumer: how many of the batches handed over last the loop keeps for later; these
-            do not count as handed over.
-        place_on_device: whether batches are copied to the device here.
-        accumulate: micro-batches per step, written into states.
-        resumed: what the last loaded state said, until the next epoch begins.
+        count_prefetched_batches: returns how many of the newest batches the loop has fetched but
+            not used; these do not count as handed over.
+        place_on_device: whether this loader copies batches to the device.
+        accumulate: micro-batches per step, as written into states.
+        saved_run: the run that saved the loaded state; None again from the next epoch on.
     """
 
     epoch: int
-    held_by_consumer: Callable[[], int]
+    count_prefetched_batches: Callable[[], int]
     place_on_device: bool
     accumulate: int
-    resumed: Resumed | None
+    saved_run: SavedRun | None
 
     def __init__(
         self,
@@ -94,18 +97,18 @@ class ShardedLoader:
         self.device = device
         self.label = feed.label
         self.epoch = 0
-        self.held_by_consumer = _nothing_held
+        self.count_prefetched_batches = _count_nothing
         self.place_on_device = options.prefetch_to_device and device.type != "cpu"
         self.accumulate = 1
-        self.resumed = None
-        self._resume: Place | None = None
-        self._begun: Place | None = None  # where the newest pass began
-        # (batches, position, finished) after the newest batches: one in the loop, one held, one
-        # more. Plain tuples: a `Place` for every batch would cost more than the rest of the
-        # bookkeeping.
+        self.saved_run = None
+        self._resume_place: Place | None = None
+        self._origin: Place | None = None  # where the newest pass began
+        # (batches, position, is_finished) after each of the newest three batches: one in use, one
+        # prefetched, one more. Plain tuples, because a `Place` for every batch would cost more than
+        # the rest of the bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
-        self._loaded: dict[str, Any] | None = None
-        self._skip_next = 0
+        self._loaded_state: dict[str, Any] | None = None
+        self._batches_to_skip = 0
 
     # ---- iteration -------------------------------------------------------------------------
 
@@ -113,206 +116,220 @@ class ShardedLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        begin = self._begin()
-        if begin.finished:
+        origin = self._begin_pass()
+        if origin.is_finished:
             return
         length = self.feed.length()
-        position = begin.position
-        batches = begin.batches
-        for batch, position in self._pairs(begin):
+        position = origin.position
+        batches = origin.batches
+        pairs, wait = iter(self._start_feed(origin)), profile_range("wait for batch")
+        while True:
+            with wait:
+                batch, position = next(pairs, (None, _END))
+            if position is _END:
+                break
             batches += 1
-            finished = batches >= length if length is not None else self.feed.finished(position)
-            if self._begun is begin:  # a newer pass may have begun meanwhile
-                self._history.append((batches, position, finished))
+            if length is None:
+                is_finished = self.feed.is_finished(position)
+            else:
+                is_finished = batches >= length
+            if self._origin is origin:  # a newer pass may have begun meanwhile
+                self._history.append((batches, position, is_finished))
             yield batch
-            del batch  # the loop may be done with it: its memory is for the next one
-        if self._begun is begin:
-            # Once more even if the last batch said so: what the consumer holds now is a step of a
-            # combined loader to which this loader gave nothing.
+            del batch  # the loop may have dropped the batch: free its memory for the next one
+        if self._origin is origin:
+            # One more entry, even if the last one is finished already: the loop may have prefetched
+            # a step of a combined loader to which this loader gave no batch.
             self._history.append((batches, position, True))
         if self.is_empty:
             yield NoBatch()
 
-    def _begin(self) -> Place:
-        """Decide where this pass begins."""
-        begin = self._place_to_begin()
-        if self._skip_next:
-            begin = self._skipped(begin)
-        self._begun = begin
+    def _begin_pass(self) -> Place:
+        """Decide where this pass begins, and forget the batches of the pass before."""
+        origin = self._choose_origin()
+        if self._batches_to_skip:
+            origin = self._skip_batches(origin)
+        self._origin = origin
         self._history.clear()
-        if begin.finished:
-            self._history.append((begin.batches, begin.position, True))
-        return begin
+        if origin.is_finished:
+            self._history.append((origin.batches, origin.position, True))
+        return origin
 
-    def _place_to_begin(self) -> Place:
-        resume, self._resume = self._resume, None
+    def _choose_origin(self) -> Place:
+        resume, self._resume_place = self._resume_place, None
         last = self._place_at(-1) if self._history else None
-        if self._begun is not None and not (last is not None and last.finished):
+        if self._origin is not None and not (last is not None and last.is_finished):
             self.feed.rewind()
         if resume is not None and resume.epoch == self.epoch:
-            return resume  # if finished: an empty pass, which tells a combined loader to go on
-        if resume is not None and resume.finished and resume.epoch + 1 == self.epoch:
+            # A finished place gives an empty pass, after which a combined loader begins the next.
+            return resume
+        if resume is not None and resume.is_finished and resume.epoch + 1 == self.epoch:
             return Place(self.epoch, 0, 0, resume.position, True)
-        if self._begun is None or self._begun.epoch != self.epoch or last is None:
+        if self._origin is None or self._origin.epoch != self.epoch or last is None:
             return Place(self.epoch)
-        if last.finished:
+        if last.is_finished:
             return Place(self.epoch, last.cycle + 1 if self.stage == "fit" else 0)
-        # Only the look-ahead of an iterator that was replaced has read anything: the same pass
-        # again.
-        return self._begun if last.batches - self._begun.batches <= 1 else Place(self.epoch)
+        # At most one batch was read, by the prefetch of an iterator that was replaced since: the
+        # same pass begins again.
+        return self._origin if last.batches - self._origin.batches <= 1 else Place(self.epoch)
 
-    def _pairs(self, begin: Place) -> Iterator[tuple[Any, Any]]:
-        pairs = self.feed.start(begin.epoch, begin.cycle, begin.position, begin.new_epoch)
-        if self._skip_next:
-            pairs = islice(pairs, self._skip_next, None)
-            self._skip_next = 0
+    def _start_feed(self, origin: Place) -> Iterator[tuple[Any, Any]]:
+        pairs = self.feed.start(origin.epoch, origin.cycle, origin.position, origin.is_new_epoch)
+        if self._batches_to_skip:
+            pairs = islice(pairs, self._batches_to_skip, None)
+            self._batches_to_skip = 0
         if not self.place_on_device:
             return pairs
-        # Fetching ahead in this process would draw random numbers for the next batch before the
-        # current step draws its own, which a resumed run cannot repeat.
-        ahead = self.feed.inner.num_workers > 0 or self.options.per_sample_seed
-        return DeviceFeed(pairs, self.device, ahead)
+        # hazard: without workers, fetching ahead would draw the next batch's random numbers before
+        # the current step draws its own, an order that a resumed run cannot repeat.
+        can_fetch_ahead = self.feed.loader.num_workers > 0 or self.options.per_sample_seed
+        return DeviceFeed(pairs, self.device, can_fetch_ahead)
 
     def skip_first_batches(self, batches: int) -> ShardedLoader:
-        """The next pass, and only that, leaves out this rank's first ``batches`` batches."""
-        self._skip_next = batches
+        """Make the next pass alone leave out this rank's first ``batches`` batches."""
+        self._batches_to_skip = batches
         return self
 
-    def _skipped(self, begin: Place) -> Place:
-        position = self.feed.after_rows(begin.batches + self._skip_next)
-        batches = begin.batches + self._skip_next
+    def _skip_batches(self, origin: Place) -> Place:
+        position = self.feed.position_after_rows(origin.batches + self._batches_to_skip)
+        batches = origin.batches + self._batches_to_skip
         if position is None:
-            return Place(begin.epoch, begin.cycle, batches, begin.position, begin.new_epoch)
-        self._skip_next = 0
-        return Place(begin.epoch, begin.cycle, batches, position)
+            return Place(origin.epoch, origin.cycle, batches, origin.position, origin.is_new_epoch)
+        self._batches_to_skip = 0
+        return Place(origin.epoch, origin.cycle, batches, position)
 
     # ---- lengths ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """This rank's batches in a whole epoch, and 1 for a `NoBatch`."""
+        """Count this rank's batches in a whole epoch; 1 if there is only a `NoBatch`."""
         length = self.feed.length()
         if length is None:
             raise TypeError(
-                f"{self.label}: it has no length, because its dataset or its sampler has none"
+                f"{self.label}: the loader has no length, because its dataset or sampler has none"
             )
         return length + self.is_empty
 
     @property
     def batches_per_rank(self) -> list[int] | None:
-        """Batches of every rank in a whole epoch; None for streams without a length."""
+        """The number of batches of every rank in a whole epoch; None for data without a length."""
         return self.feed.batches_per_rank()
 
     @property
     def is_empty(self) -> bool:
-        """Other ranks evaluate samples and there is none for this rank, which is handed a single
-        `NoBatch`.
-        """
+        """Whether this rank has no sample while others evaluate some: it gets one `NoBatch`."""
         counts = self.batches_per_rank
         return self.stage != "fit" and counts is not None and counts[self.rank] == 0 < max(counts)
 
     @property
     def may_lack_batches(self) -> bool:
-        """The length is unknown: ranks without a sample in the last rows are handed `NoBatch`
-        there.
-        """
+        """Whether a rank gets a `NoBatch` in the last rows: evaluation of an unknown length."""
         return self.stage != "fit" and self.feed.length() is None
 
     @property
     def row_samples(self) -> int:
-        """Samples that all ranks together get in one full micro-batch."""
+        """The number of samples that all ranks together get in one full micro-batch."""
         return self.feed.row_samples
 
     # ---- state -----------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass belongs to. The same epoch again changes nothing."""
+        """Set the epoch of the next pass; the same epoch again changes nothing."""
         if epoch == self.epoch:
             return
         self.epoch = epoch
         self.feed.set_epoch(epoch)
-        if self._resume is None:
-            self.resumed = None
+        if self._resume_place is None:
+            self.saved_run = None
 
     @property
     def place(self) -> Place:
-        """Where the loop stands: after the last batch that it does not hold back."""
-        if self._begun is None:
-            return self._resume or Place(self.epoch)
-        if self._resume is not None:
-            return self._resume
-        index = len(self._history) - 1 - self.held_by_consumer()
-        return self._place_at(index) if index >= 0 else self._begun
+        """The place after the last batch that the loop uses or has used."""
+        if self._origin is None:
+            return self._resume_place or Place(self.epoch)
+        if self._resume_place is not None:
+            return self._resume_place
+        index = len(self._history) - 1 - self.count_prefetched_batches()
+        return self._place_at(index) if index >= 0 else self._origin
 
     def _place_at(self, index: int) -> Place:
-        assert self._begun is not None
-        batches, position, finished = self._history[index]
-        return Place(self._begun.epoch, self._begun.cycle, batches, position, False, finished)
+        assert self._origin is not None
+        batches, position, is_finished = self._history[index]
+        return Place(self._origin.epoch, self._origin.cycle, batches, position, False, is_finished)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch handed over. A collective only for ``streams="own"``."""
+        """Save the place after the last batch handed over.
+
+        A collective only where each rank has data of its own: with ``streams="own"``, or with a
+        `DistributedSampler` of the user's.
+        """
         place = self.place
         state = {
             "version": VERSION,
             "epoch": place.epoch,
             "cycle": place.cycle,
             "batches": place.batches,
-            "new_epoch": place.new_epoch,
-            "finished": place.finished,
-            "position": self.feed.save(place.position),
+            "new_epoch": place.is_new_epoch,
+            "finished": place.is_finished,
+            "position": self.feed.save_position(place.position),
             "seed": self.seed,
             "world_size": self.world_size,
             "row_samples": self.row_samples,
             "accumulate": self.accumulate,
             "feed": self.feed.describe(),
         }
-        if self._differs_by_rank() and self.world_size > 1:
+        if self._has_position_per_rank() and self.world_size > 1:
             positions: list[Any] = [None] * self.world_size
             dist.all_gather_object(positions, state["position"])
             state["position_per_rank"] = positions
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue, at the next pass, after the last batch that the saved loader handed over."""
-        self._check(state)
+        """Make the next pass continue after the last batch that the saved loader handed over."""
+        self._check_state(state)
         self.seed = state["seed"]
         self.feed.reseed(state["seed"])
-        saved = (
-            state["position_per_rank"][self.rank]
-            if "position_per_rank" in state
-            else state["position"]
-        )
+        saved_position = state["position"]
+        if "position_per_rank" in state:
+            saved_position = state["position_per_rank"][self.rank]
         self.feed.set_epoch(state["epoch"])
-        position = self.feed.load(saved, state["feed"])
-        self._begun = None
+        position = self.feed.load_position(saved_position, state["feed"])
+        self._origin = None
         self._history.clear()
-        done = self.feed.done_before(position)
-        if done is None:
-            done = state["batches"] * state["row_samples"] // self.row_samples
+        done_batches = self.feed.count_done_batches(position)
+        if done_batches is None:
+            done_batches = state["batches"] * state["row_samples"] // self.row_samples
         place = Place(
-            state["epoch"], state["cycle"], done, position, state["new_epoch"], state["finished"]
+            state["epoch"],
+            state["cycle"],
+            done_batches,
+            position,
+            state["new_epoch"],
+            state["finished"],
         )
         self._warn_of_skipping(place)
-        self._resume = place
-        # Whoever does not say the epoch continues with the next one.
-        self.epoch = place.epoch + place.finished
+        self._resume_place = place
+        # A loop that calls no `set_epoch` continues with the next epoch after a finished one.
+        self.epoch = place.epoch + place.is_finished
         self.feed.set_epoch(self.epoch)
-        done = 0 if self.epoch > place.epoch else place.batches
-        self.resumed = Resumed(state["world_size"], state["row_samples"], state["accumulate"], done)
-        self._loaded = state
+        done_batches = 0 if self.epoch > place.epoch else place.batches
+        self.saved_run = SavedRun(
+            state["world_size"], state["row_samples"], state["accumulate"], done_batches
+        )
+        self._loaded_state = state
 
-    def reload(self) -> None:
-        """Go back to the state that was loaded last."""
-        if self._loaded is not None:
-            if self._begun is not None:
+    def reload_state(self) -> None:
+        """Load again the state that was loaded last."""
+        if self._loaded_state is not None:
+            if self._origin is not None:
                 self.feed.rewind()
-            self.load_state_dict(self._loaded)
+            self.load_state_dict(self._loaded_state)
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: dict[str, Any]) -> None:
         if state.get("version") != VERSION:
             raise ValueError(
                 f"{self.label}: the checkpoint holds a loader state of version"
-                f" {state.get('version')!r}, this code reads version {VERSION}. HINT: it was saved"
-                " by another loader or another release."
+                f" {state.get('version')!r}, this code reads version {VERSION}. HINT: another"
+                " loader or another release saved the state."
             )
         kind = self.feed.describe()["kind"]
         if state["feed"]["kind"] != kind:
@@ -320,36 +337,36 @@ class ShardedLoader:
                 f"{self.label}: the checkpoint's loader was a {state['feed']['kind']}, this is a"
                 f" {kind}"
             )
-        if state["world_size"] != self.world_size and self._differs_by_rank():
+        if state["world_size"] != self.world_size and self._has_position_per_rank():
             raise ValueError(
-                f"{self.label}: the data is sharded by the user (rank by rank), so its positions on"
+                f"{self.label}: the user shards the data by rank, so the positions of"
                 f" {state['world_size']} ranks mean nothing on {self.world_size}. HINT: resume on"
                 f" {state['world_size']} ranks, or let the strategy shard the data."
             )
 
-    def _differs_by_rank(self) -> bool:
+    def _has_position_per_rank(self) -> bool:
         facts = self.feed.describe()
         return bool(facts.get("own") or facts.get("sharded_by_user"))
 
     def _warn_of_skipping(self, place: Place) -> None:
-        skips = (
+        has_to_skip = (
             place.position is not None
             and place.batches
-            and not place.finished
-            and self._loaded is None
+            and not place.is_finished
+            and self._loaded_state is None
         )
-        if self.feed.describe()["kind"] == "stream" and skips:
+        if self.feed.describe()["kind"] == "stream" and has_to_skip:
             if self.rank == 0 and not is_stateful(self.dataset):
                 warnings.warn(
-                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so it is"
-                    " read from its beginning and what was handed over before the checkpoint is"
-                    " thrown away. Implement `state_dict()` and `load_state_dict(state)` on the"
-                    " dataset (or on the iterator it returns): state_dict is taken after each"
-                    " batch, and iter() after load_state_dict continues there.",
+                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so this"
+                    " rank reads it from its beginning and drops the items from before the"
+                    " checkpoint. HINT: implement `state_dict()` and `load_state_dict(state)` on"
+                    " the dataset (or on the iterator it returns): state_dict() is called after"
+                    " each batch, and iter() after load_state_dict(state) must continue there.",
                     stacklevel=3,
                 )
 
-    # ---- what Lightning and users look for on a loader ---------------------------------------
+    # ---- attributes of a `DataLoader` that Lightning and users read --------------------------
 
     @property
     def dataset(self) -> Any:
@@ -358,36 +375,42 @@ class ShardedLoader:
 
     @property
     def sampler(self) -> ShardedLoader:
-        """Itself: code that calls ``loader.sampler.set_epoch`` reaches `set_epoch`."""
+        """This loader itself, so that ``loader.sampler.set_epoch`` is `set_epoch`."""
+        # Lightning's `_set_sampler_epoch` looks for the method on `sampler`.
         return self
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch sampler of the loader inside, which records indices while predicting."""
-        return self.feed.inner.batch_sampler
+        """The batch sampler of the feed's loader.
+
+        While predicting it is Lightning's `_IndexBatchSamplerWrapper`, which records indices.
+        """
+        return self.feed.loader.batch_sampler
 
     @property
     def num_workers(self) -> int:
-        """Of the loader inside."""
-        return self.feed.inner.num_workers
+        """The number of workers of the feed's loader."""
+        return self.feed.loader.num_workers
 
     @property
     def batch_size(self) -> int | None:
-        """The user's."""
+        """The user's batch size."""
         return self.source.batch_size
 
     @property
     def worker_init_fn(self) -> Any:
-        """Of the loader inside."""
-        return self.feed.inner.worker_init_fn
+        """The function that the feed's loader calls in each new worker."""
+        # Lightning's `_auto_add_worker_init_fn` sets this attribute.
+        return self.feed.loader.worker_init_fn
 
     @worker_init_fn.setter
     def worker_init_fn(self, fn: Any) -> None:
-        self.feed.inner.worker_init_fn = fn
+        self.feed.loader.worker_init_fn = fn
 
     @property
     def _iterator(self) -> None:
-        """Lightning sets this to None where it ends a loader's workers."""
+        """None; setting the attribute ends the workers."""
+        # Lightning's `_shutdown_workers_and_reset_iterator` sets the attribute to None.
         return None
 
     @_iterator.setter
@@ -395,7 +418,7 @@ class ShardedLoader:
         self.close()
 
     def close(self) -> None:
-        """End the workers. The state stays."""
+        """End the workers, and keep the state."""
         self.feed.close()
 
 
@@ -404,5 +427,5 @@ def skip_first_batches(loader: ShardedLoader, batches: int) -> ShardedLoader:
     return loader.skip_first_batches(batches)
 
 
-def _nothing_held() -> int:
+def _count_nothing() -> int:
     return 0

@@ -19,7 +19,7 @@ from .source import MapSource, read_source, unwrap_index_recorder
 
 
 class MapFeed:
-    """Batches of a map-style dataset; the position is the number of items of the order used up."""
+    """Batches of a map-style dataset; a position counts the items of the order that are used."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class MapFeed:
         if options.sharding == "dispatch":
             self.sampler.ranks = list(range(world))
         self.row_samples = self.sampler.batch * self.sampler.world_size
-        self.pads = stage != "fit" and not self.source.sized
+        self.needs_padding = stage != "fit" and not self.source.is_sized
         replaced: dict[str, Any] = {"generator": torch.Generator()}
-        if self.source.collated:
+        if self.source.is_collated:
             recorder = loader.batch_sampler
             replaced["batch_sampler"] = self.sampler
             if unwrap_index_recorder(recorder) is not recorder:
@@ -50,53 +50,54 @@ class MapFeed:
             replaced["sampler"] = self.sampler
         if options.per_sample_seed:
             replaced["dataset"] = SeededDataset(loader.dataset, seed)
-        self.inner = copy_loader(loader, **replaced)
+        self.loader = copy_loader(loader, **replaced)
 
-    def start(self, epoch: int, cycle: int, position: int | None, new_epoch: bool) -> Pairs:
-        """See `Feed`. No sample before ``position`` is read."""
-        start = 0 if new_epoch else position or 0
-        self.sampler.begin(epoch, cycle, start)
+    def start(self, epoch: int, cycle: int, position: int | None, is_new_epoch: bool) -> Pairs:
+        """See `Feed`. The loader reads no sample before ``position``."""
+        start = 0 if is_new_epoch else position or 0
+        self.sampler.begin_pass(epoch, cycle, start)
         plan = self.sampler.plan()
         seed = derive_seed(self.sampler.seed, epoch, cycle, self.rank, start)
-        self.inner.generator.manual_seed(seed)
+        self.loader.generator.manual_seed(seed)
         ranks = len(self.sampler.ranks)
-        # The usual row by multiplication: this runs for every batch, and batches can be tiny.
+        # Positions of full rows by multiplication, because this runs for every batch, and batches
+        # can be tiny. The last full row is left out, because it may belong to the tail.
         row_items = plan.row_items
-        usual = (plan.items - start) // row_items - 1 if self.source.sized else 0
-        number = 0
-        for batch in iter(self.inner):
+        full_rows = (plan.items - start) // row_items - 1 if self.source.is_sized else 0
+        number = 0  # not `enumerate`, which would keep each batch until the next one is read
+        for batch in iter(self.loader):
             row = number // ranks + 1
             number += 1
-            yield (
-                batch,
-                start + row * row_items if row < usual else self.sampler.plan().handed_over(row),
-            )
-            del batch  # the caller may be done with it: its memory is for the next one
-        if self.pads:
+            if row < full_rows:
+                yield batch, start + row * row_items
+            else:
+                yield batch, self.sampler.plan().items_after(row)
+            del batch  # the caller may have dropped the batch: free its memory for the next one
+        if self.needs_padding:
             counts = self.sampler.batches_per_rank()
             for _ in range(sum(max(counts) - counts[rank] for rank in self.sampler.ranks)):
                 yield NoBatch(), plan.items
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`."""
-        if self.source.sharded_by_user or not self.source.sized:
+        if self.source.is_sharded_by_user or not self.source.is_sized:
             return None
         return self.sampler.batches_per_rank()
 
     def length(self) -> int | None:
         """See `Feed`."""
-        if not self.source.sized:
+        if not self.source.is_sized:
             return None
         return self.sampler.batches_per_rank()[self.sampler.rank]
 
-    def done_before(self, position: int | None) -> int | None:
+    def count_done_batches(self, position: int | None) -> int | None:
         """See `Feed`."""
-        if not self.source.sized:
+        if not self.source.is_sized:
             return None
         return batches_before(self.sampler.plan(position or 0), self.sampler.rank)
 
-    def finished(self, position: int) -> bool:
-        """Whether no batch is left for any rank."""
+    def is_finished(self, position: int) -> bool:
+        """See `Feed`: whether no rank has a batch left."""
         return self.sampler.plan(position).rows == 0
 
     def describe(self) -> dict[str, Any]:
@@ -104,60 +105,58 @@ class MapFeed:
         return {
             "kind": "map",
             "order": self.source.kind,
-            "unit": "batches" if self.source.opaque else "samples",
-            "items": self.sampler.items if self.source.sized else None,
+            "unit": "batches" if self.source.has_batch_items else "samples",
+            "items": self.sampler.items if self.source.is_sized else None,
             "generator": self.source.generator_state,
-            "sharded_by_user": self.source.sharded_by_user,
+            "sharded_by_user": self.source.is_sharded_by_user,
         }
 
-    def save(self, position: int | None) -> int:
+    def save_position(self, position: int | None) -> int:
         """See `Feed`."""
         return position or 0
 
-    def load(self, state: int, saved: dict[str, Any]) -> int:
+    def load_position(self, state: int, saved: dict[str, Any]) -> int:
         """See `Feed`."""
-        mine = self.describe()
+        own_facts = self.describe()
         for name, meaning in (
             ("unit", "counts"),
             ("order", "draws its order as"),
             ("items", "length"),
         ):
-            if saved[name] != mine[name]:
+            if saved[name] != own_facts[name]:
                 raise ValueError(
                     f"{self.label}: the checkpoint's loader differs from this one: {meaning}"
-                    f" {saved[name]!r} then, {mine[name]!r} now. Position {state} would mean other"
-                    " samples. HINT: resume with the same dataset and sampler, or start a new run"
-                    " from the weights only."
+                    f" {saved[name]!r} then, {own_facts[name]!r} now. Position {state} would mean"
+                    " other samples. HINT: resume with the same dataset and sampler, or start a new"
+                    " run from the weights only."
                 )
-        self.use_generator(saved["generator"])
+        self.use_generator_state(saved["generator"])
         return state
 
-    def use_generator(self, state: torch.Tensor | None) -> None:
-        """Draw orders from the user's own generator as it was in ``state``; None changes
-        nothing.
-        """
+    def use_generator_state(self, state: torch.Tensor | None) -> None:
+        """Draw orders from the user's own generator in ``state``; None changes nothing."""
         if state is not None:
             self.source.generator_state = state
             self.sampler.forget_order()
 
-    def after_rows(self, rows: int) -> int | None:
+    def position_after_rows(self, rows: int) -> int | None:
         """See `Feed`."""
-        return self.sampler.plan(0).handed_over(rows)
+        return self.sampler.plan(0).items_after(rows)
 
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""
-        self.sampler.begin(epoch, 0, 0)
+        self.sampler.begin_pass(epoch, 0, 0)
 
     def reseed(self, seed: int) -> None:
         """See `Feed`."""
         self.sampler.seed = seed
-        if isinstance(self.inner.dataset, SeededDataset):
+        if isinstance(self.loader.dataset, SeededDataset):
             self.close()
-            self.inner.dataset.seed = seed
+            self.loader.dataset.seed = seed
 
     def rewind(self) -> None:
-        """See `Feed`. Nothing to do: a pass is a function of its position."""
+        """See `Feed`. A pass depends on nothing but its position, so this method does nothing."""
 
     def close(self) -> None:
         """See `Feed`."""
-        close_loader(self.inner)
+        close_loader(self.loader)

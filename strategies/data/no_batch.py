@@ -1,4 +1,4 @@
-"""What a rank is handed when others evaluate a batch and no sample is left for it."""
+"""The stand-in for a batch on a rank that has no sample left while other ranks evaluate one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NoReturn
 
 
 class NoBatch:
-    """In the place of a batch, on a rank for which there is none in this evaluation step.
+    """Takes the place of a batch on a rank that has no sample in this evaluation step.
 
-    The step does not run. Batch hooks of callbacks and of the module see it as their batch and as
-    the step's output.
+    The step does not run. Batch hooks of callbacks and of the module get this object as the batch
+    and as the step's output.
     """
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"There is no batch to read {name!r} from: no sample is left for this rank in this"
-            " evaluation step. Batch hooks find out with isinstance(batch,"
+            " evaluation step. HINT: batch hooks can test isinstance(batch,"
             " lightning_zero3.strategies.data.NoBatch)."
         )

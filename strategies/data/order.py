@@ -2,10 +2,9 @@
 
 Words: an epoch's **order** is a sequence of items (sample indices, or whole batches of a custom
 batch sampler). A **row** is one step: one batch on every rank. A **cell** is one rank's part of one
-row. **start** is the number of items of the order that were handed over before; every layout below
-is a cut of ``order[start:]``, so a resumed epoch on any world size continues the same order.
-
-What happens at the end, when fewer items are left than one row needs, is the **tail**:
+row. **start** is the number of items of the order that were handed over before. Every layout below
+is a cut of ``order[start:]``, so a resumed epoch on any world size continues the same order. The
+**tail** is the layout of the end, where fewer items are left than one row needs:
 
 ========== =====================================================================================
 wrap       the row is filled from the head of the epoch (Accelerate's ``even_batches=True``)
@@ -41,7 +40,7 @@ class RowPlan:
         items: items in the epoch's order.
         batch: items per rank in a full row.
         world: number of ranks.
-        tail: what happens to an incomplete last row.
+        tail: the layout of an incomplete last row.
         drop_last: drop the incomplete last row (up to ``world * batch - 1`` items).
         start: items handed over before this plan begins.
     """
@@ -63,32 +62,32 @@ class RowPlan:
 
     @property
     def row_items(self) -> int:
-        """Items in a full row."""
+        """The number of items in a full row."""
         return self.batch * self.world
 
     @property
-    def left(self) -> int:
-        """Items after the last full row (0 when dropped)."""
+    def left_items(self) -> int:
+        """The number of items after the last full row; 0 if these are dropped."""
         return 0 if self.drop_last else (self.items - self.start) % self.row_items
 
     @property
     def rows(self) -> int:
-        """Number of rows, i.e. the largest number of batches of any rank."""
-        return (self.items - self.start) // self.row_items + (self.left > 0)
+        """The number of rows, which is the largest number of batches of any rank."""
+        return (self.items - self.start) // self.row_items + (self.left_items > 0)
 
     def batches(self, rank: int) -> int:
-        """Number of batches of one rank."""
-        if self.left == 0:
+        """Count the batches of one rank."""
+        if self.left_items == 0:
             return self.rows
         lo, hi = self.bounds(self.rows - 1, rank)
         return self.rows - (hi <= lo)
 
     def batches_per_rank(self) -> list[int]:
-        """Number of batches of every rank."""
+        """Count the batches of every rank, ``[world]``."""
         return [self.batches(rank) for rank in range(self.world)]
 
     def bounds(self, row: int, rank: int) -> tuple[int, int]:
-        """Positions ``[lo, hi)`` of a cell in the order; ``hi > items`` means wrap to the head."""
+        """Compute the positions ``[lo, hi)`` of a cell; ``hi > items`` wraps to the head."""
         base = self.start + row * self.row_items
         tail_rows = self._tail_rows()
         first_tail_row = self.rows - tail_rows
@@ -100,53 +99,54 @@ class RowPlan:
             lo = min(base + rank * self.batch, self.items)
             return lo, min(lo + self.batch, self.items)
         if self.tail == "level":
-            piece = -(-self.left // self.world)
+            piece = -(-self.left_items // self.world)
             return base + rank * piece, base + (rank + 1) * piece
         tail_start = self.start + first_tail_row * self.row_items
         cell = (row - first_tail_row) * self.world + rank
-        size, more = divmod(self.items - tail_start, tail_rows * self.world)
-        lo = tail_start + cell * size + min(cell, more)
-        return lo, lo + size + (cell < more)
+        size, larger_cells = divmod(self.items - tail_start, tail_rows * self.world)
+        lo = tail_start + cell * size + min(cell, larger_cells)
+        return lo, lo + size + (cell < larger_cells)
 
     def _tail_rows(self) -> int:
-        """Rows that are cut in another way than full rows: 0, 1 or 2."""
-        if self.left == 0:
+        """Count the rows that are not cut like full rows: 0, 1 or 2."""
+        if self.left_items == 0:
             return 0
-        two = self.tail == "balance" and self.left < self.world and self.batch > 1
-        return 2 if two and self.rows > 1 else 1
+        has_two_rows = self.tail == "balance" and self.left_items < self.world and self.batch > 1
+        return 2 if has_two_rows and self.rows > 1 else 1
 
     def positions(self, row: int, rank: int) -> list[int]:
-        """Positions in the epoch's order of one cell, wrapped."""
+        """List the positions of one cell in the epoch's order, wrapped."""
         lo, hi = self.bounds(row, rank)
         if hi <= self.items:
             return list(range(lo, hi))
-        # Wrapping reads the first row only, again and again if the epoch is shorter than a row.
+        # Only the first row is repeated, several times if the epoch is shorter than a row.
         head = min(self.items, self.row_items)
         return [p if p < self.items else (p - self.items) % head for p in range(lo, hi)]
 
-    def handed_over(self, rows: int) -> int:
-        """Items of the order that are used up after ``rows`` rows of this plan."""
+    def items_after(self, rows: int) -> int:
+        """Count the items of the order that are used after ``rows`` rows of this plan."""
         if rows <= 0:
             return self.start
         _, hi = self.bounds(min(rows, self.rows) - 1, self.world - 1)
         return min(hi, self.items)
 
-    def continued(self, start: int) -> RowPlan:
-        """The plan of the rest of the same epoch."""
+    def continue_at(self, start: int) -> RowPlan:
+        """Plan the rest of the same epoch, after ``start`` items."""
         return RowPlan(self.items, self.batch, self.world, self.tail, self.drop_last, start)
 
 
 def batches_before(plan: RowPlan, rank: int) -> int:
-    """Batches that count as done in an epoch continued at ``plan.start``.
+    """Count the batches of ``rank`` that are done in an epoch continued at ``plan.start``.
 
-    Chosen such that ``done + still to come`` is the length of a whole epoch, on any world size; for
-    a row boundary of the same plan it is exactly the number of rows handed over.
+    The done batches and the batches to come add up to the length of a whole epoch, on any world
+    size. If ``plan.start`` is a row boundary of the same plan, the result is the number of rows
+    handed over.
     """
-    return plan.continued(0).batches(rank) - plan.batches(rank)
+    return plan.continue_at(0).batches(rank) - plan.batches(rank)
 
 
-def take(order: Sequence[T], plan: RowPlan, row: int, rank: int) -> list[T]:
-    """The items of one cell; ``order`` may be a range, a numpy array or a list."""
+def read_cell(order: Sequence[T], plan: RowPlan, row: int, rank: int) -> list[T]:
+    """List the items of one cell; ``order`` may be a range, a numpy array or a list."""
     lo, hi = plan.bounds(row, rank)
     if hi <= plan.items:
         part = order[lo:hi]
@@ -161,86 +161,89 @@ class StreamRow:
 
     Attributes:
         cells: the items of every rank, ``[world][items]``.
-        mark: reading position to resume from; None is the beginning of the stream.
-        skip: rows to drop after resuming at ``mark``.
-        last: the source has ended.
+        mark: reading position to resume from; None means the beginning of the stream.
+        rows_to_skip: rows to drop after resuming at ``mark``.
+        is_last: the source has ended.
     """
 
     cells: list[list[Any]]
     mark: Any
-    skip: int = 0
-    last: bool = False
+    rows_to_skip: int = 0
+    is_last: bool = False
 
 
 def stream_rows(
     source: Iterator[Any],
     shape: RowPlan,
-    mark: Callable[[], Any],
-    head: Callable[[], list[Any]] | None = None,
+    make_mark: Callable[[], Any],
+    read_head: Callable[[], list[Any]] | None = None,
     begin: Any = None,
 ) -> Iterator[StreamRow]:
     """Cut a stream of unknown length into rows with the same layouts as `RowPlan`.
 
-    One row is held back: when the last row is given out the source has ended, and has reset itself
-    if it does.
+    A row is yielded only after the next row was read. So the source has ended, and has reset itself
+    if it does, before the last row is yielded.
 
     Args:
         source: the items.
         shape: batch, world, tail and drop_last; its ``items`` and ``start`` are not used.
-        mark: called after the last item of a row was read and again at the end of the source; the
-            row carries the result, so resuming from a row's mark continues with the next row.
-        head: gives the first row of the whole stream when ``source`` does not begin there.
+        make_mark: called after the last item of a row was read and again at the end of the source;
+            the row carries the result, so that a resume from a row's mark continues with the next
+            row.
+        read_head: returns the first row of the whole stream if ``source`` does not begin there.
         begin: the mark at which ``source`` begins.
     """
-    first, held = None, None  # rows of items; the second with the mark after it
+    first, pending, mark = None, None, None  # two rows of items, and the mark after `pending`
     while True:
-        buffer = _read(source, shape.row_items)
+        buffer = _read_items(source, shape.row_items)
         if first is None:
             first = buffer
         if len(buffer) < shape.row_items:
             break
-        if held is not None:
-            yield StreamRow(_full_row(held[0], shape), held[1])
-            begin = held[1]
-        held = (buffer, mark())
-    end = mark()
+        if pending is not None:
+            yield StreamRow(_cut_full_row(pending, shape), mark)
+            begin = mark
+        pending, mark = buffer, make_mark()
+    end = make_mark()
     if not buffer or shape.drop_last:
-        if held is not None:
-            yield StreamRow(_full_row(held[0], shape), end, last=True)
+        if pending is not None:
+            yield StreamRow(_cut_full_row(pending, shape), end, is_last=True)
         return
-    if held is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
-        yield StreamRow(_full_row(held[0], shape), held[1])
-        begin, held = held[1], None
-    wrapped = (head() if head is not None else first) if shape.tail in ("wrap", "level") else []
-    yield from _last_rows((held[0] if held else []) + buffer, shape, wrapped, begin, end)
+    if pending is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
+        yield StreamRow(_cut_full_row(pending, shape), mark)
+        begin, pending = mark, None
+    head = []
+    if shape.tail in ("wrap", "level"):
+        head = first if read_head is None else read_head()
+    yield from _cut_last_rows((pending or []) + buffer, shape, head, begin, end)
 
 
-def _last_rows(
+def _cut_last_rows(
     items: list[Any], shape: RowPlan, head: list[Any], begin: Any, end: Any
 ) -> Iterator[StreamRow]:
     plan = RowPlan(len(items), shape.batch, shape.world, shape.tail)
     for row in range(plan.rows):
-        cells = [_cell(items, plan, row, rank, head) for rank in range(plan.world)]
-        # A tail of two rows shares its items across the place where the full row was marked, so
-        # its first row resumes from the mark before it and drops one row.
+        cells = [_cut_cell(items, plan, row, rank, head) for rank in range(plan.world)]
+        # The two rows of a tail share their items, so no mark lies between the rows: a resume after
+        # the first row begins at the mark before the tail and drops one row.
         if row == plan.rows - 1:
-            yield StreamRow(cells, end, last=True)
+            yield StreamRow(cells, end, is_last=True)
         else:
             yield StreamRow(cells, begin, row + 1)
 
 
-def _full_row(items: list[Any], shape: RowPlan) -> list[list[Any]]:
+def _cut_full_row(items: list[Any], shape: RowPlan) -> list[list[Any]]:
     size = shape.batch
     return [items[rank * size : (rank + 1) * size] for rank in range(shape.world)]
 
 
-def _cell(items: list[Any], plan: RowPlan, row: int, rank: int, head: list[Any]) -> list[Any]:
+def _cut_cell(items: list[Any], plan: RowPlan, row: int, rank: int, head: list[Any]) -> list[Any]:
     lo, hi = plan.bounds(row, rank)
     wrapped = range(max(lo, plan.items), hi)
     return items[lo:hi] + [head[(p - plan.items) % len(head)] for p in wrapped]
 
 
-def _read(source: Iterator[Any], count: int) -> list[Any]:
+def _read_items(source: Iterator[Any], count: int) -> list[Any]:
     items = []
     for item in source:
         items.append(item)

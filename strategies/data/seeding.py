@@ -1,4 +1,4 @@
-"""One seed per sample, so that augmentation depends on (seed, epoch, index) and on nothing else."""
+"""One seed per sample: augmentation depends on (seed, epoch, index) and on nothing else."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..support.random_states import derive_seed, scoped, seed_cpu
 
 
 class SampleKey(NamedTuple):
-    """An index as the sampler hands it to the dataset: the epoch goes along.
+    """An index as the sampler hands it to the dataset, together with the epoch.
 
-    Persistent workers keep their copy of the dataset for the whole run, so the epoch cannot be an
-    attribute of it.
+    The epoch cannot be an attribute of the dataset, because persistent workers keep their copy of
+    the dataset for the whole run.
     """
 
     epoch: int
@@ -22,14 +22,14 @@ class SampleKey(NamedTuple):
 
 
 def sample_seed(seed: int, key: SampleKey) -> int:
-    """The seed of one sample; indices that are not integers count by their ``repr``."""
+    """Compute the seed of one sample; an index that is not an integer counts by its ``repr``."""
     index = key.index
     number = index if isinstance(index, int) else zlib.crc32(repr(index).encode())
     return derive_seed(seed, key.epoch, number)
 
 
 class SeededDataset(Dataset):
-    """The user's map-style dataset, with all CPU generators seeded before each sample is made."""
+    """The user's map-style dataset, with all CPU generators seeded before each sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -39,16 +39,17 @@ class SeededDataset(Dataset):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[SampleKey]) -> list[Any]:
-        """One batch. A worker's generators may stay seeded; the main process needs its own back."""
+        """Make the samples of one batch."""
+        # A worker's generators may stay seeded; the main process needs its own states back.
         if get_worker_info() is not None:
-            return [self._make(key) for key in keys]
+            return [self._make_sample(key) for key in keys]
         with scoped():
-            return [self._make(key) for key in keys]
+            return [self._make_sample(key) for key in keys]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _make(self, key: SampleKey) -> Any:
+    def _make_sample(self, key: SampleKey) -> Any:
         seed_cpu(sample_seed(self.seed, key))
         if hasattr(self.dataset, "__getitem__"):
             return self.dataset[key.index]

@@ -1,4 +1,4 @@
-"""Turns a user's loader into this rank's share of it. Called by the strategy for every loader."""
+"""Turns a user's loader into this rank's share; the strategy does this for every loader."""
 
 from __future__ import annotations
 
@@ -28,83 +28,86 @@ def shard_dataloader(
     options: DataOptions,
     device: torch.device | None = None,
 ) -> Any:
-    """This rank's share of a loader. A collective: every rank calls it, in the same order.
+    """Make this rank's share of a loader.
 
-    Anything but a `DataLoader` is returned as it is: nobody knows how to share it out.
-    A `ShardedLoader` is made anew from its own source.
+    A collective: every rank calls this function for the same loaders in the same order. An object
+    other than a `DataLoader` is returned as it is, because there is no rule to share it out. A
+    `ShardedLoader` is made anew from its source.
 
     Args:
         loader: the user's `DataLoader`.
-        rank: of this process among those that read different data.
-        world_size: number of those.
-        stage: decides the layout of the last step, see `DataOptions`.
+        rank: this process among the ranks that read different data.
+        world_size: the number of ranks that read different data.
+        stage: decides the layout of the last row, see `DataOptions`.
         options: the user's choices.
-        device: where batches are copied to; None or CPU: they are left where they are.
+        device: the device to which batches are copied; None or CPU: they are not copied.
 
     Raises:
-        ValueError: the same on every rank, naming the ranks, if they do not agree about the data.
+        ValueError: on every rank, if the data cannot be shared out, or if the ranks do not agree
+            about the data; the message names the ranks.
     """
     if isinstance(loader, ShardedLoader):
         loader.close()
         loader = loader.source
     if not isinstance(loader, DataLoader):
         return loader
-    data = _name(loader, stage)
-    label = f"rank {rank}, {data}"
-    feed, seed = _agreed_feed(loader, options, stage, rank, world_size, data, label)
-    _check_lengths(feed, stage, data, world_size)
+    loader_name = _describe_loader(loader, stage)
+    label = f"rank {rank}, {loader_name}"
+    feed, seed = _make_agreed_feed(loader, options, stage, rank, world_size, loader_name, label)
+    _check_lengths(feed, stage, loader_name, world_size)
     if isinstance(feed, StreamFeed) and options.streams == "cut" and world_size > 1 and rank == 0:
-        _warn_of_whole_reads(data, world_size)
+        _warn_of_whole_reads(loader_name, world_size)
     device = device or torch.device("cpu")
     sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":
-        feed.inner.pin_memory = True
+        feed.loader.pin_memory = True
     return sharded
 
 
-def _agreed_feed(
+def _make_agreed_feed(
     loader: DataLoader,
     options: DataOptions,
     stage: Stage,
     rank: int,
     world_size: int,
-    data: str,
+    loader_name: str,
     label: str,
 ) -> tuple[Feed, int]:
-    """The feed, and the seed of its order, which is rank 0's."""
+    """Make the feed, check that the ranks agree about it, and return (feed, rank 0's seed)."""
     feed, facts, seed = _make_feed(loader, options, stage, rank, world_size, label)
     generator = feed.source.generator_state if isinstance(feed, MapFeed) else None
-    seed, generator = _agree(facts, (seed, generator), data, rank, world_size)
+    seed, generator = _compare_facts(facts, (seed, generator), loader_name, rank, world_size)
     if feed is not None:
         feed.reseed(seed)
     if isinstance(feed, MapFeed) and "generator" in options.rng_types:
-        feed.use_generator(generator)
+        feed.use_generator_state(generator)
     if options.sharding == "dispatch" and world_size > 1:
         feed = DispatchFeed(feed, loader, label, rank, world_size)
     assert feed is not None
     return feed, seed
 
 
-def _warn_of_whole_reads(data: str, world_size: int) -> None:
+def _warn_of_whole_reads(loader_name: str, world_size: int) -> None:
     warnings.warn(
-        f"{data}: every rank reads the whole stream and keeps one of {world_size} batches"
-        ' (streams="cut"). If the dataset shards itself by rank already, choose'
-        ' `Zero3Strategy(data=DataOptions(streams="own"))`, or samples are lost.',
+        f"{loader_name}: every rank reads the whole stream and keeps one of {world_size} batches"
+        ' (streams="cut"). If the dataset already shards itself by rank, samples are lost. HINT:'
+        ' choose `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
         stacklevel=3,
     )
 
 
-def _name(loader: DataLoader, stage: Stage) -> str:
-    size = f", {len(loader.dataset)} samples" if hasattr(loader.dataset, "__len__") else ""  # type: ignore[arg-type]
+def _describe_loader(loader: DataLoader, stage: Stage) -> str:
+    size = f", {len(loader.dataset)} samples" if hasattr(loader.dataset, "__len__") else ""
     return f"{stage} dataloader ({type(loader.dataset).__name__}{size})"
 
 
 def _make_feed(
     loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world_size: int, label: str
 ) -> tuple[Feed | None, dict[str, Any], int]:
-    """The feed, what all ranks must have in common, and the seed.
+    """Make (the feed, the facts that all ranks must have in common, this rank's seed).
 
-    A problem is returned as a fact, because raising here would leave the other ranks waiting.
+    hazard: an error raised here would leave the other ranks waiting in the exchange of the facts.
+    So the facts carry it there.
     """
     seed = _choose_seed(options)
     streams = isinstance(loader.dataset, IterableDataset)
@@ -113,7 +116,7 @@ def _make_feed(
     make = StreamFeed if streams else MapFeed
     try:
         feed = make(loader, options, stage, rank, world_size, seed, label)
-        return feed, _facts(feed, loader, options), seed
+        return feed, _collect_facts(feed, loader, options), seed
     except (ValueError, IndexError) as error:
         return None, {"problem": str(error)}, seed
 
@@ -126,8 +129,8 @@ def _choose_seed(options: DataOptions) -> int:
     return torch.initial_seed() & 0x7FFFFFFF
 
 
-def _facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, Any]:
-    """What all ranks must have in common, by the name that an error gives it."""
+def _collect_facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, Any]:
+    """Collect the facts that all ranks must have in common, by their names in errors."""
     facts = {
         "kind": feed.describe()["kind"],
         "batch_size": loader.batch_size,
@@ -135,12 +138,12 @@ def _facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, An
     }
     if isinstance(feed, MapFeed):
         source = feed.source
-        if source.sharded_by_user:
+        if source.is_sharded_by_user:
             return {"kind": "sharded by the user"}
         facts["number of samples"] = source.size
         facts["sampler"] = type(source.sampler).__name__
         if source.kind in ("custom", "batches"):
-            # Checked with one seed on all ranks: the sampler may draw from the global generators.
+            # One seed on all ranks, because the sampler may draw from the global generators.
             facts["checksum of the sampler's order"] = source.fingerprint(0)
         if source.generator_state is not None and "generator" not in options.rng_types:
             facts["state of the sampler's generator"] = zlib.crc32(
@@ -149,45 +152,46 @@ def _facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, An
     return facts
 
 
-def _agree(facts: dict[str, Any], shared: Any, data: str, rank: int, world_size: int) -> Any:
-    """Compare all ranks' facts; returns what rank 0 has to share."""
+def _compare_facts(
+    facts: dict[str, Any], shared: Any, loader_name: str, rank: int, world_size: int
+) -> Any:
+    """Compare all ranks' facts; returns rank 0's ``shared``. A collective."""
     entries: list[Any] = [(facts, shared)]
     if world_size > 1 and dist.is_initialized():
         entries = [None] * world_size
         dist.all_gather_object(entries, (facts, shared))
-    for other, (theirs, _) in enumerate(entries):
-        if "problem" in theirs:
-            raise ValueError(
-                theirs["problem"] if other == rank else f"on rank {other}: {theirs['problem']}"
-            )
-    sizes = [theirs for theirs, _ in entries if theirs["kind"] != "receiver"]
-    for name in sizes[0]:
-        values = [theirs.get(name) for theirs in sizes]
+    for other, (other_facts, _) in enumerate(entries):
+        if "problem" in other_facts:
+            where = "" if other == rank else f"on rank {other}: "
+            raise ValueError(where + other_facts["problem"])
+    readers = [other_facts for other_facts, _ in entries if other_facts["kind"] != "receiver"]
+    for name in readers[0]:
+        values = [other_facts.get(name) for other_facts in readers]
         if any(value != values[0] for value in values):
             raise ValueError(
-                f"rank {rank}, {data}: the ranks do not agree about the {name}: by rank {values}."
-                " Each would take its part of another sequence, so samples would be lost or"
-                " repeated, and the run would hang where ranks have different numbers of batches."
-                " HINT: build dataset and sampler in the same way on every rank, or set"
+                f"rank {rank}, {loader_name}: the ranks do not agree about the {name}: by rank"
+                f" {values}. Each rank would take its part of another sequence, so samples would be"
+                " lost or repeated, and the run would hang where ranks have different numbers of"
+                " batches. HINT: build dataset and sampler in the same way on every rank, or set"
                 " Trainer(use_distributed_sampler=False) if each rank has data of its own."
             )
     return entries[0][1]
 
 
-def _check_lengths(feed: Feed, stage: Stage, data: str, world_size: int) -> None:
+def _check_lengths(feed: Feed, stage: Stage, loader_name: str, world_size: int) -> None:
     counts = feed.batches_per_rank()
     if stage != "fit" or counts is None or max(counts) == 0:
         return
     if min(counts) == 0:
         raise ValueError(
-            f"{data}: {world_size} ranks, but there are batches for only"
+            f"{loader_name}: {world_size} ranks, but there are batches for only"
             f" {sum(count > 0 for count in counts)}; rank {counts.index(0)} would have none. HINT:"
             " use fewer ranks or a smaller batch size."
         )
     if len(set(counts)) > 1:
         raise ValueError(
-            f"{data}: the ranks would have different numbers of training batches, {counts}, and"
-            " those with more would wait for the others for ever. HINT: even_batches=True (repeats"
-            " some samples), drop_last=True, or a batch size above 1, with which"
-            " even_batches=False gives all ranks equally many."
+            f"{loader_name}: the ranks would have different numbers of training batches, {counts},"
+            " and the ranks with more batches would wait for the others for ever. HINT: choose"
+            " even_batches=True (repeats some samples), drop_last=True, or a batch size above 1,"
+            " with which even_batches=False gives all ranks equally many."
         )

@@ -1,15 +1,15 @@
-"""What a Lightning strategy does for its loaders, hook by hook.
+"""The work of a Lightning strategy for its loaders, hook by hook.
 
-The Trainer and its loops are reached by attribute: nothing here imports Lightning. A strategy owns
-one `DataHooks` for its whole life and forwards these of its own methods to it::
+This module reaches the Trainer and its loops by attribute and does not import Lightning. A strategy
+owns one `DataHooks` for its whole life and calls it in these of its own methods::
 
-    def setup_environment(self):            super()...; self.data.take_over(trainer)
-    def setup(self, trainer):               ...weights exist...; self.data.seed_ranks(trainer)
-    def process_dataloader(self, loader):   return self.data.shard(trainer, loader)
-    def on_train_start(self):               self.data.on_train_start(trainer)
-    def on_train_batch_start(self, ...):    self.data.on_train_batch_start(trainer)
-    def save_checkpoint(self, checkpoint, ...):  self.data.save(trainer, checkpoint); ...
-    def load_checkpoint(self, ...):         ...; self.data.load(checkpoint)
+    def setup_environment(self):          super()...; self.data.disable_sampler_injection(trainer)
+    def setup(self, trainer):             ...weights exist...; self.data.seed_ranks(trainer)
+    def process_dataloader(self, loader): return self.data.shard(trainer, loader)
+    def on_train_start(self):             self.data.on_train_start(trainer)
+    def on_train_batch_start(self, ...):  self.data.on_train_batch_start(trainer)
+    def save_checkpoint(self, checkpoint, ...): self.data.save(trainer, checkpoint); ...
+    def load_checkpoint(self, ...):       ...; self.data.load(checkpoint)
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from typing import Any
 import torch
 
 from ..support import random_states
-from .loader import ShardedLoader
+from .loader import SavedRun, ShardedLoader
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
 
 CHECKPOINT_KEY = "zero3_rng"
-# where states of loaders are in files, in Lightning's loop
-LOADERS_KEY, _LIGHTNINGS_KEY = (
-    "zero3_loaders",
-    "combined_loader",
-)
+LOADERS_KEY = "zero3_loaders"  # the key of the loaders' states in a checkpoint file
+_LIGHTNINGS_KEY = "combined_loader"  # the key of `_FitLoop.on_save_checkpoint` for these states
 _log = logging.getLogger(__name__)
 _STAGES: dict[str, Stage] = {
     "train": "fit",
@@ -45,43 +42,44 @@ class DataHooks:
 
     Attributes:
         options: the user's choices.
-        active: False when the user shards (``use_distributed_sampler=False``): nothing is touched.
+        is_active: False if the user shards (``use_distributed_sampler=False``), so that loaders
+            stay as they are; None before `disable_sampler_injection`.
     """
 
     options: DataOptions
-    active: bool | None
+    is_active: bool | None
 
     def __init__(self, options: DataOptions | None = None) -> None:
         self.options = options or DataOptions()
-        self.active = None
-        self._rng: dict[str, Any] | None = None
-        self._waiting_rng: list[
-            random_states.State
-        ] = []  # of ranks that this run has not: they wait for one that has
+        self.is_active = None
+        self._saved_rng: dict[str, Any] | None = None
+        # Loaded states of ranks that this run lacks, kept for a later run that has these ranks.
+        self._extra_rank_states: list[random_states.State] = []
         self._synchronized_epoch: int | None = None
 
     # ---- before training -------------------------------------------------------------------
 
-    def take_over(self, trainer: Any) -> None:
-        """Switch off Lightning's own sampler injection, which shuffles where the user did not ask.
-
-        Not through ``Strategy.is_distributed``: ``log(sync_dist=True)`` reads that too.
-        """
+    def disable_sampler_injection(self, trainer: Any) -> None:
+        """Switch off Lightning's own sampler injection, which shuffles unasked."""
+        # `_DataConnector._requires_distributed_sampler` reads this attribute, and
+        # `_AcceleratorConnector.is_distributed`; but `LightningModule.log(sync_dist=True)` needs
+        # the latter to be true.
         connector = trainer._accelerator_connector
-        if self.active is None:  # a second run of the same Trainer would read our own False
-            self.active = bool(connector.use_distributed_sampler)
-        if self.active:
+        # Only once: a second run of the same Trainer would read the False that is set below.
+        if self.is_active is None:
+            self.is_active = bool(connector.use_distributed_sampler)
+        if self.is_active:
             connector.use_distributed_sampler = False
 
     def seed_ranks(self, trainer: Any) -> None:
-        """Give ranks distinct dropout streams. Call it once the weights are initialised."""
+        """Give ranks distinct dropout streams; call this after the weights were initialised."""
         if self.options.distinct_rank_rng and _stage(trainer) == "fit":
             rank, _ = self._ranks(trainer)
             random_states.seed_rank(torch.initial_seed(), rank)
 
     def shard(self, trainer: Any, loader: Any) -> Any:
-        """This rank's share of a loader, for ``Strategy.process_dataloader``."""
-        if self.active is not True:
+        """Make this rank's share of a loader, for ``Strategy.process_dataloader``."""
+        if self.is_active is not True:
             return loader
         rank, world_size = self._ranks(trainer)
         strategy = trainer.strategy
@@ -99,7 +97,7 @@ class DataHooks:
             if _user_moves_batches(trainer):
                 sharded.place_on_device = False
             if stage == "fit":
-                sharded.held_by_consumer = lambda: _held_by_fetcher(trainer)
+                sharded.count_prefetched_batches = lambda: _count_prefetched_batches(trainer)
         return sharded
 
     def _ranks(self, trainer: Any) -> tuple[int, int]:
@@ -109,42 +107,49 @@ class DataHooks:
     # ---- training --------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any) -> None:
-        """After the sanity check and the restore, before the first batch: load what is pending."""
+        """Load the pending loader and random states.
+
+        The Trainer calls this after the sanity check and the restore, before the first batch.
+        """
         fit_loop = trainer.fit_loop
         pending = fit_loop._combined_loader_states_to_load
         combined = fit_loop._combined_loader
         loaders = sharded_loaders(combined)
-        # Lightning loads these states only in some of its restarts, and never when the loaders were
-        # set up early, by reading `trainer.estimated_stepping_batches` in `configure_optimizers`.
+        # `_FitLoop.setup_data` loads these states only while `_FitLoop.restarting` is true, and
+        # never when the loaders were set up early, because `configure_optimizers` read
+        # `Trainer.estimated_stepping_batches`.
         if pending and loaders:
             combined._load_state_dicts(pending)
             fit_loop._combined_loader_states_to_load = []
-        if any(loader.resumed for loader in loaders):
-            self._resume(fit_loop, loaders)
+        if any(loader.saved_run for loader in loaders):
+            self._resume_loaders(fit_loop, loaders)
         elif loaders and fit_loop.restarting:
-            self._report_lost_place(trainer)
+            self._warn_of_lost_position(trainer)
         self._continue_cycles(combined, loaders)
         self._continue_on_this_world(trainer, loaders)
         for loader in loaders:
             loader.accumulate = trainer.accumulate_grad_batches
         self._restore_rng(trainer)
 
-    def _resume(self, fit_loop: Any, loaders: list[ShardedLoader]) -> None:
-        """Only now is it known whether an epoch goes on or a new one begins."""
+    def _resume_loaders(self, fit_loop: Any, loaders: list[ShardedLoader]) -> None:
+        """Load the states again, now that Lightning knows whether an epoch goes on or begins."""
         for loader in loaders:
-            loader.reload()
+            loader.reload_state()
             loader.set_epoch(fit_loop.epoch_progress.current.processed)
-        iter(fit_loop._data_fetcher)  # without lengths it has fetched a batch already
+        # Without lengths, `_FitLoop.setup_data` let `_PrefetchDataFetcher` fetch a batch already.
+        iter(fit_loop._data_fetcher)
         epoch_loop = fit_loop.epoch_loop
         progress = epoch_loop.batch_progress
-        ended = epoch_loop.restarted_on_train_batch_end and progress.is_last_batch
-        if ended and fit_loop.max_batches == float("inf"):
-            # Lightning recognises the end of an epoch by its length only, and would go on counting.
-            _set_batches_done(progress, 0)
+        has_ended = epoch_loop.restarted_on_train_batch_end and progress.is_last_batch
+        if has_ended and fit_loop.max_batches == float("inf"):
+            # `_TrainingEpochLoop.reset` recognises the end of an epoch only by the epoch's length,
+            # and would go on counting.
+            _set_done_batches(progress, 0)
             progress.is_last_batch = False
 
-    def _report_lost_place(self, trainer: Any) -> None:
-        # Lightning takes loaders that could go on for loaders that do.
+    def _warn_of_lost_position(self, trainer: Any) -> None:
+        # `_TrainingEpochLoop.reset` does not warn if all loaders have `load_state_dict`, even when
+        # the checkpoint has no states for them.
         progress = trainer.fit_loop.epoch_loop.batch_progress
         done = progress.current.processed
         if (
@@ -154,103 +159,108 @@ class DataHooks:
         ):
             warnings.warn(
                 f"the checkpoint was made after batch {done} of an epoch and does not say where its"
-                " loaders were (another strategy wrote it): the rest of this epoch takes samples"
-                " from their beginning again. HINT: resume from a checkpoint that was made at the"
-                " end of an epoch, or by zero3.",
+                " loaders were, because another strategy wrote it: the rest of this epoch takes"
+                " samples from the beginning of the order again. HINT: resume from a checkpoint"
+                " that was made at the end of an epoch, or by zero3.",
                 stacklevel=2,
             )
 
     def on_train_batch_start(self, trainer: Any) -> None:
-        """Synchronise the generators that the user asked for, once an epoch."""
+        """Synchronise the generators in ``options.rng_types``, once an epoch."""
         types = [name for name in self.options.rng_types if name != "generator"]
         if types and self._synchronized_epoch != trainer.current_epoch:
             self._synchronized_epoch = trainer.current_epoch
             random_states.synchronize(types)
 
     def _continue_cycles(self, combined: Any, loaders: list[ShardedLoader]) -> None:
-        """A combined loader forgets which of its loaders had begun again."""
+        """Tell the combined loader which of its loaders had ended once before the checkpoint."""
+        # `_MaxSizeCycle.__iter__` sets all `_consumed` to False.
         iterator = getattr(combined, "_iterator", None)
         consumed = getattr(iterator, "_consumed", None)
-        if consumed is None or not any(loader.resumed for loader in loaders):
+        if consumed is None or not any(loader.saved_run for loader in loaders):
             return
         for index, loader in enumerate(combined.flattened):
-            if isinstance(loader, ShardedLoader) and loader.resumed is not None:
+            if isinstance(loader, ShardedLoader) and loader.saved_run is not None:
                 consumed[index] = consumed[index] or loader.place.cycle > 0
 
     def _continue_on_this_world(self, trainer: Any, loaders: list[ShardedLoader]) -> None:
-        resumed = [(loader, loader.resumed) for loader in loaders if loader.resumed is not None]
-        changed = [
-            (loader, was) for loader, was in resumed if was.row_samples != loader.row_samples
-        ]
-        for loader, was in changed:
-            self._keep_or_report_global_batch(trainer, loader, was)
-        if changed:
-            longest = max(resumed, key=lambda pair: pair[1].batches)
-            _set_batches_done(trainer.fit_loop.epoch_loop.batch_progress, longest[1].batches)
+        pairs = [(loader, loader.saved_run) for loader in loaders if loader.saved_run is not None]
+        is_changed = False
+        for loader, saved in pairs:
+            if saved.row_samples != loader.row_samples:
+                self._keep_or_report_global_batch(trainer, loader, saved)
+                is_changed = True
+        if is_changed:
+            done_batches = max(saved.batches for _, saved in pairs)
+            _set_done_batches(trainer.fit_loop.epoch_loop.batch_progress, done_batches)
 
-    def _keep_or_report_global_batch(self, trainer: Any, loader: ShardedLoader, was: Any) -> None:
-        before = was.row_samples * was.accumulate
-        now = loader.row_samples * trainer.accumulate_grad_batches
-        if before == now:
+    def _keep_or_report_global_batch(
+        self, trainer: Any, loader: ShardedLoader, saved: SavedRun
+    ) -> None:
+        """Keep the global batch by accumulation, or warn or raise with the numbers."""
+        saved_batch = saved.row_samples * saved.accumulate
+        current_batch = loader.row_samples * trainer.accumulate_grad_batches
+        if saved_batch == current_batch:
             return
-        told = (
-            f"{loader.label}: the checkpoint was made on {was.world_size} ranks with {before}"
-            f" samples per optimizer step ({was.row_samples} x {was.accumulate} accumulated), this"
-            f" run has {loader.world_size} ranks and {now} ({loader.row_samples} x"
-            f" {trainer.accumulate_grad_batches})."
+        summary = (
+            f"{loader.label}: the checkpoint was made on {saved.world_size} ranks with"
+            f" {saved_batch} samples per optimizer step ({saved.row_samples} x {saved.accumulate}"
+            f" accumulated), this run has {loader.world_size} ranks and {current_batch}"
+            f" ({loader.row_samples} x {trainer.accumulate_grad_batches})."
         )
         if self.options.on_world_change == "allow":
             if loader.rank == 0:
                 warnings.warn(
-                    f"{told} The rest of the epoch is complete and in order, but the steps differ."
-                    ' HINT: DataOptions(on_world_change="keep_global_batch") adjusts the'
+                    f"{summary} The rest of the epoch is complete and in order, but the steps"
+                    ' differ. HINT: DataOptions(on_world_change="keep_global_batch") adjusts the'
                     " accumulation.",
                     stacklevel=2,
                 )
             return
-        accumulate, rest = divmod(before, loader.row_samples)
+        accumulate, rest = divmod(saved_batch, loader.row_samples)
         if rest or accumulate == 0:
             raise ValueError(
-                f"{told} on_world_change='keep_global_batch' needs a whole number of micro-batches"
-                f" of {loader.row_samples}: {before} / {loader.row_samples} is none. HINT: choose"
-                f" batch size and ranks such that their product divides {before}."
+                f"{summary} on_world_change='keep_global_batch' needs a whole number of"
+                f" micro-batches of {loader.row_samples}: {saved_batch} / {loader.row_samples} is"
+                " none. HINT: choose batch size and ranks such that their product divides"
+                f" {saved_batch}."
             )
         trainer.accumulate_grad_batches = accumulate
         _log.info(
             "%s accumulate_grad_batches is now %d, which keeps %d samples per step.",
-            told,
+            summary,
             accumulate,
-            before,
+            saved_batch,
         )
 
     # ---- checkpoints -----------------------------------------------------------------------
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's random states. A collective: all ranks save.
+        """Add every rank's random states to the checkpoint. A collective: all ranks save.
 
-        States of loaders get a place of their own: other strategies, whose loaders have none, could
-        not go on from the file.
+        The loaders' states move to a key of their own. Other strategies, whose loaders have no
+        states, could not resume from a file that has states under Lightning's key.
         """
         states = random_states.gather_states()
         checkpoint[CHECKPOINT_KEY] = {
             "version": 1,
             "ranks": len(states),
-            "states": [*states, *self._waiting_rng],
+            "states": [*states, *self._extra_rank_states],
         }
         combined, loop = trainer.fit_loop._combined_loader, _fit_loop_of(checkpoint)
         if _LIGHTNINGS_KEY in loop and len(sharded_loaders(combined)) == len(combined.flattened):
             checkpoint[LOADERS_KEY] = loop.pop(_LIGHTNINGS_KEY)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random states until training starts."""
-        self._rng = checkpoint.get(CHECKPOINT_KEY)
+        """Keep the random states until training starts, and give Lightning the loaders' states."""
+        self._saved_rng = checkpoint.get(CHECKPOINT_KEY)
         if LOADERS_KEY in checkpoint:
             _fit_loop_of(checkpoint)[_LIGHTNINGS_KEY] = checkpoint[LOADERS_KEY]
 
     def _restore_rng(self, trainer: Any) -> None:
-        saved, self._rng = self._rng, None
+        saved, self._saved_rng = self._saved_rng, None
         rank, world_size = self._ranks(trainer)
-        self._waiting_rng = [] if saved is None else saved["states"][world_size:]
+        self._extra_rank_states = [] if saved is None else saved["states"][world_size:]
         if saved is None:
             return
         seed = torch.initial_seed() & 0x7FFFFFFF
@@ -259,9 +269,9 @@ class DataHooks:
             warnings.warn(
                 f"the random states in the checkpoint are those of {saved['ranks']} ranks, this run"
                 f" has {world_size}: dropout and main-process augmentation continue reproducibly,"
-                f" ranks that are new from seeds derived from (seed={seed}, rank,"
-                f" step={trainer.global_step}), but not as the original run would have. The order"
-                " of samples and per-sample randomness are not affected.",
+                " but not as in the original run. New ranks begin with seeds derived from"
+                f" (seed={seed}, rank, step={trainer.global_step}). The order of samples and"
+                " per-sample randomness are not affected.",
                 stacklevel=2,
             )
 
@@ -270,7 +280,7 @@ class DataHooks:
 
 
 def sharded_loaders(combined: Any) -> list[ShardedLoader]:
-    """The loaders of a combined loader that are ours."""
+    """List the loaders of a combined loader that are `ShardedLoader` objects."""
     flattened = [] if combined is None else combined.flattened
     return [loader for loader in flattened if isinstance(loader, ShardedLoader)]
 
@@ -286,28 +296,29 @@ def _stage(trainer: Any) -> Stage:
     name = "train" if stage is None else stage.value
     if name == "train":
         fit_loop = trainer.fit_loop
-        # A restart can set up validation while the stage still says "train".
+        # In a restart, `_TrainingEpochLoop.advance` can set up validation through
+        # `_EvaluationLoop.increment_progress_to_evaluation_end` while the stage says "train".
         if fit_loop._combined_loader is not None and not fit_loop._should_reload_train_dl:
             return "validate"
     return _STAGES[name]
 
 
-def _held_by_fetcher(trainer: Any) -> int:
-    """Batches that Lightning's fetcher keeps back to know which one is the last."""
+def _count_prefetched_batches(trainer: Any) -> int:
+    """Count the batches that `_PrefetchDataFetcher` fetched ahead to know which is the last."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
-def _set_batches_done(progress: Any, batches: int) -> None:
-    """Tell the loop how many batches of the epoch are done, counted in this run's batches."""
+def _set_done_batches(progress: Any, batches: int) -> None:
+    """Set how many batches of the epoch the loop has done, counted in this run's batches."""
     current = progress.current
-    # 1 if the checkpoint was made inside a batch's hooks
+    # 1 if the checkpoint was made inside a batch's hooks.
     unfinished = current.ready - current.completed
     current.ready = current.started = current.processed = batches
     current.completed = batches - unfinished
 
 
 def _user_moves_batches(trainer: Any) -> bool:
-    """Whether a hook of the user's expects the batch where the loader's workers left it."""
+    """Whether a hook of the user's expects batches on the CPU, as the loader made them."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
     owners = (trainer.lightning_module, trainer.datamodule)
     return any(

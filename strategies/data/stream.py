@@ -1,9 +1,9 @@
-"""Streams (`IterableDataset`): this rank's part, and where to continue, told batch by batch.
+"""Streams (`IterableDataset`): the cut of this rank's part, and the position after each batch.
 
-The user's dataset is read inside the loader's workers. Every batch travels to the main process
-together with the reading position of the worker that made it, so that only batches that were
-*handed over* move the position that a checkpoint records. With several workers, the position is one
-mark per worker and the worker whose turn it is.
+The loader's workers read the user's dataset. Every batch travels to the main process together with
+the reading position of its worker, so that only batches that were *handed over* move the position
+that a checkpoint records. With several workers, the position is one mark per worker and the worker
+whose turn it is.
 """
 
 from __future__ import annotations
@@ -24,68 +24,81 @@ from .device import map_tensors
 from .no_batch import NoBatch
 from .order import RowPlan, stream_rows
 
-_WITHIN_EPOCH, _AFTER_EPOCH = 1, 2
+# How a pass uses its position: not at all, or to continue the epoch or begin the next one there.
+_FROM_BEGINNING, _WITHIN_EPOCH, _AFTER_EPOCH = 0, 1, 2
 
-# {"read": items read, "state": the dataset's own state or None, "begin": at the start}
+# {"read": items read, "state": the dataset's own state or None, "begin": its state at the start of
+# the epoch}
 Mark = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rank's batch as it comes from a worker."""
+class WorkerBatch:
+    """One rank's batch as it comes from a worker, with the position after it."""
 
     worker: int
     batch: Any
-    mark: Mark | None
-    skip: int
-    last: bool  # of this worker in this pass
+    mark: Mark | None  # this field and the next one: see `StreamRow`
+    rows_to_skip: int
+    is_last: bool  # the last batch of this worker in this pass
 
-    def pin_memory(self) -> Piece:
-        """Called by the loader's pinning thread, which does not look into unknown containers."""
-        pinned = map_tensors(self.batch, torch.Tensor.pin_memory, _pin_other)
-        return Piece(self.worker, pinned, self.mark, self.skip, self.last)
+    def pin_memory(self) -> WorkerBatch:
+        """Pin the tensors of the batch."""
+        # The pinning thread (`torch.utils.data._utils.pin_memory`) calls this method, because it
+        # does not look into classes that it does not know.
+        pinned = map_tensors(self.batch, torch.Tensor.pin_memory, _pin_object)
+        return WorkerBatch(self.worker, pinned, self.mark, self.rows_to_skip, self.is_last)
 
 
-def _pin_other(obj: Any) -> Any:
+def _pin_object(obj: Any) -> Any:
     return obj.pin_memory() if callable(getattr(obj, "pin_memory", None)) else obj
 
 
 @dataclass(frozen=True)
-class OutOfTurn:
-    """Stands for a worker whose turn is over, so that a resumed loader begins with the right
-    one.
+class EndedTurn:
+    """Fills the turn of a worker that had its turn before the checkpoint.
+
+    `DataLoader` asks its workers in turn, from worker 0 on. With these fillers, the first batch of
+    a resumed loader is that of the right worker.
     """
 
 
 @dataclass
 class StreamPosition:
-    """Where each worker stands.
+    """The reading positions of all workers.
 
     Attributes:
-        marks: by worker: the mark of its last batch that was handed over, rows to drop after it,
-            and whether the worker has ended.
-        turn: the worker that comes next.
+        marks: by worker: the mark of its last batch that was handed over, rows to drop after the
+            mark, and whether the worker has ended.
+        turn: the worker whose batch comes next.
     """
 
     marks: dict[int, tuple[Mark | None, int, bool]] = field(default_factory=dict)
     turn: int = 0
 
-    def after(self, piece: Piece, workers: int) -> StreamPosition:
-        """The position once ``piece`` was handed over."""
-        marks = {**self.marks, piece.worker: (piece.mark, piece.skip, piece.last)}
-        return StreamPosition(marks, (piece.worker + 1) % max(1, workers))
+    def advance(self, worker_batch: WorkerBatch, workers: int) -> StreamPosition:
+        """Return the position after ``worker_batch``."""
+        marks = {
+            **self.marks,
+            worker_batch.worker: (
+                worker_batch.mark,
+                worker_batch.rows_to_skip,
+                worker_batch.is_last,
+            ),
+        }
+        return StreamPosition(marks, (worker_batch.worker + 1) % max(1, workers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers, for a checkpoint."""
+        """Convert the position to plain containers, for a checkpoint."""
         marks = {
-            w: {"mark": mark, "skip": skip, "last": last}
-            for w, (mark, skip, last) in self.marks.items()
+            w: {"mark": mark, "skip": rows_to_skip, "last": is_last}
+            for w, (mark, rows_to_skip, is_last) in self.marks.items()
         }
         return {"marks": marks, "turn": self.turn}
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> StreamPosition:
-        """The inverse of `state_dict`."""
+        """Convert back from `state_dict`."""
         marks = {
             int(w): (entry["mark"], entry["skip"], entry["last"])
             for w, entry in state["marks"].items()
@@ -96,18 +109,20 @@ class StreamPosition:
 class StreamShard(IterableDataset):
     """Cuts the user's stream into rows and yields the collated cells of some ranks.
 
-    It stands in for the user's dataset in a loader with ``batch_size=None``. What changes from pass
-    to pass is in shared memory, because persistent workers never see this object again.
+    The shard replaces the user's dataset in a loader with ``batch_size=None``. The values that
+    change from pass to pass are in shared memory, because persistent workers keep their first copy
+    of this object.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         shape: batch per rank, world, tail and drop_last.
-        ranks: whose cells are yielded, in rank order; one, or all for dispatch.
+        ranks: the ranks whose cells are yielded, in rank order; one rank, or all for dispatch.
         collate: the user's ``collate_fn``; None hands items over one by one.
-        sample_seed: seed each item from (seed, epoch, worker, place in the stream); None: leave
-            alone.
+        sample_seed: seed each item from (seed, epoch, worker, place in the stream); None: do not
+            seed.
         label: names rank and loader in messages.
-        pads: ranks without a cell in a row get a `NoBatch`, so that all have equally many batches.
+        needs_padding: ranks without a cell in a row get a `NoBatch`, so that all ranks have equally
+            many batches.
     """
 
     def __init__(
@@ -118,66 +133,68 @@ class StreamShard(IterableDataset):
         collate: Callable[[list[Any]], Any] | None,
         sample_seed: int | None,
         label: str,
-        pads: bool = False,
+        needs_padding: bool = False,
     ) -> None:
         self.dataset = dataset
-        self.pads = pads
+        self.needs_padding = needs_padding
         self.shape = shape
         self.ranks = list(ranks)
         self.collate = collate
         self.sample_seed = sample_seed
         self.label = label
         self.position = StreamPosition()
-        self.control = torch.zeros(
-            2, dtype=torch.int64, device="cpu"
-        ).share_memory_()  # [epoch, what to do with position]
+        # [epoch, resume mode]
+        self.control = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
-    def begin(self, epoch: int, position: StreamPosition, new_epoch: bool = False) -> None:
-        """The next iteration continues at ``position``; with ``new_epoch`` that is the end of the
-        last one.
+    def begin_pass(self, epoch: int, position: StreamPosition, is_new_epoch: bool = False) -> None:
+        """Make the next iteration continue at ``position``.
+
+        With ``is_new_epoch``, ``position`` is the end of the epoch before.
         """
         self.position = position
+        resume_mode = _AFTER_EPOCH if is_new_epoch else _WITHIN_EPOCH
         self.control[0] = epoch
-        self.control[1] = 0 if not position.marks else _AFTER_EPOCH if new_epoch else _WITHIN_EPOCH
+        self.control[1] = resume_mode if position.marks else _FROM_BEGINNING
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Piece | OutOfTurn]:
+    def __iter__(self) -> Iterator[WorkerBatch | EndedTurn]:
         worker = info.id if (info := get_worker_info()) is not None else 0
-        epoch, resume = self.control.tolist()
-        mark, skip, ended = (
-            self.position.marks.get(worker, (None, 0, False)) if resume else (None, 0, False)
-        )
-        if resume == _WITHIN_EPOCH:
+        epoch, resume_mode = self.control.tolist()
+        mark, rows_to_skip, has_ended = None, 0, False
+        if resume_mode != _FROM_BEGINNING:
+            mark, rows_to_skip, has_ended = self.position.marks.get(worker, (None, 0, False))
+        if resume_mode == _WITHIN_EPOCH:
             if worker < self.position.turn:
-                yield OutOfTurn()
-            if ended:
+                yield EndedTurn()
+            if has_ended:
                 return
         if info is not None and callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         label = self.label if worker == 0 else None
-        cursor = Cursor(self.dataset, self._seeds(epoch, worker))
-        if resume == _AFTER_EPOCH:
-            cursor.begin_after(mark)
-            mark, skip = None, 0
+        cursor = Cursor(self.dataset, self._make_seeds(epoch, worker))
+        if resume_mode == _AFTER_EPOCH:
+            cursor.begin_epoch_after(mark)
+            mark, rows_to_skip = None, 0
         else:
             wraps = self.shape.tail in ("wrap", "level") and not self.shape.drop_last
-            cursor.begin(mark, label, self.shape.row_items if wraps else 0)
-        yield from self._pieces(cursor, worker, mark, skip)
+            cursor.begin_pass(mark, label, self.shape.row_items if wraps else 0)
+        yield from self._make_batches(cursor, worker, mark, rows_to_skip)
 
-    def _pieces(self, cursor: Cursor, worker: int, mark: Mark | None, skip: int) -> Iterator[Piece]:
-        head = (lambda: cursor.head) if mark is not None else None
-        for number, row in enumerate(stream_rows(cursor, self.shape, cursor.mark, head, mark)):
-            if number < skip:
-                continue
+    def _make_batches(
+        self, cursor: Cursor, worker: int, mark: Mark | None, rows_to_skip: int
+    ) -> Iterator[WorkerBatch]:
+        read_head = (lambda: cursor.head) if mark is not None else None
+        rows = stream_rows(cursor, self.shape, cursor.make_mark, read_head, mark)
+        for row in itertools.islice(rows, rows_to_skip, None):
             for rank in self.ranks:
                 if cell := row.cells[rank]:
                     batch = cell[0] if self.collate is None else self.collate(cell)
-                    yield Piece(worker, batch, row.mark, row.skip, row.last)
-                elif self.pads:
-                    yield Piece(worker, NoBatch(), row.mark, row.skip, row.last)
+                    yield WorkerBatch(worker, batch, row.mark, row.rows_to_skip, row.is_last)
+                elif self.needs_padding:
+                    yield WorkerBatch(worker, NoBatch(), row.mark, row.rows_to_skip, row.is_last)
 
-    def _seeds(self, epoch: int, worker: int) -> Callable[[int], int] | None:
+    def _make_seeds(self, epoch: int, worker: int) -> Callable[[int], int] | None:
         if self.sample_seed is None:
             return None
         seed = self.sample_seed
@@ -185,62 +202,61 @@ class StreamShard(IterableDataset):
 
 
 class Cursor:
-    """Reads the user's dataset and knows where it stands.
+    """Reads the user's dataset and keeps the reading position.
 
-    A dataset, or the iterator that it returns, with ``state_dict`` and ``load_state_dict``
-    continues by these. Any other is read from its beginning and what was handed over before is
-    thrown away.
+    If the dataset, or the iterator that it returns, has ``state_dict`` and ``load_state_dict``, the
+    cursor continues by these methods. Otherwise the cursor reads from the beginning and drops the
+    items that were handed over before.
     """
 
     items: Iterator[Any]
 
-    def __init__(self, dataset: Any, seeds: Callable[[int], int] | None) -> None:
+    def __init__(self, dataset: Any, get_seed: Callable[[int], int] | None) -> None:
         self.dataset = dataset
-        self.read = 0
-        self.seeds = seeds
+        self.items_read = 0
+        self.get_seed = get_seed
         self.head: list[Any] = []
-        self._begin = _state_of(dataset)
-        self._peeked: list[Any] = []
+        self._begin_state = _state_of(dataset)
+        self._peeked_items: list[Any] = []
 
-    def begin(self, mark: Mark | None, label: str | None, head: int) -> None:
-        """Continue at ``mark``, or begin the stream.
+    def begin_pass(self, mark: Mark | None, label: str | None, head: int) -> None:
+        """Continue at ``mark``, or begin the stream if it is None.
 
-        The first ``head`` items are read before that, because the end of the stream may wrap around
-        to them. Later would be too late: it would move a dataset that has just come to its end.
+        The cursor reads the first ``head`` items before it continues, because the end of the stream
+        may wrap around to them. Reading them at the end would move a dataset that has just reached
+        its end.
         """
         if mark is None:
             self.items = iter(self.dataset)
         elif mark["state"] is None:
             self.items = iter(self.dataset)
-            self._skip(mark["read"], label, head)
+            self._skip_items(mark["read"], label, head)
         else:
             if head:
-                self.begin_after({**mark, "state": mark["begin"]})
-                self.head = self._peeked + list(
-                    itertools.islice(self.items, head - len(self._peeked))
-                )
-                self._peeked = []
-            self.read, self._begin = mark["read"], mark["begin"]
-            self.items = self._load(mark["state"])
+                self.begin_epoch_after({**mark, "state": mark["begin"]})
+                peeked, self._peeked_items = self._peeked_items, []
+                self.head = peeked + list(itertools.islice(self.items, head - len(peeked)))
+            self.items_read, self._begin_state = mark["read"], mark["begin"]
+            self.items = self._load_state(mark["state"])
 
-    def begin_after(self, mark: Mark | None) -> None:
-        """Begin a new epoch of a stream whose last one ended at ``mark``.
+    def begin_epoch_after(self, mark: Mark | None) -> None:
+        """Begin a new epoch of a stream whose last epoch ended at ``mark``.
 
-        A dataset that resets itself at its end goes on from that state. One that does not would
-        give an empty epoch: it is asked once more, as a run without a restart asks it after its
-        end.
+        A dataset that resets itself at its end goes on from its state there. A dataset that does
+        not would give an empty epoch, so ``iter`` is called once more, as a run without a restart
+        calls it after the end.
         """
         if mark is None or mark["state"] is None:
             self.items = iter(self.dataset)
             return
-        self._begin = mark["state"]
-        self.items = self._load(mark["state"])
+        self._begin_state = mark["state"]
+        self.items = self._load_state(mark["state"])
         try:
-            self._peeked = [self._next_item()]
+            self._peeked_items = [self._next_item()]
         except StopIteration:
             self.items = iter(self.dataset)
 
-    def _load(self, state: Any) -> Iterator[Any]:
+    def _load_state(self, state: Any) -> Iterator[Any]:
         if state is None:
             return iter(self.dataset)
         if is_stateful(self.dataset):
@@ -250,59 +266,64 @@ class Cursor:
         items.load_state_dict(copy.deepcopy(state))
         return items
 
-    def _skip(self, count: int, label: str | None, head: int) -> None:
-        """Read and drop; keeps the first ``head`` items."""
+    def _skip_items(self, count: int, label: str | None, head: int) -> None:
+        """Read ``count`` items and drop all but the first ``head``."""
         progress = SkipProgress(count, label)
-        kept: list[Any] = []
-        while self.read < count:
+        head_items: list[Any] = []
+        while self.items_read < count:
             try:
                 item = next(self)
             except StopIteration:
                 raise RuntimeError(
-                    f"{label or 'stream'}: {type(self.dataset).__name__} ended after {self.read}"
-                    f" items while skipping the {count} that were handed over before the"
-                    " checkpoint: it is not the same stream."
+                    f"{label or 'stream'}: {type(self.dataset).__name__} ended after"
+                    f" {self.items_read} items while skipping the {count} items from before the"
+                    " checkpoint: this is not the same stream."
                 ) from None
-            if len(kept) < head:
-                kept.append(item)
-            progress.update(self.read)
-        self.head = kept
+            if len(head_items) < head:
+                head_items.append(item)
+            progress.update(self.items_read)
+        self.head = head_items
         progress.close()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        item = self._peeked.pop() if self._peeked else self._next_item()
-        self.read += 1
+        item = self._peeked_items.pop() if self._peeked_items else self._next_item()
+        self.items_read += 1
         return item
 
     def _next_item(self) -> Any:
-        if self.seeds is None:
+        if self.get_seed is None:
             return next(self.items)
         if get_worker_info() is not None:
-            seed_cpu(self.seeds(self.read))
+            seed_cpu(self.get_seed(self.items_read))
             return next(self.items)
-        with scoped(self.seeds(self.read)):  # the main process needs its own generators back
+        with scoped(
+            self.get_seed(self.items_read)
+        ):  # the main process needs its own generators back
             return next(self.items)
 
-    def mark(self) -> Mark:
-        """The position now; a copy, because a dataset may hand out its live state."""
+    def make_mark(self) -> Mark:
+        """Return the current position.
+
+        The state is a copy, because a dataset's `state_dict` may return its live state.
+        """
         source = self.dataset if is_stateful(self.dataset) else self.items
-        return {"read": self.read, "state": _state_of(source), "begin": self._begin}
+        return {"read": self.items_read, "state": _state_of(source), "begin": self._begin_state}
 
 
 class SkipProgress:
-    """A progress line on stderr, at most one a second."""
+    """Prints a progress line to stderr, at most once a second."""
 
     def __init__(self, total: int, label: str | None) -> None:
         self.total, self.label = total, label
-        self.last_s = time.monotonic()
+        self.printed_at_s = time.monotonic()
 
     def update(self, done: int) -> None:
-        """Show ``done`` items of the total."""
-        if self.label is not None and time.monotonic() - self.last_s > 1.0:
-            self.last_s = time.monotonic()
+        """Print that ``done`` items of the total were skipped."""
+        if self.label is not None and time.monotonic() - self.printed_at_s > 1.0:
+            self.printed_at_s = time.monotonic()
             print(
                 f"\r{self.label}: skipping {done}/{self.total} items",
                 end="",
@@ -311,7 +332,7 @@ class SkipProgress:
             )
 
     def close(self) -> None:
-        """End the line."""
+        """Print the end of the line."""
         if self.label is not None and self.total > 0:
             print(
                 f"\r{self.label}: skipped {self.total}/{self.total} items",
@@ -321,7 +342,7 @@ class SkipProgress:
 
 
 def is_stateful(obj: Any) -> bool:
-    """Whether the object can say where it stands and go back there."""
+    """Whether the object can save its position and go back there."""
     return callable(getattr(obj, "state_dict", None)) and callable(
         getattr(obj, "load_state_dict", None)
     )

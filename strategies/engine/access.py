@@ -128,7 +128,7 @@ class Access:
         """See :meth:`~.residency.home.Home.write`."""
         entry = self._entries[id(parameter)]
         value = value.detach().broadcast_to(entry.size)
-        self._collectives.exchange_log.wrote(
+        self._collectives.exchange_log.record_write(
             entry.name, value.to(entry.group.data.device, entry.dtype), self.in_step
         )
         entry.store(value, entry.group.data)

@@ -42,7 +42,7 @@ def compare_notes(collectives: LocalCollectives, assigned: Sequence[Setting] = (
     """
     exchange_log = collectives.exchange_log
     written = exchange_log.checksums()
-    stepped = [*exchange_log.stepped, *assigned]
+    stepped = [*exchange_log.step_settings, *assigned]
     number = digest((), [*written, *stepped])
     most, least = collectives.agree(
         torch.tensor([number, -number], device="cpu"), Meeting.NOTES
@@ -54,7 +54,7 @@ def compare_notes(collectives: LocalCollectives, assigned: Sequence[Setting] = (
         raise DivergenceError(
             f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}"
         )
-    exchange_log.compared()
+    exchange_log.clear_records()
 
 
 class Agreement:
@@ -104,7 +104,7 @@ class Agreement:
             raise DivergenceError(
                 difference or f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}"
             )
-        exchange_log.agreed()
+        exchange_log.start_trace()
         flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
         return flags[:units], flags[units:modules], flags[modules:]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..residency.home import ResidencyError
 from ..residency.resting import get_grad, set_grad
+from ..support import profile_range
 from ..support.thread_stacks import read_frames
 from .access import Access
 from .agreement import Agreement
@@ -299,9 +300,10 @@ class Backward:
         late = bytes(len(self._units)) if self._reducer.holding else bytes(self._reducer.claimed)
         joint = self._joint.running
         with self._joint.end_of_backward():
-            late, changed, used = self._agreement.reach(
-                late, self._buffers.changed(), bytes(self._gradients.used)
-            )
+            with profile_range("agreement"):
+                late, changed, used = self._agreement.reach(
+                    late, self._buffers.changed(), bytes(self._gradients.used)
+                )
             for unit in reversed(self._units):
                 if late[unit.index]:
                     self._reducer.reduce(unit)

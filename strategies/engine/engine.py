@@ -19,6 +19,7 @@ from ..residency.home import ResidencyError, describe, is_sharded, unsettle
 from ..residency.numbers import take_back
 from ..residency.past_python import guard
 from ..residency.resting import NO_GRAPH_TASK, graph_task
+from ..support import profile_range
 from .access import Access
 from .agreement import Agreement, compare_notes
 from .backward import Backward
@@ -214,9 +215,9 @@ class Zero3Engine:
             return
         self.open_step()
         if not torch.is_grad_enabled():
-            self.collectives.exchange_log.forget()  # no backward will come to compare it
+            self.collectives.exchange_log.suspend_trace()  # no backward will come to compare it
         elif not self.joint.running:
-            self.collectives.exchange_log.resume()
+            self.collectives.exchange_log.resume_trace()
         self._saved.thread = self.passes.thread = get_ident()
         try:
             self.access.in_step = True
@@ -299,7 +300,7 @@ class Zero3Engine:
             except ResidencyError as error:  # a change in place that cannot be stored
                 self._lost = self._lost or error
         self.passes.abandon()
-        self.collectives.exchange_log.forget()
+        self.collectives.exchange_log.suspend_trace()
         self.arena.spilled = None
 
     # ----------------------------------------------------------------------------------- optimizers
@@ -335,22 +336,24 @@ class Zero3Engine:
                     " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
                     " after the next one."
                 )
-        if self._lost:
-            self.abandon()
-        self._adopt_values()
-        self._stepping = optimizer
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
-            # else the closure's backward does, and reduces what is held along with its own
-            self.adopt_gradients()
-            self.hand_over(optimizer)
+        with profile_range("optimizer begins", type(optimizer).__name__):
+            if self._lost:
+                self.abandon()
+            self._adopt_values()
+            self._stepping = optimizer
+            if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
+                # else the closure's backward does, and reduces what is held along with its own
+                self.adopt_gradients()
+                self.hand_over(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping = None
-        self.guard(optimizer, True)
-        self.access.held.follow_all()  # it may have scaled gradients
-        for group in self._groups_of(optimizer):
-            group.version = group.public._version
-        self._adopt_flat_values(self.stepped_by(optimizer))
+        with profile_range("optimizer ends", type(optimizer).__name__):
+            self._stepping = None
+            self.guard(optimizer, True)
+            self.access.held.follow_all()  # it may have scaled gradients
+            for group in self._groups_of(optimizer):
+                group.version = group.public._version
+            self._adopt_flat_values(self.stepped_by(optimizer))
 
     def hand_over(self, optimizer: Optimizer) -> None:
         """What comes next is the step of ``optimizer`` itself, if one has begun: users may call its
@@ -435,7 +438,9 @@ class Zero3Engine:
             # an optimizer's step is known; this is what the user wrote
             if group.version != group.public._version:
                 self._adopt_flat_values()
-        if self.collectives.exchange_log.stored and not (self.access.in_step or unit.lent):
+        if self.collectives.exchange_log.writes_between_steps and not (
+            self.access.in_step or unit.lent
+        ):
             # where no rank but this one has stored anything, the next exchange of the others tells
             with apart():
                 compare_notes(self.collectives)

@@ -86,7 +86,7 @@ class Gradients:
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
         if not self.reducer.whole:
-            self._exchange_log.begin_backward(self._present("an optimizer", self._groups, shown))
+            self._exchange_log.record_backward(self._present("an optimizer", self._groups, shown))
         return muted
 
     def give_back(self) -> None:
@@ -131,7 +131,7 @@ class Gradients:
         """A backward began, and an exception ended it: gradients that were out of its way are there
         again.
         """
-        self._exchange_log.begin_backward([])
+        self._exchange_log.record_backward([])
         shown = bytearray(self._shown)
         self.arrived[:] = bytes(len(self.arrived))
         for group in self._groups:
@@ -165,7 +165,7 @@ class Gradients:
         shown = [group.require_alike() for group in groups]
         if not self.reducer.whole:
             name = type(optimizer).__name__
-            self._exchange_log.step(
+            self._exchange_log.record_step(
                 [*self._present(name, groups, shown), *self._sums_in(name, groups)]
             )
 
@@ -259,7 +259,7 @@ class Gradients:
         for entry in present:
             begun, assigned = self._sums.get(entry, (-1, None))
             if assigned is not None and begun == entry.group.begun:
-                self._exchange_log.read_gradient(entry.name, assigned)
+                self._exchange_log.record_gradient_read(entry.name, assigned)
 
     def cleared(self, entry: Entry, to_none: bool) -> Tensor | None:
         """What a `zero_grad`, which does not look at values, may take for the gradient of

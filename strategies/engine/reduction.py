@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives, Work, narrow
 from ..residency.given_out import storage_of
+from ..support import profile_range
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
 from .shards import Entry, FlatGroup
@@ -60,6 +61,8 @@ class _Range:
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.pending: list[Work] = []  # in flight
         self.dropped = False  # what is in flight is not wanted any more
+        self.reduce_range = profile_range("reduce", unit.name)
+        self.wait_range = profile_range("wait for sums", unit.name)
 
 
 class Reducer:
@@ -160,13 +163,14 @@ class Reducer:
             self.written[entry.number] = 0
         for gap in place.gaps:
             gap.zero_()
-        if self._stream.on_device:
-            with self._stream.fork():
+        with place.reduce_range:
+            if self._stream.on_device:
+                with self._stream.fork():
+                    self._send(place)
+                    self._accumulate(place)
+                    self._mark = self._stream.mark()
+            else:
                 self._send(place)
-                self._accumulate(place)
-                self._mark = self._stream.mark()
-        else:
-            self._send(place)
         self.claimed[unit.index], self._flying = 0, place
         self._open.remove(place)
         if unit.announce is not None:
@@ -189,7 +193,8 @@ class Reducer:
         """Wait for what is in flight and add it to the flat gradients."""
         place, self._flying = self._flying, None
         if place is not None:
-            self._accumulate(place)
+            with place.wait_range:
+                self._accumulate(place)
             if self._stream.on_device:
                 # hazard: the buffer's next gradients, or the optimizer, before the sum is there
                 self._stream.join(self._mark)

@@ -153,4 +153,4 @@ class JointSteps:
         # (none), and the same trace.
         for unit in self._units:
             unit.release()
-        self._collectives.exchange_log.forget()
+        self._collectives.exchange_log.suspend_trace()

@@ -17,6 +17,7 @@ from ..residency.given_out import Alias
 from ..residency.home import ResidencyError
 from ..residency.numbers import class_at_rest, hide, show
 from ..residency.resting import RestingParameter
+from ..support import profile_range
 from .chunk import Chunk
 from .lifted import Lifted
 from .partition import UnitModules
@@ -121,6 +122,8 @@ class Unit:
             int, Any
         ] = {}  # views of its slot that others hold, by their ids; see kept_views.py
         self.lifted = Lifted(self.values)
+        self._unshard_range = profile_range("unshard", self.name)
+        self._wait_range = profile_range("wait", self.name)
         self._pending: list[Work] = []
         self._filled: torch.cuda.Event | None = None  # where the stream has filled the slot
 
@@ -201,7 +204,8 @@ class Unit:
         for other in tuple(holders):
             if start < other.region.stop and other.region.start < stop:
                 other.release()
-        self._start()
+        with self._unshard_range:
+            self._start()
         holders.append(self)
         self.phase = Phase.GATHERING
         if self.announce is not None:
@@ -262,7 +266,8 @@ class Unit:
         if (self.phase is Phase.RESTING or self.lent) and not self.gather():
             return False
         if self.phase is Phase.GATHERING:
-            self.arrive()
+            with self._wait_range:
+                self.arrive()
         if not self.pins:
             self.phase = Phase.IN_USE
             self._arena.in_use.append(self)
@@ -330,7 +335,7 @@ class Unit:
                         " modify=True):`."
                     )
                 values = chunk.slot[offset : offset + entry.size.numel()]
-                self._collectives.exchange_log.wrote(entry.name, values, in_step=True)
+                self._collectives.exchange_log.record_write(entry.name, values, in_step=True)
                 if entry.part is not None:
                     with torch.no_grad():
                         entry.part.of(entry.group.data).copy_(

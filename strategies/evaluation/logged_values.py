@@ -1,8 +1,8 @@
-"""Values logged in evaluation, on a rank that ran no step of a loader: the same names as elsewhere,
-with no weight.
+"""Logs values of weight zero on a rank that ran no step of an evaluation loader.
 
-Lightning sums logged values over the ranks when a loader ends, name by name. A rank that has logged
-nothing would not take part, and its next exchange would meet the sum of the others.
+Lightning's ``_ResultCollection`` sums logged values over the ranks when a loader ends, name by
+name. A rank that has logged nothing would not take part, and its next exchange would meet the sum
+of the others. So it logs the names that the others have logged.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Logged:
-    """One logged value.
+class LoggedValue:
+    """One logged value of a rank.
 
     Attributes:
-        key: in Lightning's collection of results.
-        meta: how it is reduced and shown, without the function that does it.
-        synchronised: over the ranks, at the end of the loader.
-        rank_zero_only: as in ``self.log``.
-        state: what is summed up on this rank; empty for a torchmetrics object, which is reached by
-            its name in the module.
+        key: its key in Lightning's collection of results.
+        meta: how Lightning reduces and shows it; without ``_sync``, which has a function.
+        is_synchronised: whether Lightning reduces it over the ranks at the end of the loader.
+        rank_zero_only: the option of ``self.log``.
+        state: sums of this rank by name, on the CPU; empty for a torchmetrics object, which is
+            found by its name in the module.
     """
 
     key: str
     meta: _Metadata
-    synchronised: bool
+    is_synchronised: bool
     rank_zero_only: bool
     state: dict[str, Tensor]
 
 
-def describe(results: _ResultCollection) -> list[Logged]:
-    """What this rank has logged for the loader that it is at."""
-    found = []
+def collect_logged(results: _ResultCollection) -> list[LoggedValue]:
+    """Return the values that this rank has logged for its current loader."""
+    logged = []
     for key, metric in results.items():
         meta = metric.meta
         if metric.has_reset or meta.dataloader_idx != results.dataloader_idx:
@@ -51,31 +51,36 @@ def describe(results: _ResultCollection) -> list[Logged]:
             if metric.is_tensor
             else {}
         )
-        found.append(
-            Logged(
-                key, replace(meta, _sync=None), meta.sync.should, meta.sync.rank_zero_only, state
-            )
+        sync = meta.sync
+        logged.append(
+            LoggedValue(key, replace(meta, _sync=None), sync.should, sync.rank_zero_only, state)
         )
-    return found
+    return logged
 
 
-def adopt(logged: list[Logged], results: _ResultCollection, strategy: Strategy) -> None:
-    """Log the same, with no weight in what is summed; a value that stays on its rank is the other
-    rank's.
+def log_without_weight(
+    logged: list[LoggedValue], results: _ResultCollection, strategy: Strategy
+) -> None:
+    """Log in ``results`` what another rank has ``logged``, with no weight in sums over the ranks.
+
+    Values that Lightning does not reduce over the ranks are copied from the other rank.
     """
-    for one in logged:
-        if one.key in results and not results[one.key].has_reset:
+    for value in logged:
+        if value.key in results and not results[value.key].has_reset:
             continue
-        one.meta.sync = _Sync(
-            fn=strategy.reduce, _should=one.synchronised, rank_zero_only=one.rank_zero_only
+        value.meta.sync = _Sync(
+            fn=strategy.reduce, _should=value.is_synchronised, rank_zero_only=value.rank_zero_only
         )
-        metric = _ResultMetric(one.meta, is_tensor=bool(one.state))
+        metric = _ResultMetric(value.meta, is_tensor=bool(value.state))
         if metric.is_tensor:
-            for name, default in metric._defaults.items():
-                value = default.to(one.state[name].dtype) if one.synchronised else one.state[name]
-                setattr(metric, name, value.to(strategy.root_device))
+            for name in metric._defaults:
+                state = value.state[name]
+                if value.is_synchronised:
+                    state = getattr(metric, name).to(state.dtype)
+                setattr(metric, name, state.to(strategy.root_device))
         else:
-            assert one.meta.metric_attribute is not None
-            metric.value = strategy.lightning_module.get_submodule(one.meta.metric_attribute)
-        metric._update_count = 1  # or torchmetrics warns that nothing was logged
-        results[one.key] = metric
+            module, attribute = strategy.lightning_module, value.meta.metric_attribute
+            assert module is not None and attribute is not None
+            metric.value = module.get_submodule(attribute)
+        metric._update_count = 1  # else `_ResultMetric.compute` warns that nothing was logged
+        results[value.key] = metric

@@ -1,5 +1,6 @@
-"""The evaluation loops of a sharded model: ranks with fewer batches take part in what the others
-exchange.
+"""The part of the strategy that evaluates a sharded model on unequal numbers of batches.
+
+Ranks with fewer batches take part in the exchanges of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..collectives import DivergenceError, Meeting
 from ..data import NoBatch, ShardedLoader
 from ..engine import Zero3Engine, compare_notes
 from ..liveness.strategy import WatchedStrategy
-from .logged_values import adopt, describe
+from .logged_values import collect_logged, log_without_weight
 from .uneven_plan import Turn, plan_turns
 
 
@@ -28,9 +29,8 @@ class EvaluationStrategy(WatchedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.engine = None
-        self._turns: list[
-            Iterator[Turn] | None
-        ] = []  # of each loader; None: who has a batch is agreed on in each step
+        # Turns of each loader; None where the ranks agree in each step on which have a batch.
+        self._turns: list[Iterator[Turn] | None] = []
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -66,8 +66,12 @@ class EvaluationStrategy(WatchedStrategy):
             ]
 
     def _plan_turns(self, loop: _EvaluationLoop | _PredictionLoop) -> None:
-        """Agree on who has how many batches, so that nobody waits for a rank that has none left;
-        collective.
+        """Agree on how many batches each rank has, so that no rank waits for one that has none.
+
+        This is collective.
+
+        Raises:
+            ValueError: a rank has no sample of a loader that runs beside others.
         """
         assert self.engine is not None and loop._combined_loader is not None
         self.engine.structure.check()
@@ -79,7 +83,8 @@ class EvaluationStrategy(WatchedStrategy):
         ]
         if mode != "sequential":
             _require_samples_everywhere(loaders, mode)
-            counts = [{"min_size": min, "max_size": max, "max_size_cycle": max}[mode](counts)]
+            combine = {"min_size": min, "max_size": max, "max_size_cycle": max}[mode]
+            counts = [combine(counts)]
         self._turns = []
         collectives = self.engine.collectives
         compare_notes(collectives)
@@ -89,52 +94,57 @@ class EvaluationStrategy(WatchedStrategy):
                 self._turns.append(None)
             elif all(float(n).is_integer() for n in batches):
                 self._turns.append(iter(plan_turns(batches, self.global_rank)))
-            else:  # the user's own, of unknown length: as many steps on each rank
+            else:
+                # A loader of the user, of unknown length, must have as many batches on each rank.
                 self._turns.append(iter(()))
 
     def _end_turns(self) -> None:
-        """A rank whose loader has ended sooner than it said, or had not said when, must not leave
-        the others waiting.
-        """
+        """Compare at the end of an evaluation what all ranks did; collective."""
         assert self.engine is not None
+        # hazard: a loader that ends sooner than its length says, or that has no length, would leave
+        # the others waiting for this rank.
         self.engine.collectives.meet(Meeting.EVALUATED)
-        compare_notes(self.engine.collectives)  # no backward may come
+        # Else the next backward compares, but there may be none.
+        compare_notes(self.engine.collectives)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one step, or help those that do; what a rank without a batch returns is its
-        `NoBatch`.
+        """Run one step, or assist the ranks that do; a rank without a batch returns its `NoBatch`.
+
+        Raises:
+            DivergenceError: ranks exchange different things in the step.
         """
         assert self.engine is not None
         lacks_batch = isinstance(args[0], NoBatch)
-        # then the last argument is the loader's index
-        several = len(self._turns) > 1 and len(args) > 1
-        turn = self._next_turn(args[-1] if several else 0, lacks_batch)
+        # Lightning's evaluation loops pass the loader's index last, if there are several loaders.
+        has_index = len(self._turns) > 1 and len(args) > 1
+        turn = self._next_turn(args[-1] if has_index else 0, lacks_batch)
         output = args[0]
         try:
             if not lacks_batch:
                 context = self.engine.step()
-                with self.engine.joint.run(context) if turn.joint else context:
-                    if not turn.joint:
-                        # all ranks run this step, from here to the next one
-                        self.engine.collectives.exchange_log.resume()
+                with self.engine.joint.run(context) if turn.is_uneven else context:
+                    if not turn.is_uneven:
+                        # All ranks run this step: their traces can be compared from here on.
+                        self.engine.collectives.exchange_log.resume_trace()
                     output = step(*args, **kwargs)
-                if not turn.joint:  # all ranks run this step
-                    # Forwards of one rank alone would take part in the others' next batch, and no
-                    # backward tells.
+                if not turn.is_uneven:
+                    # hazard: a forward that one rank runs alone would take part in the others' next
+                    # batch, and no backward comes that would find it.
                     self.engine.collectives.meet(Meeting.BATCH)
                     if self._signals is not None:
                         self._signals.between_batches()
-            self.engine.joint.assist(turn.assist)
+            self.engine.joint.assist(turn.assisted_steps)
         except DivergenceError as error:
-            if not turn.joint and not turn.assist:
+            if not turn.is_uneven and not turn.assisted_steps:
                 raise
             raise DivergenceError(
                 f"{error} HINT: not every rank has a batch in this evaluation step. Log with"
                 " on_step=False in it, and leave what all ranks do together (all_gather, barrier)"
                 " to the end of the epoch."
             ) from error
-        if turn.lacking and self._trainer._results is not None:
-            self._share_logged_values(lacks_batch)
+        results = self._trainer._results
+        if turn.has_empty_rank and results is not None:
+            self._share_logged_values(results, lacks_batch)
         return output
 
     def _next_turn(self, loader: int, lacks_batch: bool) -> Turn:
@@ -142,22 +152,21 @@ class EvaluationStrategy(WatchedStrategy):
         turns = self._turns[loader]
         if turns is not None:
             return next(turns, Turn())
-        lacking = bool(
+        is_uneven = bool(
             self.engine.collectives.agree(torch.tensor([int(lacks_batch)], device="cpu"))
         )
-        return Turn(joint=lacking, assist=int(lacks_batch), lacking=lacking)
+        return Turn(is_uneven, int(lacks_batch), has_empty_rank=is_uneven)
 
-    def _share_logged_values(self, lacks_batch: bool) -> None:
-        """A rank that ran no step logs, with no weight, what the others log: they will wait for it
-        to sum with them.
-        """
+    def _share_logged_values(self, results: Any, lacks_batch: bool) -> None:
+        """Let a rank that ran no step log the values of the others with no weight; collective."""
+        # hazard: Lightning sums logged values over all ranks when the loader ends; the others would
+        # wait for a rank that has logged nothing.
         assert self.engine is not None
-        results = self._trainer._results
         everyone = self.engine.collectives.all_gather_object(
-            None if lacks_batch else describe(results)
+            None if lacks_batch else collect_logged(results)
         )
         if lacks_batch:
-            adopt(next(found for found in everyone if found is not None), results, self)
+            log_without_weight(next(one for one in everyone if one is not None), results, self)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +187,8 @@ def _is_empty(loader: object) -> bool:
 
 def _require_samples_everywhere(loaders: list[Any], mode: str) -> None:
     for loader in loaders:
-        if isinstance(loader, ShardedLoader) and 0 in (counts := loader.batches_per_rank or ()):
+        counts = loader.batches_per_rank if isinstance(loader, ShardedLoader) else None
+        if counts is not None and 0 in counts:
             raise ValueError(
                 f"{loader.label}: rank {counts.index(0)} has no sample of it, so"
                 f" CombinedLoader(mode={mode!r}) cannot give it a batch. HINT: use fewer ranks, or"

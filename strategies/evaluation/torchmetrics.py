@@ -1,4 +1,4 @@
-"""States of torchmetrics over ranks of which some had nothing to measure."""
+"""Gathers states of torchmetrics over ranks of which some had nothing to measure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 
-def share_metrics(module: nn.Module, device: torch.device) -> None:
-    """Have the metrics in ``module`` on ``device``, and their states gathered by
-    :func:`gather_states`.
+def prepare_metrics(module: nn.Module, device: torch.device) -> None:
+    """Move the metrics in ``module`` to ``device``, and let :func:`gather_states` gather them.
+
+    A metric that has a ``dist_sync_fn`` of its own keeps it.
     """
     for child in module.modules():
         if isinstance(child, Metric):
@@ -22,18 +23,19 @@ def share_metrics(module: nn.Module, device: torch.device) -> None:
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Each rank's ``state``, a ``dist_sync_fn``; collective.
+    """Return the ``state`` of each rank; collective. Metrics call it as their ``dist_sync_fn``.
 
-    Torchmetrics has an empty vector of floats where a rank saw no sample, whatever the others'
-    states are, and a state of one sample may be without a dimension: exchanges of other bytes on
-    each rank, which end processes.
+    ``gather_all_tensors`` of torchmetrics needs the same number of dimensions and the same dtype on
+    all ranks. A rank that saw no sample has an empty float vector, whatever the others' states are,
+    and the state of a single sample may have no dimension: ranks would exchange other numbers of
+    bytes, which ends processes.
     """
-    mine = tuple(state.shape), state.dtype
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    filled = [each for each in everyone if 0 not in each[0]]
-    shape, dtype = max(filled, key=lambda each: len(each[0]), default=mine)
+    own_form = tuple(state.shape), state.dtype
+    forms: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(forms, own_form, group=group)
+    filled = [form for form in forms if 0 not in form[0]]
+    shape, dtype = max(filled, key=lambda form: len(form[0]), default=own_form)
     if 0 in state.shape:
         state = state.new_empty((0, *shape[1:]), dtype=dtype)
-    one_by_itself = state.dim() == 0 and any(shape for shape, _ in everyone)
-    return gather_all_tensors(state.reshape(1) if one_by_itself else state, group)
+    needs_dimension = state.dim() == 0 and any(shape for shape, _ in forms)
+    return gather_all_tensors(state.reshape(1) if needs_dimension else state, group)

@@ -1,9 +1,8 @@
-"""Evaluation on ranks with different numbers of batches: who still runs, and who helps. Integers
-only.
+"""Plans which ranks run an evaluation step and which assist, in integers only.
 
-A forward of a sharded model gathers its units, for which all ranks must be there. A rank that has
-fewer batches than another therefore joins the gathers of the others for as many steps as it is
-short.
+A forward of a sharded model gathers its units, and all ranks must take part in that. A rank that
+has fewer batches than another therefore joins the gathers of the others, for as many steps as it
+has fewer batches.
 """
 
 from __future__ import annotations
@@ -17,27 +16,28 @@ class Turn:
     """One evaluation step of this rank.
 
     Attributes:
-        joint: a rank that has run out takes part, and has to be told what is gathered.
-        assist: steps of other ranks to take part in after this one.
-        lacking: with it ends a loader, or a step, of which some ranks have no batch at all.
+        is_uneven: a rank without a batch assists, so this rank announces what it gathers.
+        assisted_steps: number of steps of other ranks in which this one takes part after its own.
+        has_empty_rank: some rank has no batch at all of a loader that ends with this step, or of
+            this step.
     """
 
-    joint: bool = False
-    assist: int = 0
-    lacking: bool = False
+    is_uneven: bool = False
+    assisted_steps: int = 0
+    has_empty_rank: bool = False
 
 
-def plan_turns(everyone: Sequence[int], rank: int) -> list[Turn]:
-    """What this rank does with one loader.
+def plan_turns(counts: Sequence[int], rank: int) -> list[Turn]:
+    """Return the turns of ``rank`` with one loader.
 
     Args:
-        everyone: batches of each rank; one that has none is handed a `NoBatch`, for which it has a
-            turn too.
+        counts: number of batches of each rank. A rank that has none is handed a `NoBatch`, for
+            which it has one turn.
         rank: this rank.
     """
-    mine, least, most = everyone[rank], min(everyone), max(everyone)
+    mine, least, most = counts[rank], min(counts), max(counts)
     if mine == 0:
-        return [Turn(assist=most, lacking=True)] if most else []
-    turns = [Turn(joint=step >= least) for step in range(mine)]
-    turns[-1] = Turn(turns[-1].joint, most - mine, lacking=least == 0)
+        return [Turn(assisted_steps=most, has_empty_rank=True)] if most else []
+    turns = [Turn(is_uneven=step >= least) for step in range(mine)]
+    turns[-1] = Turn(turns[-1].is_uneven, most - mine, has_empty_rank=least == 0)
     return turns

@@ -1,3 +1,1 @@
-"""How processes find each other: detection of the launcher, checks before the start, rendezvous,
-signals.
-"""
+"""How processes find each other: launchers, checks before the start, rendezvous, signals."""

@@ -1,10 +1,9 @@
-"""Lightning's cluster environments beside our record: theirs where they exist and agree, ours where
-they lack one.
-"""
+"""Lightning's cluster environments: check them against our record, fill in one that is missing."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import (
@@ -21,10 +20,10 @@ from .launchers import INTEL_MPI, KUBEFLOW, MVAPICH, OPEN_MPI, VARIABLES, find_l
 from .world import Devices, LaunchError, Request, World, require_devices, require_requested
 
 _BY_MPI = (OPEN_MPI, MVAPICH, INTEL_MPI)
-# Those that read variables which we read too. MPIEnvironment asks mpi4py.
+# Environments that read the variables that `detect` reads too. MPIEnvironment asks mpi4py instead.
 _BY_VARIABLES = (KubeflowEnvironment, LSFEnvironment, SLURMEnvironment, TorchElasticEnvironment)
-# What LightningEnvironment and the launchers that go with it read.
-_LIGHTNINGS_VARIABLES = (
+# The variables that LightningEnvironment and Lightning's launchers for it read.
+_LIGHTNING_VARIABLES = (
     "LOCAL_RANK",
     "NODE_RANK",
     "GROUP_RANK",
@@ -35,8 +34,9 @@ _LIGHTNINGS_VARIABLES = (
 
 
 class DetectedEnvironment(ClusterEnvironment):
-    """Processes that were started by MPI (without ``mpi4py``), or with torch's variables by a
-    launcher of another name.
+    """The environment of processes that Lightning does not recognise.
+
+    MPI has started them (without ``mpi4py``), or another launcher has set torch's variables.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,13 @@ class DetectedEnvironment(ClusterEnvironment):
         return self._world.node_rank
 
 
-def choose(plugin: ClusterEnvironment) -> ClusterEnvironment:
-    """The environment to use where Lightning has chosen ``plugin``."""
+def choose_environment(plugin: ClusterEnvironment) -> ClusterEnvironment:
+    """Return the environment to use where Lightning has chosen ``plugin``."""
     launcher = find_launcher(os.environ)
     if type(plugin) is LightningEnvironment and launcher is KUBEFLOW:
         return KubeflowEnvironment()
-    # Lightning takes mpirun in a SLURM job for srun, whose variables describe mpirun's own helpers.
+    # Lightning's `SLURMEnvironment.detect` takes mpirun in a SLURM job for srun. There the SLURM
+    # variables describe mpirun's own helper processes.
     if type(plugin) in (LightningEnvironment, SLURMEnvironment) and launcher in _BY_MPI:
         return DetectedEnvironment()
     if type(plugin) is LightningEnvironment and launcher is VARIABLES:
@@ -101,25 +102,25 @@ def choose(plugin: ClusterEnvironment) -> ClusterEnvironment:
 
 
 def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
-    """This process's record, which the cluster environment agrees with.
+    """Return this process's record, after a check that the cluster environment agrees with it.
 
     Raises:
         LaunchError: variables, plugin, Trainer and devices contradict each other.
     """
     environ = dict(os.environ)
     if type(plugin) is LightningEnvironment:
-        # Chosen by the user, where Lightning would have taken another, to start processes in spite
-        # of a launcher.
-        environ = {name: environ[name] for name in _LIGHTNINGS_VARIABLES if name in environ}
+        # The user may have chosen it, where Lightning would have taken another, to start processes
+        # in spite of a launcher, whose variables then do not count.
+        environ = {name: environ[name] for name in _LIGHTNING_VARIABLES if name in environ}
     elif type(plugin) not in (*_BY_VARIABLES, DetectedEnvironment):
-        return _ask(plugin, devices, request)
+        return _make_world(plugin, devices, request)
     world = detect(environ, devices, request)
-    theirs = {
+    reported = {
         "rank": plugin.global_rank(),
         "local_rank": plugin.local_rank(),
         "world_size": plugin.world_size(),
     }
-    for item, value in theirs.items():
+    for item, value in reported.items():
         if getattr(world, item) != value:
             raise LaunchError(
                 f"{type(plugin).__name__} says {item} {value}, but {world.because(item)} says"
@@ -129,9 +130,10 @@ def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> 
     return world
 
 
-def _ask(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
+def _make_world(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
+    """Make the record from what ``plugin``, an environment of the user's own, reports."""
     name = type(plugin).__name__
-    values = {
+    values: dict[str, Any] = {
         "rank": plugin.global_rank(),
         "local_rank": plugin.local_rank(),
         "node_rank": plugin.node_rank(),

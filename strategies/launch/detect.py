@@ -1,9 +1,8 @@
-"""Who and where this process is: one frozen record, a pure function of environment variables and
-visible devices.
+"""Detection of this process's record from environment variables and visible devices alone.
 
 ``detect`` reads no file, opens no socket and asks no library, so that every cluster can be tested
-by its variables alone. What contradicts itself is an error that names the variables, their values
-and the remedy.
+by its variables alone. Variables that contradict each other are an error, which names them, their
+values and the remedy.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ _DEFAULT_PORT = 29500  # torch's
 
 
 def detect(environ: Mapping[str, str], devices: Devices, request: Request | None = None) -> World:
-    """This process's record.
+    """Return this process's record.
 
     Args:
-        environ: variables; nothing else is looked at.
-        devices: what is visible.
-        request: the Trainer's wish; without one, what was started is taken as it is.
+        environ: variables, the only source beside the arguments.
+        devices: the devices that this process sees.
+        request: the Trainer's options; None accepts the processes that were started.
 
     Raises:
-        LaunchError: variables are missing, contradict each other, the request or the devices.
+        LaunchError: variables are missing, or contradict each other, the request or the devices.
     """
-    launcher = _choose(environ, request)
+    launcher = _choose_launcher(environ, request)
     read = _Reader(environ, launcher)
     if launcher in STARTED_BY_LIGHTNING:
         places = _places_by_request(read, request)
@@ -60,9 +59,9 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
         places = _places_by_launcher(read, request)
     address, port = _meeting_point(read, places)
     read.note("device_type", f"{devices.count} x {devices.type} visible")
-    chosen = request.backend if request is not None else None
+    backend = request.backend if request is not None else None
     read.note(
-        "backend", "process_group_backend" if chosen else f"torch's default for {devices.type}"
+        "backend", "process_group_backend" if backend else f"torch's default for {devices.type}"
     )
     world = World(
         launcher.name,
@@ -70,7 +69,7 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
         main_address=address,
         main_port=port,
         device_type=devices.type,
-        backend=chosen or devices.backend,
+        backend=backend or devices.backend,
         why=tuple(read.why.items()),
     )
     if request is not None:
@@ -79,7 +78,8 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
     return world
 
 
-def _choose(environ: Mapping[str, str], request: Request | None) -> Launcher:
+def _choose_launcher(environ: Mapping[str, str], request: Request | None) -> Launcher:
+    """Return the launcher that started this process, or by which Lightning will start others."""
     launcher = find_launcher(environ)
     if request is None or launcher not in STARTED_BY_LIGHTNING:
         return launcher
@@ -91,7 +91,7 @@ def _choose(environ: Mapping[str, str], request: Request | None) -> Launcher:
 
 
 class _Reader:
-    """Reads variables and keeps account of which decided what."""
+    """Reads variables and keeps in ``why`` which of them decided which item of the record."""
 
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
@@ -111,24 +111,25 @@ class _Reader:
             ) from None
 
     def place(self, item: str) -> int | None:
-        """Value of the first variable that the launcher has for ``item``."""
+        """Return the value of the first of the launcher's variables for ``item`` that is set."""
         for name in getattr(self.launcher, item):
-            if (value := self.integer(name)) is not None:
+            value = self.integer(name)
+            if value is not None:
                 self.note(item, f"{name}={value}")
                 return value
         return None
 
-    def missing(self, item: str, remedy: str, names: tuple[str, ...] = ()) -> NoReturn:
+    def raise_missing(self, item: str, remedy: str, names: tuple[str, ...] = ()) -> NoReturn:
         raise LaunchError(
             f"This process was started by {self.launcher.name}, but its {item.replace('_', ' ')} is"
             f" unknown: {' or '.join(names or getattr(self.launcher, item))} is not set."
-            f" {told_variables(self.environ)} {remedy}"
+            f" {list_variables(self.environ)} {remedy}"
         )
 
 
-def told_variables(environ: Mapping[str, str]) -> str:
-    """In words, which variables of launchers are set."""
-    starts = (
+def list_variables(environ: Mapping[str, str]) -> str:
+    """Return a sentence that lists the variables of launchers that are set."""
+    prefixes = (
         "MASTER_",
         "SLURM_N",
         "SLURM_P",
@@ -141,38 +142,40 @@ def told_variables(environ: Mapping[str, str]) -> str:
         "JSM_",
     )
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
-    known = ", ".join(
-        f"{k}={environ[k]}" for k in sorted(environ) if k in names or k.startswith(starts)
+    listing = ", ".join(
+        f"{k}={environ[k]}" for k in sorted(environ) if k in names or k.startswith(prefixes)
     )
-    return f"Set are: {known or 'nothing'}."
+    return f"Variables set: {listing or 'none'}."
 
 
-# ---- who am I
-# --------------------------------------------------------------------------------------------------
+# ---- this process's ranks ------------------------------------------------------------------------
 
 
 def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
-    """Places of a process that Lightning started, or will."""
+    """Return the ranks and sizes of a process that Lightning has started, or that starts others.
+
+    ``wish`` None stands for a single process.
+    """
     request = wish or Request()
     world_size = request.processes * request.nodes
     _refuse_stray_local_rank(read, world_size)
     local_rank = read.place("local_rank") or 0 if world_size > 1 else 0
     node_rank = read.place("node_rank") or 0 if request.nodes > 1 else 0
-    said = read.integer("WORLD_SIZE")
-    if said is not None and said != world_size:
+    variable = read.integer("WORLD_SIZE")
+    if variable is not None and variable != world_size:
         raise LaunchError(
-            f"WORLD_SIZE={said}, but the Trainer has devices={request.processes} and"
+            f"WORLD_SIZE={variable}, but the Trainer has devices={request.processes} and"
             f" num_nodes={request.nodes}, which makes {world_size} processes. Unset WORLD_SIZE or"
             " change the Trainer."
         )
-    asked = (
+    reason = (
         f"Trainer(devices={request.processes}, num_nodes={request.nodes})"
         if wish
         else "one, for want of a launcher"
     )
     read.note("rank", "node_rank * devices + local_rank")
-    read.note("world_size", asked)
-    read.note("local_world_size", asked)
+    read.note("world_size", reason)
+    read.note("local_world_size", reason)
     for item in ("local_rank", "node_rank"):
         read.why.setdefault(item, "the first")
     return {
@@ -185,24 +188,29 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
 
 
 def _refuse_stray_local_rank(read: _Reader, world_size: int) -> None:
-    """A LOCAL_RANK of its own makes Lightning wait for processes that nobody starts."""
+    """Raise if LOCAL_RANK is set without an address to meet at.
+
+    ``LightningEnvironment.creates_processes_externally`` takes LOCAL_RANK for a launcher's, so
+    Lightning would wait for processes that nobody starts.
+    """
     if world_size > 1 and read.launcher is SUBPROCESS and "LOCAL_RANK" in read.environ:
-        lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in read.environ]
-        if lacking:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in read.environ]
+        if missing:
             raise LaunchError(
                 f"LOCAL_RANK={read.environ['LOCAL_RANK']} says that a launcher started this"
-                f" process, but it has set no {' and no '.join(lacking)}: training would wait for"
+                f" process, but it has set no {' and no '.join(missing)}: training would wait for"
                 f" {world_size - 1} other processes that nobody starts. Unset LOCAL_RANK (some"
                 " container images set it), or start with torchrun."
             )
 
 
 def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int]:
+    """Return the ranks and sizes of a process that a launcher has started."""
     rank, world_size = read.place("rank"), read.place("world_size")
     if world_size is None:
-        read.missing("world_size", "Set it, or unset the rank to run a single process.")
+        read.raise_missing("world_size", "Set it, or unset the rank to run a single process.")
     if rank is None:
-        read.missing(
+        read.raise_missing(
             "rank",
             "Start every process with its rank (torchrun does), or unset the world size to run"
             " one.",
@@ -210,13 +218,13 @@ def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int
     if read.launcher is SLURM:
         _require_srun(read, rank, world_size)
     node_rank = read.place("node_rank")
-    on_one_host = world_size == 1 or read.environ.get("MASTER_ADDR") in LOOPBACK
-    local_world_size = _local_world_size(read, world_size, node_rank, on_one_host, request)
+    is_one_host = world_size == 1 or read.environ.get("MASTER_ADDR") in LOOPBACK
+    local_world_size = _local_world_size(read, world_size, node_rank, is_one_host, request)
     local_rank = read.place("local_rank")
     if local_rank is None and read.launcher is KUBEFLOW:
         local_rank = 0
         read.note("local_rank", "one process in each pod")
-    elif local_rank is None and on_one_host and read.launcher is VARIABLES:
+    elif local_rank is None and is_one_host and read.launcher is VARIABLES:
         # Ranks that meet at the loopback address are all on one host.
         local_rank = rank
         read.note(
@@ -224,7 +232,9 @@ def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int
             f"the rank: MASTER_ADDR={read.environ.get('MASTER_ADDR')} is this host alone",
         )
     elif local_rank is None:
-        read.missing("local_rank", "Set it to this process's number on its node.", ("LOCAL_RANK",))
+        read.raise_missing(
+            "local_rank", "Set it to this process's number on its node.", ("LOCAL_RANK",)
+        )
     if node_rank is None:
         node_rank = _node_rank(read, rank, local_rank, local_world_size)
     return {
@@ -237,9 +247,10 @@ def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int
 
 
 def _local_world_size(
-    read: _Reader, world_size: int, node: int | None, on_one_host: bool, request: Request | None
+    read: _Reader, world_size: int, node: int | None, is_one_host: bool, request: Request | None
 ) -> int:
-    if (value := read.place("local_world_size")) is not None:
+    value = read.place("local_world_size")
+    if value is not None:
         return value
     if read.launcher is KUBEFLOW:
         read.note("local_world_size", "one process in each pod")
@@ -248,19 +259,19 @@ def _local_world_size(
         names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         for name in names:
             text = read.environ.get(name, "")
-            # The one without a list is the same for every node.
-            found = tasks_on_node(text, 0 if text.isdecimal() else node or 0)
-            if found is not None:
+            # A plain number instead of a list is valid for every node.
+            tasks = tasks_on_node(text, 0 if text.isdecimal() else node or 0)
+            if tasks is not None:
                 read.note("local_world_size", f"{name}={text}")
-                return found
-        read.missing("local_world_size", "Pass --ntasks-per-node to srun or sbatch.", names)
+                return tasks
+        read.raise_missing("local_world_size", "Pass --ntasks-per-node to srun or sbatch.", names)
     if request is not None and request.processes * request.nodes == world_size:
         read.note("local_world_size", f"Trainer(devices={request.processes})")
         return request.processes
-    if on_one_host:
+    if is_one_host:
         read.note("local_world_size", "the world size: rank 0 is on this host alone")
         return world_size
-    read.missing(
+    read.raise_missing(
         "local_world_size", "Set it to the number of processes on this node.", ("LOCAL_WORLD_SIZE",)
     )
 
@@ -281,7 +292,7 @@ def _node_rank(read: _Reader, rank: int, local_rank: int, local_world_size: int)
     return node_rank
 
 
-# ---- where do we meet ----------------------------------------------------------------------------
+# ---- where the processes meet --------------------------------------------------------------------
 
 
 def _meeting_point(read: _Reader, places: Mapping[str, int]) -> tuple[str, int]:
@@ -323,7 +334,7 @@ def _address(read: _Reader, places: Mapping[str, int]) -> str:
 
 
 def _port(read: _Reader) -> int:
-    """The port that Lightning's environments choose, so that either may be asked."""
+    """Return the port that Lightning's environment for the launcher would choose too."""
     job = {"slurm": "SLURM_JOB_ID", "lsf": "LSB_JOBID"}.get(read.launcher.name, "")
     number = read.environ.get(job, "")
     if read.launcher is SLURM and number.isdecimal():
@@ -339,20 +350,17 @@ def _port(read: _Reader) -> int:
     return _DEFAULT_PORT
 
 
-# ---- what cannot be ------------------------------------------------------------------------------
+# ---- contradictions ------------------------------------------------------------------------------
 
 
 def _require_consistent_variables(read: _Reader) -> None:
-    """Other launchers' variables may stand there, if they say the same."""
+    """Raise if RANK, WORLD_SIZE or LOCAL_RANK differs from the launcher's own variable."""
     if read.launcher in (TORCHRUN, VARIABLES, KUBEFLOW):
         return
-    for item, name in (
-        ("rank", "RANK"),
-        ("world_size", "WORLD_SIZE"),
-        ("local_rank", "LOCAL_RANK"),
-    ):
-        said, other = read.place(item), read.integer(name)
-        if None not in (said, other) and said != other:
+    for item in ("rank", "world_size", "local_rank"):
+        name = item.upper()
+        value, other = read.place(item), read.integer(name)
+        if None not in (value, other) and value != other:
             raise LaunchError(
                 f"{name}={other} contradicts {read.why[item]} of {read.launcher.name}. Unset"
                 f" {name}, or set it to the same"
@@ -365,13 +373,14 @@ def _require_consistent_variables(read: _Reader) -> None:
 
 
 def _require_srun(read: _Reader, rank: int, world_size: int) -> None:
+    """Raise if a SLURM process was not started by srun, or with unequal numbers of tasks."""
     tasks, nodes = read.integer("SLURM_NTASKS_PER_NODE"), read.integer("SLURM_NNODES")
     if tasks is not None and nodes is not None and tasks * nodes != world_size:
         raise LaunchError(
             f"SLURM_NTASKS={world_size} is not SLURM_NTASKS_PER_NODE={tasks} times"
             f" SLURM_NNODES={nodes}. Give --ntasks-per-node and --nodes, not --ntasks."
         )
-    # srun numbers the steps of a job; a batch script by itself is rank 0 of a job without steps.
+    # srun sets the number of its step. A batch script that runs by itself is rank 0, without one.
     if (
         rank == 0
         and world_size > 1

@@ -1,8 +1,7 @@
-"""``python -m lightning_zero3 env``: where this process runs, as a table or as JSON; under a
-launcher, all ranks in one table.
+"""``python -m lightning_zero3 env``: where this process runs, as a table or as JSON.
 
-Differences that matter (versions, devices, variables) are marked. Nothing is trained, and no
-process group is started.
+Under a launcher one table has all ranks, and marks differences that matter (versions, devices,
+variables). The command trains nothing and starts no process group.
 """
 
 from __future__ import annotations
@@ -39,52 +38,27 @@ DESCRIPTION = (
     " differs"
 )
 
-# Variables that decide how processes are started, meet, and use the machine.
+# Prefixes of variables that decide how processes start, meet, and use the machine.
 _VARIABLES = (
-    *(
-        "CUDA_",
-        "FI_",
-        "GLOO_",
-        "JSM_",
-        "KMP_",
-        "LSB_",
-        "MASTER_",
-        "MKL_",
-        "MPI_LOCAL",
-        "MV2_COMM_",
-        "NCCL_",
-        "NVIDIA_VISIBLE",
-    ),
+    *("CUDA_", "FI_", "GLOO_", "JSM_", "KMP_", "LSB_", "MASTER_", "MKL_", "MPI_LOCAL"),
+    *("MV2_COMM_", "NCCL_", "NVIDIA_VISIBLE"),
     *("OMPI_COMM_", "OMP_", "PET_", "PL_", "PMI_", "PYTORCH_", "SLURM_", "TORCH", "UCX_"),
-    *(
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "RANK",
-        "WORLD_SIZE",
-    ),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK"),
+    "WORLD_SIZE",
 )
-# Items in which ranks are expected to differ, and ends of names of such.
-_OWN = (
-    "rank",
-    "local_rank",
-    "node_rank",
-    "pid",
-    "hostname",
-    "free_gib",
-    "memory_available_gib",
+# Items, ends of names of items, and sections that may differ between ranks without a mark.
+_RANK_ITEMS = (
+    *("rank", "local_rank", "node_rank", "pid", "hostname", "free_gib", "memory_available_gib"),
     "RANK",
 )
-_OWN_ENDS = ("_RANK", "_PID", "ERROR_FILE", "GTIDS", "LOCALID", "NODEID", "PROCID", "RANKID")
-_OWN_SECTIONS = ("why", "addresses")
+_RANK_ENDS = ("_RANK", "_PID", "ERROR_FILE", "GTIDS", "LOCALID", "NODEID", "PROCID", "RANKID")
+_RANK_SECTIONS = ("why", "addresses")
 
 Facts = dict[str, dict[str, Any]]  # section -> item -> value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to ``parser``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--timeout",
@@ -102,8 +76,10 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print on rank 0; 1 if this process was started in a way that cannot work, or ranks are
-    missing.
+    """Print the table or JSON on rank 0 and return the exit status.
+
+    The status is 1 if this process was started in a way that cannot work, or if ranks are missing;
+    then every rank prints.
     """
     problem, world = "", None
     try:
@@ -137,12 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problem else 0
 
 
-# ---- facts
-# --------------------------------------------------------------------------------------------------
+# ---- facts ---------------------------------------------------------------------------------------
 
 
 def collect(world: World | None) -> Facts:
-    """What can be known without the other ranks."""
+    """Return the facts of this process, without the other ranks."""
     record: dict[str, Any] = {}
     if world is not None:
         record = {key: value for key, value in asdict(world).items() if key != "why"}
@@ -201,22 +176,23 @@ def _host(proc: Path = Path("/proc")) -> dict[str, Any]:
 
 
 def _devices(world: World | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         p = torch.cuda.get_device_properties(device)
-        where = f"compute {p.major}.{p.minor}, NUMA node {numa_node_of(device)}"
-        found[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.1f} GiB, {where}"
-    if found and world is not None and world.device_type == "cuda":
+        place = f"compute {p.major}.{p.minor}, NUMA node {numa_node_of(device)}"
+        facts[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.1f} GiB, {place}"
+    if facts and world is not None and world.device_type == "cuda":
         try:
-            # opens a context: on its own
-            found["free_gib"] = round(torch.cuda.mem_get_info(world.local_rank)[0] / 2**30, 1)
-        except RuntimeError as error:  # another process has it for itself, or all of its memory
-            found["free_gib"] = f"unknown: {str(error).splitlines()[0]}"
-    return found or {"cpu": platform.processor() or platform.machine()}
+            # This opens a context, so each process asks for its own device only.
+            facts["free_gib"] = round(torch.cuda.mem_get_info(world.local_rank)[0] / 2**30, 1)
+        except RuntimeError as error:  # another process uses the device exclusively, or all memory
+            facts["free_gib"] = f"unknown: {str(error).splitlines()[0]}"
+    return facts or {"cpu": platform.processor() or platform.machine()}
 
 
 def _state_of(interface: str, sys_net: Path = Path("/sys/class/net")) -> str:
+    """Return the state and, if it is known, the speed of a network interface."""
     state, speed = sys_net / interface / "operstate", sys_net / interface / "speed"
     try:
         mbit = int(speed.read_text())
@@ -227,7 +203,7 @@ def _state_of(interface: str, sys_net: Path = Path("/sys/class/net")) -> str:
 
 
 def _address_of(interface: str) -> str | None:
-    """IPv4 address by Linux's SIOCGIFADDR."""
+    """Return the IPv4 address of a network interface, by Linux's SIOCGIFADDR; None without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))
@@ -239,37 +215,40 @@ def _address_of(interface: str) -> str | None:
 # ---- all ranks -----------------------------------------------------------------------------------
 
 
-def _gather(world: World, mine: Facts, timeout_s: float) -> dict[int, Facts]:
-    """Everyone's facts on rank 0, one's own elsewhere; ranks that do not come are left out."""
+def _gather(world: World, facts: Facts, timeout_s: float) -> dict[int, Facts]:
+    """Return the facts of all ranks that come on rank 0, and the own ``facts`` on others."""
     store = dist.PrefixStore("env", open_store(world, timedelta(seconds=timeout_s)))
-    store.set(f"facts {world.rank}", json.dumps(mine, default=str))
-    until = time.monotonic() + timeout_s
-    awaited = [f"facts {r}" for r in range(world.world_size)] if world.rank == 0 else ["done"]
+    store.set(f"facts {world.rank}", json.dumps(facts, default=str))
+    deadline = time.monotonic() + timeout_s
+    keys = [f"facts {r}" for r in range(world.world_size)] if world.rank == 0 else ["done"]
     try:
-        while time.monotonic() < until and not store.check(awaited):
+        while time.monotonic() < deadline and not store.check(keys):
             time.sleep(0.05)
     except RuntimeError:
+        # On another rank the error means that rank 0, which serves the store, has ended: it had all
+        # facts that it needed.
         if world.rank == 0:
-            raise  # to others rank 0, which serves the store, has ended: it has all it needs
+            raise
     if world.rank != 0:
-        return {world.rank: mine}
-    found = {r: json.loads(store.get(key)) for r, key in enumerate(awaited) if store.check([key])}
+        return {world.rank: facts}
+    everyone = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
     store.set("done", "")
-    return found
+    return everyone
 
 
 def differences(everyone: Mapping[int, Facts]) -> list[str]:
-    """Names, "section.item", of what is not the same on all ranks and should be."""
+    """Return "section.item" for each item that should be the same on all ranks and is not."""
     return [
         f"{section}.{item}"
         for section, item in _items(everyone)
-        if section not in _OWN_SECTIONS
-        and not (item in _OWN or item.endswith(_OWN_ENDS))
+        if section not in _RANK_SECTIONS
+        and not (item in _RANK_ITEMS or item.endswith(_RANK_ENDS))
         and len({str(facts[section].get(item)) for facts in everyone.values()}) > 1
     ]
 
 
 def _items(everyone: Mapping[int, Facts]) -> list[tuple[str, str]]:
+    """Return (section, item) of all ranks' facts, each once, in order of appearance."""
     return list(
         dict.fromkeys(
             (s, i) for facts in everyone.values() for s, items in facts.items() for i in items
@@ -304,7 +283,7 @@ def _print_table(everyone: Mapping[int, Facts], marked: list[str], problem: str)
 
 
 def _by_rank(values: Mapping[int, Any]) -> str:
-    """One value if all have the same, else each with the ranks that have it."""
+    """Return the value if all ranks have the same, else each value with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault("-" if value is None else str(value), []).append(rank)

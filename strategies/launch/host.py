@@ -1,12 +1,11 @@
-"""What this machine offers a process: devices, NUMA nodes, CPUs, threads and layers that need a
-GPU.
-"""
+"""What this machine offers a process: devices, NUMA nodes, CPUs, threads, SyncBatchNorm."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,10 @@ _SYS = Path("/sys")
 
 
 def visible_devices(device_type: str | None = None) -> Devices:
-    """What torch sees.
+    """Return the devices that torch sees.
 
     Args:
-        device_type: by default torch's accelerator, or the CPU where there is none.
+        device_type: by default that of torch's accelerator, or "cpu" if there is none.
     """
     if device_type is None:
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -34,7 +33,7 @@ def visible_devices(device_type: str | None = None) -> Devices:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """CPUs of a list as Linux writes it.
+    """Parse a list of CPUs as Linux writes it.
 
     >>> sorted(parse_cpu_list("0-2,8"))
     [0, 1, 2, 8]
@@ -47,30 +46,30 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def numa_node_of(device: torch.device, sys: Path = _SYS) -> int | None:
-    """The NUMA node that a GPU hangs on, None where Linux does not say."""
+    """Return the NUMA node of a GPU; None if Linux does not know it, or for another device."""
     if device.type != "cuda":
         return None
-    p = torch.cuda.get_device_properties(device)
+    p: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the address
     return numa_node_of_pci(
         f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0", sys
     )
 
 
 def numa_node_of_pci(address: str, sys: Path = _SYS) -> int | None:
-    """The same by PCI address."""
+    """Return the NUMA node of the device at a PCI address; None if Linux does not know it."""
     file = sys / "bus/pci/devices" / address / "numa_node"
     node = int(file.read_text()) if file.exists() else -1
-    return node if node >= 0 else None  # -1: the firmware does not say
+    return node if node >= 0 else None  # -1: the firmware reports none
 
 
 def cpus_of_numa_node(node: int, sys: Path = _SYS) -> set[int]:
-    """CPUs of a NUMA node; empty where Linux does not say."""
+    """Return the CPUs of a NUMA node; empty if Linux does not list them."""
     file = sys / f"devices/system/node/node{node}/cpulist"
     return parse_cpu_list(file.read_text()) if file.exists() else set()
 
 
 def online_cpus(sys: Path = _SYS) -> set[int]:
-    """CPUs of the machine, those included that this process may not use."""
+    """Return all CPUs of the machine, also those that this process may not use."""
     file = sys / "devices/system/cpu/online"
     return parse_cpu_list(file.read_text()) if file.exists() else set(range(os.cpu_count() or 1))
 
@@ -78,21 +77,22 @@ def online_cpus(sys: Path = _SYS) -> set[int]:
 def choose_cpus(
     allowed: Collection[int], online: Collection[int], near: Collection[int]
 ) -> set[int] | None:
-    """CPUs to bind this process to, None to leave it as it is.
+    """Return the CPUs to bind this process to; None to change nothing.
 
     Args:
-        allowed: where it may run now.
-        online: all of the machine.
-        near: those of its GPU's NUMA node.
+        allowed: CPUs that this process may use now.
+        online: all CPUs of the machine.
+        near: CPUs of its GPU's NUMA node.
     """
-    # Fewer than all: a launcher, a container or the user has chosen already.
+    # A process that may use fewer than all was bound by a launcher, a container or the user.
     chosen = set(near) & set(allowed)
     return chosen if set(allowed) >= set(online) and chosen and chosen != set(allowed) else None
 
 
 def bind_to_numa_node(device: torch.device) -> set[int] | None:
-    """Run this process, and the workers it will start, near its GPU; returns the CPUs if it was
-    bound.
+    """Bind this process, and workers that it will start, to its GPU's NUMA node.
+
+    Returns the CPUs, or None if the process stays as it is.
     """
     node = numa_node_of(device) if hasattr(os, "sched_setaffinity") else None
     if node is None:
@@ -104,12 +104,12 @@ def bind_to_numa_node(device: torch.device) -> set[int] | None:
 
 
 def threads_per_process(environ: Mapping[str, str], cpus: int, local_world_size: int) -> int | None:
-    """Threads for OpenMP and MKL in each process of a node, None to leave them as they are.
+    """Return the number of threads for OpenMP and MKL in each process; None to change nothing.
 
     Args:
-        environ: variables; a user's or torchrun's OMP_NUM_THREADS or MKL_NUM_THREADS stands.
-        cpus: where this process may run.
-        local_world_size: processes on this node.
+        environ: variables; OMP_NUM_THREADS or MKL_NUM_THREADS of the user or torchrun stays valid.
+        cpus: number of CPUs that this process may use.
+        local_world_size: number of processes on this node.
     """
     if "OMP_NUM_THREADS" in environ or "MKL_NUM_THREADS" in environ or local_world_size == 1:
         return None
@@ -120,8 +120,9 @@ def threads_per_process(environ: Mapping[str, str], cpus: int, local_world_size:
 
 
 def limit_threads(local_world_size: int) -> int | None:
-    """Share the CPUs out among the processes of this node; returns the number of threads if it was
-    changed.
+    """Share the CPUs among the processes of this node.
+
+    Returns this process's new number of threads, or None if it stays as it is.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads_per_process(os.environ, cpus, local_world_size)
@@ -131,18 +132,19 @@ def limit_threads(local_world_size: int) -> int | None:
 
 
 def require_sync_batch_norm(module: nn.Module, device: torch.device) -> None:
-    """Try torch's SyncBatchNorm before the layers of ``module`` become such; collective where torch
-    has it for ``device``.
+    """Require that torch's SyncBatchNorm runs on ``device`` if a layer of ``module`` becomes one.
+
+    Collective if torch has it for ``device``.
 
     Raises:
-        ValueError: it does not run there, and a layer would need it.
+        ValueError: SyncBatchNorm does not run on ``device``, and a layer would become one.
     """
-    needs = (
+    names = (
         name
         for name, child in module.named_modules()
         if isinstance(child, _BatchNorm) and child.training
     )
-    name = next(needs, None)
+    name = next(names, None)
     if device.type != "cpu" or name is None:
         return
     try:

@@ -1,6 +1,4 @@
-"""What each launcher tells its processes: names of environment variables, and how SLURM writes
-lists. Strings only.
-"""
+"""The environment variables that each launcher sets, and SLURM's lists of hosts: strings only."""
 
 from __future__ import annotations
 
@@ -11,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts the processes of a run, by what it leaves in their environment.
+    """A program that starts the processes of a run, and the variables that it sets for them.
 
     Of each tuple of names the first variable that is set counts; an empty tuple means that the
-    launcher does not say.
+    launcher sets none.
     """
 
     name: str
-    marks: tuple[str, ...] = ()  # all set: started by this one
+    marks: tuple[str, ...] = ()  # if all are set, this launcher has started the process
     rank: tuple[str, ...] = ()
     world_size: tuple[str, ...] = ()
     local_rank: tuple[str, ...] = ()
@@ -51,8 +49,8 @@ MVAPICH = Launcher(
     ("MV2_COMM_WORLD_LOCAL_RANK",),
     ("MV2_COMM_WORLD_LOCAL_SIZE",),
 )
-# Hydra, the launcher of Intel MPI and MPICH. `srun --mpi=pmi2` sets PMI_RANK too, but not the local
-# ones.
+# Hydra, the launcher of Intel MPI and MPICH. `srun --mpi=pmi2` sets PMI_RANK too, but
+# neither MPI_LOCALRANKID nor MPI_LOCALNRANKS.
 INTEL_MPI = Launcher(
     "intelmpi",
     ("PMI_RANK", "MPI_LOCALRANKID"),
@@ -79,7 +77,7 @@ SLURM = Launcher(
 )
 # The PyTorchJob operator starts one process in each pod and counts pods.
 KUBEFLOW = Launcher("kubeflow", rank=("RANK",), world_size=("WORLD_SIZE",), node_rank=("RANK",))
-# torch's own variables, set by hand or by a launcher that leaves no name.
+# torch's own variables, set by hand or by a launcher that does not name itself.
 VARIABLES = Launcher(
     "variables",
     (),
@@ -89,7 +87,8 @@ VARIABLES = Launcher(
     ("LOCAL_WORLD_SIZE",),
     ("NODE_RANK", "GROUP_RANK"),
 )
-# Processes that Lightning starts itself: by the script again, by multiprocessing, or none at all.
+# Processes that Lightning starts itself: it runs the script again, uses multiprocessing, or starts
+# none.
 SUBPROCESS = Launcher(
     "subprocess", local_rank=("LOCAL_RANK",), node_rank=("NODE_RANK", "GROUP_RANK")
 )
@@ -104,29 +103,30 @@ STARTED_BY_LIGHTNING = (SUBPROCESS, SPAWN, NOTEBOOK, SINGLE)
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """Who started this process; SINGLE when nobody left a trace."""
+    """Return the launcher that started this process; SINGLE if no launcher's variables are set."""
     for launcher in _BY_MARKS:
         if all(mark in environ for mark in launcher.marks):
             return launcher
     if "SLURM_NTASKS" in environ and not is_interactive_job(environ):
         return SLURM
     if "RANK" in environ:
-        in_a_pod = "KUBERNETES_SERVICE_HOST" in environ or "PET_NODE_RANK" in environ
-        return KUBEFLOW if in_a_pod and "LOCAL_RANK" not in environ else VARIABLES
+        is_pod = "KUBERNETES_SERVICE_HOST" in environ or "PET_NODE_RANK" in environ
+        return KUBEFLOW if is_pod and "LOCAL_RANK" not in environ else VARIABLES
     if "LOCAL_RANK" in environ:
         return SUBPROCESS
     return VARIABLES if environ.get("WORLD_SIZE", "1") != "1" else SINGLE
 
 
 def is_interactive_job(environ: Mapping[str, str]) -> bool:
-    """A shell in a SLURM allocation, as Lightning recognises it: its processes are started by
-    hand.
+    """Return whether this is a shell in a SLURM allocation, whose user starts processes by hand.
+
+    The names are those that Lightning's ``SLURMEnvironment`` checks.
     """
     return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a SLURM node list.
+    """Return the first host of a SLURM node list.
 
     >>> first_host("a-[003,5-7]-x,b[1-2]")
     'a-003-x'
@@ -139,7 +139,7 @@ def first_host(node_list: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
-    """Number of tasks on a node, from SLURM's compressed list; None when the list has no such node.
+    """Return the number of tasks on ``node`` from SLURM's compressed list; None if it is not there.
 
     >>> tasks_on_node("4(x2),3", 2)
     3

@@ -1,5 +1,6 @@
-"""The roll call before a process group starts: every rank is there once, and all are alike, or all
-say what is wrong.
+"""The roll call before a process group starts: every rank is there once, and all are alike.
+
+If not, all ranks that are there raise an error that says what is wrong.
 """
 
 from __future__ import annotations
@@ -22,21 +23,15 @@ from .world import LaunchError, World
 _log = logging.getLogger(__name__)
 
 _EXPLAIN_AFTER_S = 20.0
-# what all ranks must agree in
-_ALIKE = (
-    "torch",
-    "lightning",
-    "lightning_zero3",
-    "backend",
-    "world_size",
-)
+# the items of a card that must be the same on all ranks
+_COMMON_ITEMS = ("torch", "lightning", "lightning_zero3", "backend", "world_size")
 
 
 def describe_process(
     world: World, backend: str, device: torch.device | None = None
 ) -> dict[str, object]:
-    """What the others check about this process."""
-    cuda = device is not None and device.type == "cuda"
+    """Return this process's card: the items that the roll call compares between ranks."""
+    is_cuda = device is not None and device.type == "cuda"
     return {
         "rank": world.rank,
         "world_size": world.world_size,
@@ -46,13 +41,14 @@ def describe_process(
         "lightning": package_version("lightning"),
         "lightning_zero3": package_version("lightning-zero3"),
         "backend": backend,
-        "device": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
-        "born_ns": time.time_ns(),  # tells two processes of one pid apart, on hosts of one name
+        "device": str(torch.cuda.get_device_properties(device).uuid) if is_cuda else None,
+        # makes cards differ between two processes with the same pid on hosts with the same name
+        "born_ns": time.time_ns(),
     }
 
 
 def package_version(package: str) -> str:
-    """Of an installed distribution, or "not installed"."""
+    """Return the version of an installed distribution, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -60,25 +56,24 @@ def package_version(package: str) -> str:
 
 
 def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline: float) -> None:
-    """Wait until every rank is there once, and all are alike; rank 0 looks, and all get its
-    verdict.
+    """Wait until every rank is there once, and all are alike; rank 0 compares for all.
 
     Args:
-        store: of this roll call alone.
-        world: who this process is.
-        card: what it tells the others.
-        deadline: on ``time.monotonic``.
+        store: a store of this roll call alone.
+        world: this process's record.
+        card: this process's items, by :func:`describe_process`.
+        deadline: a time of ``time.monotonic``.
 
     Raises:
-        LaunchError: naming the ranks and what is wrong with them, on every rank that is there.
+        LaunchError: ranks are missing, doubled or different; on every rank that is there.
     """
     try:
-        _answer(store, world, card)
+        _post_card(store, world, card)
         if world.rank == 0:
-            problem = _look(store, world, deadline)
+            problem = _check_ranks(store, world, deadline)
             store.set("verdict", json.dumps([problem, world.world_size]))
         else:
-            problem = _listen(store, world, deadline)
+            problem = _wait_for_verdict(store, world, deadline)
     except RuntimeError as error:
         if isinstance(error, LaunchError):
             raise
@@ -88,31 +83,33 @@ def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline
         ) from error
     if problem:
         if world.rank == 0:
+            # hazard: rank 0 serves the store, and the others have yet to read the verdict
             _wait(
                 lambda: store.add("heard", 0) >= world.world_size - 1, time.monotonic() + 1, world
             )
         raise LaunchError(problem)
 
 
-def _answer(store: dist.Store, world: World, card: dict[str, object]) -> None:
-    mine = json.dumps(card, sort_keys=True)
-    there = store.compare_set(f"rank {world.rank}", "", mine).decode()
-    if there == mine:
+def _post_card(store: dist.Store, world: World, card: dict[str, object]) -> None:
+    """Post this process's card; raise :class:`LaunchError` if another process has this rank."""
+    text = json.dumps(card, sort_keys=True)
+    posted = store.compare_set(f"rank {world.rank}", "", text).decode()
+    if posted == text:
         return
-    text = (
-        f"Two processes are rank {world.rank}: {_name(json.loads(there))} and {_name(card)}. RANK"
+    problem = (
+        f"Two processes are rank {world.rank}: {_name(json.loads(posted))} and {_name(card)}. RANK"
         f" is set twice alike, or two runs share {world.meeting_point}. Give every process a rank"
         " of its own and every run a port of its own."
     )
-    store.set("doubled", text)
-    raise LaunchError(text)
+    store.set("doubled", problem)
+    raise LaunchError(problem)
 
 
-def _look(store: dist.Store, world: World, deadline: float) -> str:
-    """What is wrong with the ranks, empty if nothing is."""
+def _check_ranks(store: dist.Store, world: World, deadline: float) -> str:
+    """Wait for all ranks' cards and compare them; return the problem, empty if there is none."""
     ranks = range(world.world_size)
     with explained(f"Not all of {world.world_size} ranks have come to {world.meeting_point}"):
-        complete = _wait(
+        is_complete = _wait(
             lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["doubled"]),
             deadline,
             world,
@@ -121,7 +118,7 @@ def _look(store: dist.Store, world: World, deadline: float) -> str:
         return store.get("doubled").decode()
     present = [r for r in ranks if store.check([f"rank {r}"])]
     cards = {r: json.loads(store.get(f"rank {r}")) for r in present}
-    if not complete:
+    if not is_complete:
         missing = [r for r in ranks if r not in cards]
         hosts = sorted({str(card["host"]) for card in cards.values()})
         return (
@@ -133,13 +130,14 @@ def _look(store: dist.Store, world: World, deadline: float) -> str:
 
 
 def _compare(cards: dict[int, dict[str, object]]) -> str:
+    """Return the first difference between ``cards``, by rank, that must not be; empty if none."""
     first = cards[0]
     for rank, card in cards.items():
-        for item in _ALIKE:
-            theirs = card.get(item)  # another version may not tell it
-            if theirs != first[item]:
+        for item in _COMMON_ITEMS:
+            value = card.get(item)  # a rank with another version of zero3 may lack the item
+            if value != first[item]:
                 return (
-                    f"Rank {rank} ({_name(card)}) has {item} {theirs}, but rank 0 ({_name(first)})"
+                    f"Rank {rank} ({_name(card)}) has {item} {value}, but rank 0 ({_name(first)})"
                     f" has {first[item]}. All ranks need the same: install it alike on every node,"
                     " or correct the launch command."
                 )
@@ -155,12 +153,13 @@ def _compare(cards: dict[int, dict[str, object]]) -> str:
     return ""
 
 
-def _listen(store: dist.Store, world: World, deadline: float) -> str:
+def _wait_for_verdict(store: dist.Store, world: World, deadline: float) -> str:
+    """Wait for rank 0's verdict; return the problem, empty if there is none."""
     with explained(f"Rank {world.rank} waits for the other ranks at {world.meeting_point}"):
-        # Rank 0 has the same deadline and names who is missing; leave it the time to say so.
+        # Rank 0 has the same deadline and then names the missing ranks, which takes it a moment.
         if not _wait(lambda: store.check(["verdict"]), deadline + 5, world):
             return (
-                f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Its own output"
+                f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Rank 0's output"
                 " says why."
             )
     problem, world_size = json.loads(store.get("verdict"))
@@ -173,13 +172,15 @@ def _listen(store: dist.Store, world: World, deadline: float) -> str:
     return problem
 
 
-def _wait(done: Callable[[], bool], deadline: float, world: World) -> bool:
-    began, least = time.monotonic(), max(0.002, 1e-4 * world.world_size)  # all ask one store
-    while not done():
+def _wait(is_done: Callable[[], bool], deadline: float, world: World) -> bool:
+    """Poll until ``is_done``; return False if ``deadline`` passes before."""
+    begin = time.monotonic()
+    min_pause = max(0.002, 1e-4 * world.world_size)  # all ranks poll one store
+    while not is_done():
         now = time.monotonic()
         if now >= deadline:
             return False
-        time.sleep(min(max(least, (now - began) / 50), 0.25))  # at most 2% of the wait is lost
+        time.sleep(min(max(min_pause, (now - begin) / 50), 0.25))  # loses at most 2% of the wait
     return True
 
 
@@ -189,7 +190,7 @@ def _name(card: dict[str, object]) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Say what this process waits for, if it takes long."""
+    """Log ``what`` this process waits for if the block takes long."""
     timer = threading.Timer(
         _EXPLAIN_AFTER_S, _log.warning, [f"{what}, after {_EXPLAIN_AFTER_S:g} s; still trying."]
     )

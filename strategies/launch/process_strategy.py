@@ -1,6 +1,4 @@
-"""The processes of a run: who they are, how they are started, and what they tell each other on
-behalf of Lightning.
-"""
+"""The processes of a run: their ranks, their start, and the collectives that Lightning asks for."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..collectives import CollectiveTimer, LocalCollectives, Meeting
-from .cluster_environment import choose, identify
-from .detect import told_variables
+from .cluster_environment import choose_environment, identify
+from .detect import list_variables
 from .host import bind_to_numa_node, limit_threads, visible_devices
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
@@ -49,11 +47,11 @@ from .world import LaunchError, Request, World
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-def _finds_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
-    """Whether the process that launches is to choose where all will meet.
+def _needs_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
+    """Return whether the launching process has to choose the port at which all will meet.
 
     Raises:
-        LaunchError: it is on one of several nodes, and each would choose another port.
+        LaunchError: there are several nodes, each of which would choose another port.
     """
     if type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ:
         return False
@@ -73,47 +71,50 @@ def _say_once(line: str) -> None:
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
-    """This process becomes rank 0 and starts the others; Lightning's finds a port, closes it, and
-    hopes.
+    """Starts the other ranks as scripts; this process becomes rank 0 and keeps its port open.
+
+    Lightning's ``LightningEnvironment.main_port`` finds a free port and closes it, so that another
+    process may take it before rank 0 does.
     """
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _finds_port(self.cluster_environment, self.num_nodes):
+        if _needs_port(self.cluster_environment, self.num_nodes):
             os.environ["MASTER_PORT"] = str(serve_at(listen()))
         try:
             return super().launch(function, *args, **kwargs)
         except BaseException:
-            if not _distributed_is_initialized():  # nobody will be there whom they could wait for
+            # hazard: without this process, rank 0, the others would wait for ever to meet it
+            if not _distributed_is_initialized():
                 self.kill(signal.SIGTERM)
             raise
 
 
 class _ForkLauncher(_MultiProcessingLauncher):
-    """The processes inherit the open port, or are sent it; rank 0 serves there."""
+    """Starts all ranks by multiprocessing; they inherit the open port, where rank 0 serves."""
 
     _listener: socket.socket | None = None
-    put_back: Callable[[], None] | None = (
-        None  # what was taken from the trainer for the time that it handles an error
-    )
+    # gives the trainer back the callbacks that it lacks while it handles an error
+    _restore_callbacks: Callable[[], None] | None = None
 
     @override
     def launch(
         self,
         function: Callable[..., Any],
         *args: Any,
-        trainer: pl.Trainer | None = None,
+        trainer: Any = None,  # Lightning does not declare its `callbacks`
         **kwargs: Any,
     ) -> Any:
-        self.restore()
+        self.restore_trainer()
         try:
-            with self._port():
+            with self._open_port():
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             self.kill(signal.SIGTERM)
-            # it would save from here, which is no rank: the ranks have saved, if they could
+            # Lightning's `_interrupt` would let `Checkpoint` callbacks save in this process, which
+            # is no rank. The ranks have saved already, if they could.
             if trainer is not None:
-                self.put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
+                self._restore_callbacks = partial(setattr, trainer, "callbacks", trainer.callbacks)
                 trainer.callbacks = [
                     callback
                     for callback in trainer.callbacks
@@ -121,16 +122,17 @@ class _ForkLauncher(_MultiProcessingLauncher):
                 ]
             raise
 
-    def restore(self) -> None:
-        """The trainer has all its callbacks again."""
-        if self.put_back is not None:
-            self.put_back()
-            self.put_back = None
+    def restore_trainer(self) -> None:
+        """Give the trainer all its callbacks back."""
+        if self._restore_callbacks is not None:
+            self._restore_callbacks()
+            self._restore_callbacks = None
 
     @contextmanager
-    def _port(self) -> Iterator[None]:
+    def _open_port(self) -> Iterator[None]:
+        """Listen at a free port in the block, if this process has to choose the port."""
         assert isinstance(self._strategy, ProcessStrategy)
-        if not _finds_port(self._strategy.cluster_environment, self._strategy.num_nodes):
+        if not _needs_port(self._strategy.cluster_environment, self._strategy.num_nodes):
             yield
             return
         try:
@@ -138,7 +140,7 @@ class _ForkLauncher(_MultiProcessingLauncher):
                 yield
         finally:
             self._listener = None
-            # Lightning's: the next launch shall have a port of its own
+            # `_MultiProcessingLauncher.launch` has set it; the next launch gets a port of its own.
             os.environ.pop("MASTER_PORT", None)
 
     @override
@@ -155,22 +157,24 @@ class _ForkLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
-            # Lightning does this in the process that called `fit` alone, which is no rank
+            # Lightning's `_call_and_handle_interrupt` does this only in the process that called
+            # `fit`, which is no rank.
             if trainer is not None:
                 _interrupt(trainer, error)
                 trainer._teardown()
+            # hazard: if a rank exits with status 0, as after SIGTERM, the process that called `fit`
+            # waits for its result for ever
             if isinstance(error, KeyboardInterrupt) or (
                 isinstance(error, SystemExit) and not error.code
             ):
-                raise SystemExit(
-                    1
-                ) from error  # SIGTERM's too: that process would wait for a result for ever
+                raise SystemExit(1) from error
             raise
 
 
 class ProcessStrategy(ParallelStrategy):
-    """One process for each device, as ``ddp`` has them; knows nothing of models. Defaults are the
-    subclass's.
+    """One process for each device, as ``ddp`` has them, without any knowledge of models.
+
+    Subclasses set the defaults of the arguments.
     """
 
     def __init__(
@@ -189,38 +193,34 @@ class ProcessStrategy(ParallelStrategy):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        self._cluster_environment = (
-            cluster_environment  # one that the user passes is never replaced
-        )
+        # Set past the property's setter: an environment that the user passes is never replaced.
+        self._cluster_environment = cluster_environment
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method: StartMethod = start_method
-        self._communicator: LocalCollectives | None = (
-            None  # once the model is sharded: all that ranks do together is told apart
-        )
+        # From the sharding of the model on, also Lightning's collectives have labels in its log.
+        self._communicator: LocalCollectives | None = None
         self._timer: CollectiveTimer | None = None
         self._start_timeout = start_timeout
         self._cpu_affinity = cpu_affinity
         self._signals: AgreedSignals | None = None
-        self.world: World | None = None  # who this process is, from `setup_environment` on
+        self.world: World | None = None  # this process's record, from `setup_environment` on
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """How processes find each other: Lightning's, or ours for launchers that Lightning does not
-        know.
-        """
+        """Lightning's environment, or ours if Lightning does not know the launcher."""
         return self._cluster_environment
 
     @cluster_environment.setter
     def cluster_environment(self, cluster_environment: ClusterEnvironment | None) -> None:
         self._cluster_environment = (
-            None if cluster_environment is None else choose(cluster_environment)
+            None if cluster_environment is None else choose_environment(cluster_environment)
         )
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning shards data and synchronises logged values for strategies that say so."""
+        """True, so that Lightning shards data and synchronises logged values."""
         return True
 
     @property
@@ -231,7 +231,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -245,26 +245,27 @@ class ProcessStrategy(ParallelStrategy):
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and the rank-zero utilities who this process is."""
+        """Set this process's ranks in the cluster environment and in the rank-zero utilities."""
         try:
             if self.cluster_environment is not None:
                 self.cluster_environment.set_global_rank(
                     self.node_rank * self.num_processes + self.local_rank
                 )
                 self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-            # Some environments ignore the setter: ask them.
-            rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+            # From the environment, because some environments ignore the setter.
+            for function in (rank_zero_only, fabric_rank_zero_only):
+                function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
         except ValueError as error:
             raise LaunchError(
                 f"A variable of the launcher is no whole number ({error})."
-                f" {told_variables(os.environ)}"
+                f" {list_variables(os.environ)}"
             ) from error
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method != "popen":
-            # an earlier fit's in this process: its threads would be missing in a fork
+            # hazard: a fork would inherit the process group of an earlier fit without its threads
             end_process_group()
             self._launcher = _ForkLauncher(self, start_method=self._start_method)
         elif (
@@ -307,7 +308,7 @@ class ProcessStrategy(ParallelStrategy):
         start_process_group(
             self.world, self.world.backend, self._timeout, self._start_timeout, device
         )
-        if self.world.world_size > 1:  # for users' own tools; torchrun has set them already
+        if self.world.world_size > 1:  # for tools of the user's; torchrun has set them already
             os.environ.update(
                 MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port)
             )
@@ -320,9 +321,10 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        # Not super().teardown(), which would move the module's resting parameters to the CPU.
+        # Not `ParallelStrategy.teardown`: `Strategy.teardown`, which it calls, would move the
+        # module's sharded parameters to the CPU. The other calls of both follow here.
         if isinstance(self._launcher, _ForkLauncher):
-            self._launcher.restore()
+            self._launcher.restore_trainer()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -330,7 +332,8 @@ class ProcessStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
         module = self.lightning_module
         if module is not None and module._trainer is not None and module._trainer.interrupted:
-            end_process_group(failed=True)  # else at exit: users gather and save after `fit`
+            # Otherwise the group ends at exit, because users gather and save after `fit`.
+            end_process_group(failed=True)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -357,7 +360,8 @@ class ProcessStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         if reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
-            # Lightning would divide in integers, and a metric's batch sizes differ on uneven ranks.
+            # Lightning's `_sync_ddp` would divide in integers, but a metric's batch sizes differ
+            # on uneven ranks.
             tensor = tensor.double()
         self._meet(Meeting.SUM)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -368,15 +372,15 @@ class ProcessStrategy(ParallelStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def _meet(self, meeting: Meeting) -> None:
-        # A rank that waits here for others that gather a weight would wait for ever.
+        # hazard: this rank waits for ever if the others gather a weight instead
         if self._communicator is not None and _distributed_is_initialized():
             self._communicator.meet(meeting)
 
     def communication_seconds(self) -> float:
-        """Time in gathers, reductions and agreements on this rank since the first call, by a
-        ``CollectiveTimer``.
+        """Return the seconds that collectives on this rank took since the first call.
 
-        The first call begins to measure, after the model has been set up.
+        A ``CollectiveTimer`` measures gathers, reductions and agreements from the first call on;
+        without a model that has been set up the time is 0.
         """
         if self._communicator is None:
             return 0.0

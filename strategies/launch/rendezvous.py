@@ -28,12 +28,12 @@ from .world import LOOPBACK, LaunchError, World
 _log = logging.getLogger(__name__)
 
 _RESOLVE_S = 10.0  # names of new pods and hosts can take seconds to appear
-_FAREWELL_S = 5.0
+_FAREWELL_S = 5.0  # that rank 0 waits for the others to leave before it ends
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The process group that this module started, and what for."""
+    """The process group that this module has started, with its arguments."""
 
     world: World
     backend: str
@@ -44,14 +44,14 @@ class _Group:
 
 _group: _Group | None = None
 _world: World | None = None
-_stores: dict[tuple[str, int], dist.Store] = {}  # for the life of the process: peers may still ask
-_listeners: dict[int, socket.socket] = {}  # by port: where this process will serve
+# By address and port. They live as long as the process, because peers may still ask rank 0's store.
+_stores: dict[tuple[str, int], dist.Store] = {}
+_listeners: dict[int, socket.socket] = {}  # by port: sockets at which this process will serve
 _starts = itertools.count()
 
 
 def current_world() -> World:
-    """This process's record: that of the run which began in it last, or what the variables say
-    where none did.
+    """Return this process's record, as the last run in it had it or else as detected now.
 
     Raises:
         LaunchError: the process was started in a way that cannot work.
@@ -66,18 +66,18 @@ def start_process_group(
     start_timeout: timedelta,
     device: torch.device | None = None,
 ) -> None:
-    """Start the default process group after a roll call, or keep the one that is there.
+    """Start the default process group after a roll call, or keep a group that exists already.
 
     Args:
-        world: who this process is.
-        backend: of the group.
-        timeout: for collectives.
+        world: this process's record.
+        backend: backend of the group.
+        timeout: timeout of collectives.
         start_timeout: how long to wait for the other processes.
-        device: of this rank; NCCL then connects at once, instead of in the first collective.
+        device: device of this rank; with it NCCL connects at once, not in the first collective.
 
     Raises:
         LaunchError: the address does not resolve, the port is taken, ranks are missing, doubled or
-            of different versions; or a group is there already and has other ranks.
+            have different versions; or a group exists already and has other ranks.
     """
     global _group, _world
     _world = world
@@ -91,8 +91,8 @@ def start_process_group(
             return
         end_process_group()
     deadline = time.monotonic() + start_timeout.total_seconds()
-    # Numbered, because a store outlives its groups, and a new group must not read an old one's
-    # addresses.
+    # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
+    # so each start has a prefix of its own
     store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, start_timeout))
     card = describe_process(world, backend, device)
     roll_call(dist.PrefixStore("roll call", store), world, card, deadline)
@@ -105,7 +105,7 @@ def start_process_group(
         device_id=device,
     )
     _group = _Group(world, backend, timeout, device, store)
-    # Unlike `atexit` this also runs at the end of forked processes.
+    # Unlike `atexit`, `Finalize` also runs at the end of forked processes.
     multiprocessing.util.Finalize(None, end_process_group, exitpriority=100)
 
 
@@ -120,10 +120,11 @@ def _require_same_place(world: World) -> None:
 
 
 def end_process_group(failed: bool = False) -> None:
-    """Destroy the process groups, if :func:`start_process_group` made them; the default one last.
+    """Destroy the process groups if :func:`start_process_group` made them, the default one last.
 
     Args:
-        failed: peers may be in a collective that this process will not join: do not wait for them.
+        failed: whether peers may be in a collective that this process will not join; this process
+            then does not wait for them.
     """
     global _group
     group, _group = _group, None
@@ -139,20 +140,21 @@ def end_process_group(failed: bool = False) -> None:
 
 
 def _say_farewell(group: _Group) -> None:
-    """Rank 0 serves the store, so it leaves last; a peer that has died is not waited for long."""
+    """Let rank 0, which serves the store, leave last; a dead peer delays it for at most 5 s."""
+    world, store = group.world, group.store
     try:
-        left = group.store.add("left", 1)
-        until = time.monotonic() + _FAREWELL_S
-        while group.world.rank == 0 and left < group.world.world_size and time.monotonic() < until:
+        left = store.add("left", 1)
+        deadline = time.monotonic() + _FAREWELL_S
+        while world.rank == 0 and left < world.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
-            left = group.store.add("left", 0)
+            left = store.add("left", 0)
     except RuntimeError:
         _log.debug("The store was gone already.")
 
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """A second Ctrl-C must not leave half of the groups."""
+    """Ignore Ctrl-C in a block: a second one must not leave half of the groups."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,28 +165,27 @@ def _without_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
 
 
-# ---- the store
-# --------------------------------------------------------------------------------------------------
+# ---- the store -----------------------------------------------------------------------------------
 
 
 def listen() -> socket.socket:
-    """At a free port, which nobody else can take from then on."""
-    dual = (
-        {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    )
-    return socket.create_server(("", 0), backlog=2048, **dual)
+    """Return a socket that listens at a free port, which no other process can take from then on."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=2048, dualstack_ipv6=dual)
 
 
 def serve_at(listener: socket.socket) -> int:
-    """Its port, where :func:`open_store` of this process, which is rank 0, will serve."""
+    """Let :func:`open_store` of this process, rank 0, serve at ``listener``; return its port."""
     port = listener.getsockname()[1]
     _listeners[port] = listener
     return port
 
 
 def open_store(world: World, timeout: timedelta) -> dist.Store:
-    """The store that rank 0 (or torchrun) serves at the record's address; the same one at every
-    call.
+    """Return the store that rank 0, or torchrun, serves at the record's address.
+
+    Each call with the same address returns the same store.
 
     Raises:
         LaunchError: the address does not resolve or answer, or the port is taken.
@@ -193,25 +194,25 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
     if place not in _stores:
         _require_resolvable(world)
         listener = _listeners.pop(world.main_port, None)
-        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+        is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
         try:
             with explained(
                 f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"
             ):
-                serves = world.rank == 0 and not served
-                left = timeout if serves else _await_server(place, timeout)
-                # Does not wait for the others, who could then only be counted; the roll call names
-                # them.
+                is_server = world.rank == 0 and not is_agent_store
+                rest = timeout if is_server else _wait_for_server(place, timeout)
+                # The store does not wait for the other ranks: it could only count them, while the
+                # roll call names those that are missing.
                 store: dist.Store = dist.TCPStore(
                     *place,
-                    is_master=serves,
-                    timeout=left,
+                    is_master=is_server,
+                    timeout=rest,
                     wait_for_workers=False,
                     multi_tenant=True,
                     master_listen_fd=listener.detach() if listener is not None else None,
                 )
                 store.set_timeout(timeout)
-                if served:
+                if is_agent_store:
                     store = join_session(store, world.rank, world.world_size, timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
@@ -219,31 +220,33 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
     return _stores[place]
 
 
-def _await_server(place: tuple[str, int], timeout: timedelta) -> timedelta:
-    """Wait until somebody listens at ``place``, and return what is left of ``timeout``.
+def _wait_for_server(place: tuple[str, int], timeout: timedelta) -> timedelta:
+    """Wait until a process listens at ``place``, and return the rest of ``timeout``.
 
-    torch asks once, and again after about half a second if rank 0 was a moment late.
+    It saves time if rank 0 is a moment late: ``dist.TCPStore`` tries to connect once, and again
+    only after about half a second.
     """
-    began = time.monotonic()
-    while (gone := time.monotonic() - began) < timeout.total_seconds() - 1:
+    begin = time.monotonic()
+    while (elapsed := time.monotonic() - begin) < timeout.total_seconds() - 1:
         try:
             socket.create_connection(place, timeout=1).close()
             break
         except ConnectionRefusedError:
-            time.sleep(min(max(0.01, gone / 50), 0.25))
-        except OSError:  # torch says what is wrong
+            time.sleep(min(max(0.01, elapsed / 50), 0.25))
+        except OSError:  # `dist.TCPStore` reports it
             break
-    return max(timeout - timedelta(seconds=gone), timedelta(seconds=1))
+    return max(timeout - timedelta(seconds=elapsed), timedelta(seconds=1))
 
 
 def _require_resolvable(world: World) -> None:
-    until = time.monotonic() + _RESOLVE_S
+    """Raise :class:`LaunchError` if the main address does not resolve within 10 seconds."""
+    deadline = time.monotonic() + _RESOLVE_S
     while True:
         try:
             socket.getaddrinfo(world.main_address, world.main_port)
             return
         except socket.gaierror as error:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"Rank {world.rank} on {socket.gethostname()} cannot resolve the host name"
                     f" {world.main_address!r} ({world.because('main_address')}): {error}. Set"

@@ -1,8 +1,8 @@
 """SIGTERM, and SIGUSR1 in SLURM: all ranks stop, or save and requeue, after the same batch.
 
-Lightning's own handlers broadcast and save wherever the signal finds a process, which is another
-place on every rank: in a gather on one, in the optimizer step of another. Here a handler only notes
-the signal. The ranks compare notes after every batch, and act on them together.
+The handlers of Lightning's ``_SignalConnector`` broadcast and save wherever the signal finds a
+process, which is another place on every rank: in a gather on one, in the optimizer step of another.
+Here a handler only sets a flag. The ranks compare flags after every batch, and act together.
 """
 
 from __future__ import annotations
@@ -24,65 +24,71 @@ from torch import Tensor
 from typing_extensions import override
 
 _ANY = dist.ReduceOp.MAX
-_ONE_REQUEST_S = 10.0  # SLURM signals every process of a job, within moments
+# SLURM signals every process of a job within moments: signals so close are one request.
+_ONE_REQUEST_S = 10.0
 
 
 class AgreedSignals(_SignalConnector):
-    """The Trainer's signal connector, with handlers that only take note."""
+    """The Trainer's signal connector, with handlers that only set flags."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self._stop = self._requeue = False  # asked of this process, or of another and not done yet
+        # requests to this process, or to another one, that are not done yet
+        self._needs_stop = self._needs_requeue = False
         self._requeued_at = -_ONE_REQUEST_S
         self._notes = _Notes()
 
     @classmethod
     def take_over(cls, trainer: pl.Trainer) -> AgreedSignals:
-        """Put one in the place of the Trainer's own; the same one at every further fit."""
-        found = trainer._signal_connector
-        if not isinstance(found, cls):
-            found = trainer._signal_connector = cls(trainer)
-            trainer.callbacks.append(_AfterBatch(found))
-        # Lightning's broadcast before every batch, which waits for the device, has nothing left to
-        # say.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
-        return found
+        """Replace the Trainer's signal connector; return the replacement, one for all its runs."""
+        connector = trainer._signal_connector
+        if not isinstance(connector, cls):
+            connector = trainer._signal_connector = cls(trainer)
+            # Lightning does not declare it
+            trainer.callbacks.append(_AfterBatch(connector))  # type: ignore[attr-defined]
+        # Lightning's `_TrainingEpochLoop` broadcasts its SIGTERM flag before every batch and waits
+        # for the device. The ranks have compared that flag here already.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+        return connector
 
     @override
     def register_signal_handlers(self) -> None:
-        self._stop = self._requeue = False
+        self._needs_stop = self._needs_requeue = False
         self._notes = _Notes()
         super().register_signal_handlers()
 
     @override
     def _sigterm_notifier_fn(self, signum: int, frame: FrameType | None) -> None:
         launcher = self.trainer.strategy.launcher
-        if not self._stop and launcher is not None:
+        if not self._needs_stop and launcher is not None:
             launcher.kill(signum)
-        self._stop = True
+        self._needs_stop = True
 
     @override
     def _slurm_sigusr_handler_fn(self, signum: int, frame: FrameType | None) -> None:
-        self._requeue |= time.monotonic() - self._requeued_at > _ONE_REQUEST_S
+        self._needs_requeue |= time.monotonic() - self._requeued_at > _ONE_REQUEST_S
 
     def between_batches(self) -> None:
-        """Do what any rank was asked for before the last call; to be called by all ranks.
+        """Stop, or save and requeue, if any rank had got a signal at the last call. Collective.
 
         Raises:
             SIGTERMException: a rank got SIGTERM.
         """
         stop, requeue = self._notes.compare(
-            self._stop, self._requeue, self.trainer.strategy.root_device
+            self._needs_stop, self._needs_requeue, self.trainer.strategy.root_device
         )
-        self._stop, self._requeue = self._stop or stop, self._requeue or requeue
+        self._needs_stop |= stop
+        self._needs_requeue |= requeue
         if (
             self.trainer.state.fn == TrainerFn.FITTING
             and self.trainer.fit_loop._should_accumulate()
         ):
-            return  # gradients that wait for more batches are in no checkpoint
+            return  # no checkpoint has the gradients that wait for more batches
         if requeue and self.trainer.training:
-            super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # saves and requeues
-            self._requeue, self._requeued_at, self._notes = False, time.monotonic(), _Notes()
+            # saves and requeues; it does not use the frame
+            super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+            self._needs_requeue, self._requeued_at = False, time.monotonic()
+            self._notes = _Notes()
         if stop:
             self.received_sigterm = True
             rank_zero_info("Stopping after SIGTERM.")
@@ -90,7 +96,7 @@ class AgreedSignals(_SignalConnector):
 
 
 class _AfterBatch(Callback):
-    """At the place where ModelCheckpoint saves too."""
+    """Calls :meth:`AgreedSignals.between_batches` in the hook in which ModelCheckpoint saves."""
 
     def __init__(self, signals: AgreedSignals) -> None:
         self._signals = signals
@@ -101,48 +107,50 @@ class _AfterBatch(Callback):
 
 
 class _Notes:
-    """The ranks' notes, compared in the background: a call returns what the one before has
-    found.
-    """
+    """The flags of all ranks, reduced in the background: a call returns the last call's result."""
 
     def __init__(self) -> None:
-        self._ready: Any = None  # a work of gloo's, or an event
-        self._found: Tensor | None = None  # on the host, once it is ready
-        self._free: Tensor | None = None
+        self._work: Any = None  # of the last call: gloo's work, or a device event
+        self._result: Tensor | None = None  # [2, int32] on the host, valid when the work is done
+        self._spare: Tensor | None = None  # [2, int32] on the host
         self._on_device: Tensor | None = None
 
     def compare(self, stop: bool, requeue: bool, device: torch.device) -> tuple[bool, bool]:
-        """Whether any rank was asked to stop, or to requeue, at the call before; collective."""
+        """Return whether any rank had to stop, or to requeue, at the last call. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return stop, requeue
-        found, ready = self._found, self._ready
-        mine, self._free = self._free, found  # two take turns: the last one is still under way
-        if mine is None:
-            mine = torch.empty(2, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
-        mine[0], mine[1] = stop, requeue
-        self._found = mine
-        self._ready = (
-            self._send(mine, device)
+        last_result, last_work = self._result, self._work
+        # hazard: the last call's reduction may still write to its tensor, so two take turns
+        flags, self._spare = self._spare, last_result
+        if flags is None:
+            flags = torch.empty(
+                2, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
+            )
+        flags[0], flags[1] = stop, requeue
+        self._result = flags
+        self._work = (
+            self._reduce(flags, device)
             if device.type != "cpu"
-            else dist.all_reduce(mine, _ANY, async_op=True)
+            else dist.all_reduce(flags, _ANY, async_op=True)
         )
-        if found is None:
+        if last_result is None:
             return False, False
-        ready.wait() if device.type == "cpu" else ready.synchronize()
-        return bool(found[0]), bool(found[1])
+        last_work.wait() if device.type == "cpu" else last_work.synchronize()
+        return bool(last_result[0]), bool(last_result[1])
 
-    def _send(self, mine: Tensor, device: torch.device) -> torch.Event:
+    def _reduce(self, flags: Tensor, device: torch.device) -> torch.Event:
+        """Begin to reduce ``flags`` over ranks on ``device``; return the event of the end."""
         if self._on_device is None:
-            self._on_device = torch.empty_like(mine, device=device)
-        # All on the current stream, so that the host waits for the batch before, never for this
-        # one.
-        self._on_device.copy_(mine, non_blocking=True)
+            self._on_device = torch.empty_like(flags, device=device)
+        # All of it runs on the current stream, so that the next call waits until the device has
+        # ended this batch, and never for the batch of that call.
+        self._on_device.copy_(flags, non_blocking=True)
         dist.all_reduce(self._on_device, _ANY)
-        mine.copy_(self._on_device, non_blocking=True)
+        flags.copy_(self._on_device, non_blocking=True)
         event = torch.Event(device)
         event.record()
         return event
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

@@ -1,6 +1,4 @@
-"""The record of one process among those of a run, and what it is held against. Strings and integers
-only.
-"""
+"""The record of one process among those of a run, and its checks: strings and integers only."""
 
 from __future__ import annotations
 
@@ -15,26 +13,22 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Devices:
-    """What this process can compute on: the type of torch's devices, how many it sees, and torch's
-    backend for them.
-    """
+    """The devices that this process can compute on."""
 
-    type: str = "cpu"
-    count: int = 1
-    backend: str = "gloo"
+    type: str = "cpu"  # as in `torch.device(...).type`
+    count: int = 1  # how many this process sees
+    backend: str = "gloo"  # torch's default backend for them
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the Trainer was asked for: ``devices``, ``num_nodes``, how to start processes if need
-    be, and a backend if given.
-    """
+    """The options of the Trainer and the strategy that say which processes the user wants."""
 
-    processes: int = 1
-    nodes: int = 1
-    start_method: str = "popen"
-    interactive: bool = False
-    backend: str | None = None
+    processes: int = 1  # on each node: `Trainer(devices=...)`
+    nodes: int = 1  # `Trainer(num_nodes=...)`
+    start_method: str = "popen"  # how Lightning starts processes if no launcher has
+    interactive: bool = False  # whether this process is a notebook or a shell
+    backend: str | None = None  # of the process group, if the user chose one
 
 
 @dataclass(frozen=True)
@@ -44,18 +38,19 @@ class World:
     Attributes:
         launcher: "single", "torchrun", "slurm", "openmpi", "mvapich", "intelmpi", "lsf",
             "kubeflow", "variables" (RANK and so on without a launcher's name), "subprocess"
-            (Lightning ran the script again), "spawn", "notebook", or the name of a
-            ClusterEnvironment of the user's.
+            (Lightning ran the script again), "spawn", "notebook", or the class name of the user's
+            own ClusterEnvironment.
         rank: number of this process among all.
-        local_rank: among those of its node.
+        local_rank: number of this process among those of its node.
         node_rank: number of its node.
-        world_size: processes in all.
-        local_world_size: on this node.
+        world_size: number of processes in all.
+        local_world_size: number of processes on this node.
         main_address: host of rank 0, where processes meet.
-        main_port: its port; 0 stands for any that is free.
+        main_port: port of rank 0 there; 0 stands for any free port.
         device_type: as in ``torch.device(...).type``.
-        backend: of the process group.
-        why: for each of the above, the variable and value (or the rule) that decided.
+        backend: backend of the process group.
+        why: pairs of the name of an attribute above and the variable with its value, or the rule,
+            that decided it.
     """
 
     launcher: str
@@ -91,12 +86,12 @@ class World:
             )
 
     def because(self, item: str) -> str:
-        """What decided ``item``: a variable and its value, or a rule."""
+        """Return what decided ``item``: a variable and its value, or a rule."""
         return dict(self.why).get(item, "given")
 
     @property
     def meeting_point(self) -> str:
-        """Address and port of rank 0, and where they come from."""
+        """Address and port of rank 0, and what decided them."""
         return (
             f"{self.main_address}:{self.main_port} ({self.because('main_address')};"
             f" {self.because('main_port')})"
@@ -109,13 +104,13 @@ class World:
 
 
 def require_requested(world: World, request: Request) -> None:
-    """Raise :class:`LaunchError` unless the Trainer asks for what was started.
+    """Raise :class:`LaunchError` unless the Trainer asks for the processes that were started.
 
-    torchrun has the last word on the number of nodes, which changes when a node joins or leaves.
+    torchrun alone decides the number of nodes, which changes when a node joins or leaves.
     """
     asked = request.processes * request.nodes
-    elastic = world.launcher == "torchrun" and request.processes == world.local_world_size
-    if asked != world.world_size and not elastic:
+    is_elastic = world.launcher == "torchrun" and request.processes == world.local_world_size
+    if asked != world.world_size and not is_elastic:
         raise LaunchError(
             f"{world.launcher} started {world.world_size} processes"
             f" ({world.because('world_size')}), but Trainer(devices={request.processes},"

@@ -14,17 +14,18 @@ try:
         current_world,
     )
 except ValueError as error:
-    # Lightning reads its rank while it is imported: the first of these that is set.
+    # `lightning.fabric.utilities.rank_zero._get_rank` runs while Lightning is imported, and reads
+    # the first of these variables that is set.
     from os import environ
 
-    set_ = [
-        f"{n}={environ[n]!r}"
-        for n in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-        if n in environ
+    assignments = [
+        f"{name}={environ[name]!r}"
+        for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+        if name in environ
     ]
-    if not set_ or not str(error).startswith("invalid literal for int()"):
+    if not assignments or not str(error).startswith("invalid literal for int()"):
         raise
-    raise RuntimeError(f"{set_[0]} is not a whole number. Correct or unset it.") from error
+    raise RuntimeError(f"{assignments[0]} is not a whole number. Correct or unset it.") from error
 
 __version__ = "0.1.0"
 

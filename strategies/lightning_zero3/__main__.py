@@ -1,4 +1,4 @@
-"""``python -m lightning_zero3 COMMAND``: one module for each command, imported when it runs."""
+"""Runs ``python -m lightning_zero3 COMMAND``; each command is a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="lightning_zero3", description="Tools that need no GPU and no model class."
     )
@@ -33,12 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except (
-        CheckpointError,
-        OSError,
-    ) as error:  # what is wrong with a path, or a full disk, is no matter for a traceback
+    except (CheckpointError, OSError) as error:
+        # A wrong path or a full disk needs no traceback.
         print(error, file=sys.stderr)
-        sys.stdout = None  # what is left in it would be tried again at exit
+        sys.stdout = None  # else Python tries to write the rest of it again at exit
         return 1
 
 

@@ -1,6 +1,4 @@
-"""Whether all ranks are alive and at the same place: heartbeats, and the watchdog that names the
-one that is not.
-"""
+"""Finds ranks that died, hang or are slow: heartbeats, and the watchdog that names such a rank."""
 
 from .position import Activity
 

@@ -1,5 +1,6 @@
-"""What the reports of all ranks, sent once a second, say about the run: who hangs, who is slow. No
-clock, no threads.
+"""Finds in the reports of all ranks, one a second, which rank hangs and which is slow.
+
+Nothing here reads a clock or starts a thread.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from dataclasses import asdict, dataclass, field
 from .position import Activity, Place
 
 ENGINE, ELSEWHERE = "engine", "elsewhere"  # where a rank may wait for others
-_STUCK_BEATS = 3  # so long must a deadlock last, in reports, to be one
-_SLOW_SHARE = 0.25  # so much more of its time than the others a slow rank works
-_RECOVERED_SHARE = 0.1
+_STUCK_BEATS = 3  # number of reports over which a deadlock must last to be one
+_SLOW_SHARE = 0.25  # a slow rank works at least so much more of its time than the others
+_RECOVERED_SHARE = 0.1  # a rank below this is slow no more
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank says about itself.
+    """One report of a rank about itself.
 
     Attributes:
-        number: of the report.
-        machine: see :func:`~.position.machine`.
-        pid: of its process.
-        descriptor: of its :class:`~.position.Position` in that process.
-        place: where it is.
-        busy: share of the last second in which it did not wait for others, 0 to 1.
+        number: number of the report, from 1.
+        machine: name of its machine, see :func:`~.position.machine`.
+        pid: id of its process.
+        descriptor: descriptor of its :class:`~.position.Position` in that process.
+        place: where the rank is.
+        busy: share of the last second in which it did not wait for other ranks, 0 to 1.
         waits: where it waited at the end of that second: ENGINE, ELSEWHERE or "".
-        code: the user's line that ran then.
+        code: the user's line that ran at the end of that second.
         device: share of a step, measured in the last second, in which its device did not wait for
-            others', 0 to 1; None if none was.
-        trace: of its exchanges, see :class:`~.collectives.exchange_log.ExchangeLog`; empty if it
-            has moved since the last report.
+            other ranks' devices, 0 to 1; None if no step was measured.
+        trace: trace of its exchanges, see :class:`~.collectives.exchange_log.ExchangeLog`; empty if
+            the rank has moved since its last report.
     """
 
     number: int
@@ -48,89 +49,98 @@ class Beat:
     trace: list[int] = field(default_factory=list)
 
     def pack(self) -> str:
-        """As JSON."""
+        """Return this beat as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def unpack(text: str | bytes) -> Beat:
-        """The reverse of :meth:`pack`."""
+        """Return the beat that :meth:`pack` made ``text`` of."""
         fields = json.loads(text)
         place = fields.pop("place")
         return Beat(place=Place(**{**place, "activity": Activity(place["activity"])}), **fields)
 
 
-def aligned(beats: Sequence[Beat]) -> list[list[int]]:
-    """Labels of each rank's exchanges since the agreement that rank 0 has come to last; empty where
-    that is not known.
+def align_traces(beats: Sequence[Beat]) -> list[list[int]]:
+    """Return the labels of each rank's exchanges since rank 0's last agreement.
+
+    The list of a rank is empty where its trace begins elsewhere, or the begin is unknown (-1).
     """
     window = beats[0].trace[:1]
     return [beat.trace[1:] if beat.trace[:1] == window != [-1] else [] for beat in beats]
 
 
-class _Unmoved:
-    """Counts for how many reports of every rank nothing has changed."""
+class _StillCounter:
+    """Counts the reports of every rank since something changed."""
 
     def __init__(self) -> None:
-        self._last: Hashable = None
+        self._state: Hashable = None
         self._numbers: list[int] = []
-        self._same = 0
+        self._count = 0
 
     def count(self, state: Hashable, beats: Sequence[Beat]) -> int:
-        """How often all ranks have reported again since ``state`` was another; who has ended
-        reports no more.
+        """Return how often all ranks have reported again since ``state`` changed.
+
+        A rank that has ended sends no more reports and is not waited for.
         """
         numbers = [b.number for b in beats]
-        if state != self._last:
-            self._same, self._last, self._numbers = 0, state, numbers
+        if state != self._state:
+            self._count, self._state, self._numbers = 0, state, numbers
         elif all(
             n > m or b.place.activity == Activity.ENDED
             for n, m, b in zip(numbers, self._numbers, beats, strict=True)
         ):
-            self._same, self._numbers = self._same + 1, numbers
-        return self._same
+            self._count, self._numbers = self._count + 1, numbers
+        return self._count
 
 
 class Deadlock:
-    """Ranks that wait for each other for ever, though no process is gone: they run different
-    things.
+    """Finds ranks that wait for each other for ever, though no process is gone.
+
+    Such ranks run different things.
     """
 
     def __init__(self) -> None:
-        self._unmoved = _Unmoved()
+        self._still = _StillCounter()
 
     def find(self, beats: Sequence[Beat]) -> tuple[int, int] | None:
-        """A rank that waits in the engine, and one that waits elsewhere or has ended, if that can
-        never end.
+        """Return a rank that waits in the engine and one that can never join it, or None.
+
+        The second waits outside the engine or has ended.
         """
         moving = any(b.busy > 0 and b.place.activity != Activity.ENDED for b in beats)
         state = (moving, *((b.place, b.waits) for b in beats))
-        if self._unmoved.count(state, beats) < _STUCK_BEATS or moving:
+        if self._still.count(state, beats) < _STUCK_BEATS or moving:
             return None
-        # Whoever is elsewhere begins no exchange before the others have come there too.
+        # A rank that waits outside the engine cannot start an exchange until the others get there.
         inside = [(b.place.exchanges, r) for r, b in enumerate(beats) if b.waits == ENGINE]
-        gone = [b.waits == ELSEWHERE or b.place.activity == Activity.ENDED for b in beats]
-        outside = [(b.place.exchanges, r) for r, b in enumerate(beats) if gone[r]]
+        outside = [
+            (b.place.exchanges, r)
+            for r, b in enumerate(beats)
+            if b.waits == ELSEWHERE or b.place.activity == Activity.ENDED
+        ]
         if inside and outside and max(inside)[0] > min(outside)[0]:
             return max(inside)[1], min(outside)[1]
         return None
 
 
 class Standstill:
-    """Ranks that all wait outside of the engine, and not at one place: perhaps for ever, but they
-    may be in one exchange.
+    """Finds ranks that all wait outside the engine, and not at one place.
+
+    Perhaps they wait for ever, but different lines may belong to one exchange.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._beats, self._unmoved = max(_STUCK_BEATS, round(seconds)), _Unmoved()
-        self._warned: Hashable = None
+        self._beats, self._still = max(_STUCK_BEATS, round(seconds)), _StillCounter()
+        self._reported_state: Hashable = None
 
     def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
-        """A warning, once for each standstill."""
-        waiting = all(b.waits == ELSEWHERE and b.busy == 0 for b in beats)
-        state = (waiting, *((b.place, b.code) for b in beats))
-        if self._unmoved.count(state, beats) < self._beats or not waiting or state == self._warned:
+        """Return a warning, once for each standstill, else None."""
+        all_wait = all(b.waits == ELSEWHERE and b.busy == 0 for b in beats)
+        state = (all_wait, *((b.place, b.code) for b in beats))
+        count = self._still.count(state, beats)
+        if count < self._beats or not all_wait or state == self._reported_state:
             return None
-        self._warned = state
+        self._reported_state = state
         ranks: dict[str, list[str]] = {}
         for rank, beat in enumerate(beats):
             ranks.setdefault(f"{beat.place.describe(unit_name)} ({beat.code})", []).append(
@@ -139,8 +149,8 @@ class Standstill:
         if len(ranks) == 1:
             return None
         where = "; ".join(
-            f"rank{'s' * (len(there) > 1)} {', '.join(there)} in {place}"
-            for place, there in ranks.items()
+            f"rank{'s' * (len(members) > 1)} {', '.join(members)} in {place}"
+            for place, members in ranks.items()
         )
         return (
             f"Nobody has moved for {self._beats} s. All ranks wait for others, and at different"
@@ -150,17 +160,18 @@ class Standstill:
 
 
 class Straggler:
-    """A rank that works while the others wait for it, by their hosts or, where those wait alike, by
-    their devices.
+    """Finds a rank that works while the others wait for it.
+
+    Hosts are compared first; devices where all hosts wait alike.
     """
 
     def __init__(self, seconds: float) -> None:
         self._beats = max(2, round(seconds))
         self._history: deque[Sequence[Beat]] = deque(maxlen=self._beats)
-        self._warned: dict[str, int | None] = {}
+        self._slow_rank: dict[str, int | None] = {}  # by what is compared
 
     def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
-        """A warning, once for each time that a rank becomes slow."""
+        """Return a warning, once for each time that a rank becomes slow, else None."""
         if any(beat.place.activity == Activity.SETUP for beat in beats):
             self._history.clear()  # processes come up one after another
             return None
@@ -168,47 +179,49 @@ class Straggler:
         if len(self._history) < self._beats or len(beats) < 2:
             return None
         ranks = [[history[rank] for history in self._history] for rank in range(len(beats))]
-        found = self._slow_host(ranks, unit_name)
-        # Devices wait for a rank whose host is late, too.
-        return (
-            found
-            if found is not None or self._warned["it worked"] is not None
-            else self._slow_device(ranks, unit_name)
-        )
+        warning = self._find_slow_host(ranks, unit_name)
+        # Devices, too, wait for a rank whose host is late: they say nothing while a host is slow.
+        if warning is not None or self._slow_rank["it worked"] is not None:
+            return warning
+        return self._find_slow_device(ranks, unit_name)
 
-    def _slow_host(self, ranks: list[list[Beat]], unit_name: Callable[[int], str]) -> str | None:
-        found = self._compare("it worked", _busy(ranks))
+    def _find_slow_host(
+        self, ranks: list[list[Beat]], unit_name: Callable[[int], str]
+    ) -> str | None:
+        found = self._find_slowest("it worked", _mean_busy(ranks))
         if found is None:
             return None
         slowest, text = found
-        each = [[beat.busy for beat in beats] for beats in self._history]
-        where = _most_often(
-            ranks[slowest], [max(0.0, _ahead(shares, slowest)) for shares in each], unit_name
-        )
+        history = [[beat.busy for beat in beats] for beats in self._history]
+        # Only what it did while the others waited counts.
+        weights = [max(0.0, _lead(shares, slowest)) for shares in history]
+        where = _most_frequent_place(ranks[slowest], weights, unit_name)
         return (
             f"{text} While they waited it was most often in {where}; it is at step"
             f" {ranks[slowest][-1].place.step} now."
         )
 
-    def _slow_device(self, ranks: list[list[Beat]], unit_name: Callable[[int], str]) -> str | None:
+    def _find_slow_device(
+        self, ranks: list[list[Beat]], unit_name: Callable[[int], str]
+    ) -> str | None:
         shares = [[b.device for b in beats if b.device is not None] for beats in ranks]
-        if (
-            not all(shares)
-            or (found := self._compare("its GPU did not wait for theirs", list(map(_mean, shares))))
-            is None
-        ):
+        if not all(shares):
+            return None
+        found = self._find_slowest("its GPU did not wait for theirs", list(map(_mean, shares)))
+        if found is None:
             return None
         slowest, text = found
-        hosts, host = _busy(ranks), ranks[slowest][-1].machine.split()[0]
-        others = hosts[slowest] - (ahead := _ahead(hosts, slowest))
-        # A GPU that gets no work from its host does not wait for other GPUs, either.
-        # a host may wait all the time, for its device
-        busy = [b.busy + 0.01 for b in ranks[slowest]]
+        hosts, host = _mean_busy(ranks), ranks[slowest][-1].machine.split()[0]
+        lead = _lead(hosts, slowest)
+        others = hosts[slowest] - lead
+        # A GPU that gets no work from its host does not wait for other GPUs, either: the host may
+        # be the cause. The 0.01 is for a host that waits all the time, for its device.
+        weights = [b.busy + 0.01 for b in ranks[slowest]]
         late = (
             "its host hands it work too late (most often it was in"
-            f" {_most_often(ranks[slowest], busy, unit_name)})"
+            f" {_most_frequent_place(ranks[slowest], weights, unit_name)})"
         )
-        if ahead >= _RECOVERED_SHARE:
+        if lead >= _RECOVERED_SHARE:
             return (
                 f"{text} Its host worked {hosts[slowest]:.0%} of the time, the others {others:.0%}:"
                 f" perhaps {late}; or that GPU has more to do or is slower."
@@ -218,40 +231,43 @@ class Straggler:
             f" power limits), something else runs on it, this rank's batches are larger, or {late}."
         )
 
-    def _compare(self, did: str, shares: list[float]) -> tuple[int, str] | None:
-        """The rank that has become slow, and how much more of the time than the others it
-        ``did``.
+    def _find_slowest(self, predicate: str, shares: list[float]) -> tuple[int, str] | None:
+        """Return the rank that has just become slow and a sentence about it, or None.
+
+        Args:
+            predicate: what that rank does more than the others, as words of the sentence.
+            shares: share of the time in which each rank did so, 0 to 1.
         """
         slowest = max(range(len(shares)), key=shares.__getitem__)
-        ahead = _ahead(shares, slowest)
-        if ahead < _RECOVERED_SHARE or slowest != self._warned.get(did):
-            self._warned[did] = None
-        if ahead < _SLOW_SHARE or self._warned[did] is not None:
+        lead = _lead(shares, slowest)
+        if lead < _RECOVERED_SHARE or slowest != self._slow_rank.get(predicate):
+            self._slow_rank[predicate] = None
+        if lead < _SLOW_SHARE or self._slow_rank[predicate] is not None:
             return None
-        self._warned[did] = slowest
+        self._slow_rank[predicate] = slowest
         return (
             slowest,
-            (
-                f"Rank {slowest} holds the others up: in the last {self._beats} s {did}"
-                f" {shares[slowest]:.0%} of the time, the others {shares[slowest] - ahead:.0%}."
-            ),
+            f"Rank {slowest} holds the others up: in the last {self._beats} s {predicate}"
+            f" {shares[slowest]:.0%} of the time, the others {shares[slowest] - lead:.0%}.",
         )
 
 
-def _busy(ranks: list[list[Beat]]) -> list[float]:
+def _mean_busy(ranks: list[list[Beat]]) -> list[float]:
     return [_mean([b.busy for b in beats]) for beats in ranks]
 
 
-def _most_often(beats: list[Beat], weights: list[float], unit_name: Callable[[int], str]) -> str:
-    where: dict[str, float] = {}
+def _most_frequent_place(
+    beats: list[Beat], weights: list[float], unit_name: Callable[[int], str]
+) -> str:
+    totals: dict[str, float] = {}
     for beat, weight in zip(beats, weights, strict=True):
-        at = beat.place.where(unit_name) + (f" ({beat.code})" if beat.code else "")
-        where[at] = where.get(at, 0.0) + weight
-    return max(where, key=where.__getitem__)
+        place = beat.place.describe_activity(unit_name) + (f" ({beat.code})" if beat.code else "")
+        totals[place] = totals.get(place, 0.0) + weight
+    return max(totals, key=totals.__getitem__)
 
 
-def _ahead(shares: list[float], rank: int) -> float:
-    """Of the others' median."""
+def _lead(shares: list[float], rank: int) -> float:
+    """Return by how much the share of ``rank`` is above the median of the others."""
     others = sorted(share for r, share in enumerate(shares) if r != rank)
     return shares[rank] - others[len(others) // 2]
 

@@ -1,5 +1,6 @@
-"""What ranks tell each other through the store, once a second, on a thread that may have to wait
-for it.
+"""Reports that ranks send each other through the store once a second.
+
+A thread of their own sends them, because it may have to wait for the store.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch.distributed as dist
 from .diagnosis import Beat
 
 BEAT_S = 1.0
-# a rank that has looked at nothing for so long was stopped (Ctrl-Z), and perhaps all were
-STOOD_STILL_S = 5 * BEAT_S
+# A rank that has looked at nothing for so long was stopped (Ctrl-Z), and perhaps all ranks were.
+SUSPENDED_S = 5 * BEAT_S
 
 
 @dataclass(frozen=True)
 class Report:
-    """The newest beat of a rank.
+    """The newest beat of a rank, with times of this rank's monotonic clock in seconds.
 
     Attributes:
-        beat: what it said.
-        since: when this rank first read that.
-        read: when it last looked.
+        beat: what the rank reported.
+        since: when this rank first read that beat.
+        read: when this rank last read the store.
     """
 
     beat: Beat
@@ -38,7 +39,7 @@ class Report:
 
 
 def first_line(error: BaseException) -> str:
-    """Its kind and what it says."""
+    """Return the class of ``error`` and the first line of its message, at most 500 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:500]
 
 
@@ -46,70 +47,72 @@ class Reports:
     """Sends this rank's beats, keeps those of others, and passes on the first verdict on the run.
 
     Args:
-        store: for this run alone.
+        store: keys and values of this run alone.
         rank: this rank.
-        world_size: all ranks.
-        beat: makes a beat of this rank.
+        world_size: number of ranks.
+        make_beat: makes a beat of this rank; called on the thread that sends.
 
     Attributes:
-        newest: rank -> its report; of rank 0 alone except on rank 0, or after :meth:`hurry`.
-        verdict: what ended the run, as any rank has told.
-        answered: when the store did last.
+        newest: rank -> its report; only rank 0's, except on rank 0 or after :meth:`request_all`.
+        verdict: why the run ends, as the first rank that knew it has sent it; else None.
+        answered: when the store answered last, in seconds of the monotonic clock.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, beat: Callable[[], Beat]
+        self, store: dist.Store, rank: int, world_size: int, make_beat: Callable[[], Beat]
     ) -> None:
-        self._store, self._rank, self._world_size, self._beat = store, rank, world_size, beat
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._make_beat = make_beat
         self.newest: dict[int, Report] = {}
         self.verdict: dict[str, Any] | None = None
         self.answered = time.monotonic()
-        self._mine: str | None = None  # a verdict of this rank, to be sent
-        self._everyone = rank == 0
-        self._news, self._stopping = threading.Event(), False
+        self._own_verdict: str | None = None  # JSON of a verdict that this rank sends
+        self._needs_all = rank == 0
+        self._wake_event, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(
             target=self._run, name="lightning_zero3.reports", daemon=True
         )
         self._thread.start()
 
-    def send(self, verdict: dict[str, Any]) -> None:
-        """Tell the others, unless one of them has told something first."""
-        self._mine = json.dumps(verdict)
-        self._news.set()
+    def send_verdict(self, verdict: dict[str, Any]) -> None:
+        """Send ``verdict`` to the other ranks, unless one of them has sent another first."""
+        self._own_verdict = json.dumps(verdict)
+        self._wake_event.set()
 
-    def hurry(self) -> None:
-        """Ask for everybody's reports, now."""
-        self._everyone = True
-        self._news.set()
+    def request_all(self) -> None:
+        """Read the reports of all ranks from now on, and at once."""
+        self._needs_all = True
+        self._wake_event.set()
 
     def stop(self) -> None:
-        """After a last beat."""
-        self._stopping = True
-        self._news.set()
+        """Send a last beat and end the thread."""
+        self._is_stopping = True
+        self._wake_event.set()
         self._thread.join(2 * BEAT_S)
 
     def _run(self) -> None:
         try:
             self._report()
         except Exception as error:
-            # this thread's; the others, who hear no more, would take the process or the store for
-            # gone
-            if self.verdict is None and not self._stopping:
-                what = (
+            # The error is this thread's. The other ranks, which hear no more, would take the
+            # process or the store for gone.
+            if self.verdict is None and not self._is_stopping:
+                reason = (
                     f"its watch (not its model) raised {first_line(error)!r}; its own output says"
                     " where"
                 )
                 self.verdict = {
                     "rank": self._rank,
-                    "text": f"Rank {self._rank} has stopped reporting: {what}.",
+                    "text": f"Rank {self._rank} has stopped reporting: {reason}.",
                 }
                 with suppress(RuntimeError):
-                    self._store.compare_set("verdict", "", self._mine or json.dumps(self.verdict))
+                    verdict = self._own_verdict or json.dumps(self.verdict)
+                    self._store.compare_set("verdict", "", verdict)
             raise
 
     def _report(self) -> None:
-        beat = self._beat().pack()
-        # some come later, or the store is gone: what follows asks again
+        beat = self._make_beat().pack()
+        # Some ranks come later, or the store is gone: the loop below asks again.
         with suppress(RuntimeError):
             self._store.set(str(self._rank), beat)
             self._store.wait(
@@ -117,38 +120,36 @@ class Reports:
             )
         last = False
         while not last:
-            # made outside: its errors are none of the store's
-            last, beat = (
-                self._stopping,
-                self._beat().pack(),
-            )
+            # Outside of the `try`: errors in making a beat are no errors of the store.
+            last, beat = self._is_stopping, self._make_beat().pack()
             try:
-                self._talk(beat)
+                self._exchange_reports(beat)
                 self.answered = time.monotonic()
             except dist.DistNetworkError:
-                # the store is gone for good; that it does not answer tells, without torch's words
-                # on each attempt
+                # The store is gone for good. `answered` says so without torch's log of each
+                # attempt to connect.
                 return
             except (RuntimeError, ValueError):
-                pass  # the store's errors, and of what is in it
+                pass  # errors of the store, and of the values in it
             if not last:
-                self._news.wait(BEAT_S)
-                self._news.clear()
+                self._wake_event.wait(BEAT_S)
+                self._wake_event.clear()
 
-    def _talk(self, beat: str) -> None:
+    def _exchange_reports(self, beat: str) -> None:
         self._store.set(str(self._rank), beat)
-        if self._mine is not None:
-            self._store.compare_set("verdict", "", self._mine)
+        if self._own_verdict is not None:
+            self._store.compare_set("verdict", "", self._own_verdict)
         if self.verdict is None and self._store.check(["verdict"]):
             self.verdict = json.loads(self._store.get("verdict"))
         keys = [str(rank) for rank in range(self._world_size)]
-        begun = len(self.newest) == self._world_size
-        if not begun and not self._store.check(keys):
+        has_all = len(self.newest) == self._world_size
+        # hazard: `get` of a key that no rank has set yet waits.
+        if not has_all and not self._store.check(keys):
             return
-        wanted = keys if self._everyone or not begun else keys[:1]
+        wanted = keys if self._needs_all or not has_all else keys[:1]
         values = (
             self._store.multi_get(wanted)
-            if self._store.has_extended_api()
+            if self._store.has_extended_api()  # type: ignore[attr-defined]  # the stub lacks it
             else map(self._store.get, wanted)
         )
         for key, value in zip(wanted, values, strict=True):
@@ -157,6 +158,7 @@ class Reports:
     def _keep(self, rank: int, beat: Beat) -> None:
         now, known = time.monotonic(), self.newest.get(rank)
         since = known.since if known is not None and known.beat.number == beat.number else now
-        if known is not None and now - known.read > STOOD_STILL_S:
+        # This process was stopped, and the other perhaps too: its silence counts from now on.
+        if known is not None and now - known.read > SUSPENDED_S:
             since = now
         self.newest[rank] = Report(beat, since, now)

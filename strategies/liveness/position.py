@@ -1,5 +1,6 @@
-"""Where each rank is: in memory that the other processes of the machine can read, even after this
-one was killed.
+"""The position of each rank, in memory that other processes of the machine can read.
+
+They can read it even after the process was killed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BYTES = mmap.PAGESIZE
-_ACTIVITY, _STEP, _UNIT, _EXCHANGES, _WORDS_LENGTH = range(5)
-_WORDS_START = 64
+# Indices of int64 cells at the begin of the memory.
+_ACTIVITY, _STEP, _UNIT, _EXCHANGES, _MESSAGE_LENGTH = range(5)
+_MESSAGE_START = 64  # bytes
 
 
 class Activity(enum.IntEnum):
@@ -35,7 +37,7 @@ class Activity(enum.IntEnum):
     ENDED = 10
 
 
-_WORDS = {
+_ACTIVITY_NAMES = {
     Activity.SETUP: "set-up",
     Activity.BETWEEN: "the loop between steps (loading data, callbacks)",
     Activity.FORWARD: "forward",
@@ -63,9 +65,10 @@ class Place:
 
     Attributes:
         activity: what the rank does.
-        step: optimizer steps it has done.
-        unit: index of the unit that was asked for last; -1 before the first.
-        exchanges: of the engine, that it has begun; all ranks begin the same ones.
+        step: number of optimizer steps that the rank has done.
+        unit: index of the unit that the engine was last asked for; -1 before the first.
+        exchanges: number of the engine's exchanges that the rank has begun; all ranks begin the
+            same ones.
     """
 
     activity: Activity
@@ -73,35 +76,38 @@ class Place:
     unit: int
     exchanges: int
 
-    def where(self, unit_name: Callable[[int], str]) -> str:
-        """Activity and unit."""
+    def describe_activity(self, unit_name: Callable[[int], str]) -> str:
+        """Return the activity and the unit in words."""
         running = self.unit >= 0 and self.activity in _RUNS_UNITS
-        return _WORDS[self.activity] + (f", unit {unit_name(self.unit)}" if running else "")
+        return _ACTIVITY_NAMES[self.activity] + (
+            f", unit {unit_name(self.unit)}" if running else ""
+        )
 
     def describe(self, unit_name: Callable[[int], str]) -> str:
-        """Activity, unit and step."""
-        return f"{self.where(unit_name)}, step {self.step}"
+        """Return the activity, the unit and the step in words."""
+        return f"{self.describe_activity(unit_name)}, step {self.step}"
 
 
 class Position:
-    """This rank's place. Writing it is a store to memory, no call: it may change many times per
-    step.
+    """This rank's place, as a page of shared memory.
+
+    A write is a store to memory and no system call: the place may change many times per step.
     """
 
     def __init__(self) -> None:
-        # Neither a file to leave behind nor a process to clean up: the memory lives as long as
-        # somebody has it open.
+        # memfd leaves no file behind and needs no process to clean up: the memory lives as long as
+        # a process has it open.
         self.descriptor = os.memfd_create("lightning_zero3") if hasattr(os, "memfd_create") else -1
         if self.descriptor >= 0:
             os.ftruncate(self.descriptor, _BYTES)
         self._memory = mmap.mmap(self.descriptor, _BYTES)
         self.cells = memoryview(self._memory).cast("q")
         self.cells[_UNIT] = -1
-        # what the engine writes: unit, exchanges
+        # The cells that the engine writes: unit and exchanges.
         self.progress = self.cells[_UNIT : _EXCHANGES + 1]
 
     def close(self) -> None:
-        """Others keep what they have opened."""
+        """Close the descriptor; processes that have opened the memory keep it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -116,28 +122,29 @@ class Position:
         self.cells[_ACTIVITY] = activity
 
     def begin_step(self, step: int) -> None:
-        """After ``step`` optimizer steps."""
+        """Write that this rank has done ``step`` optimizer steps and is between two."""
         self.cells[_STEP], self.cells[_ACTIVITY] = step, Activity.BETWEEN
 
-    def leave_words(self, words: str) -> None:
-        """What the others are to know about the end of this run."""
-        data = words.encode()[: _BYTES - _WORDS_START]
-        self._memory[_WORDS_START : _WORDS_START + len(data)] = data
-        self.cells[_WORDS_LENGTH] = len(data)
+    def leave_message(self, message: str) -> None:
+        """Leave other ranks a message about the end of this run, cut to the size of the page."""
+        data = message.encode()[: _BYTES - _MESSAGE_START]
+        self._memory[_MESSAGE_START : _MESSAGE_START + len(data)] = data
+        self.cells[_MESSAGE_LENGTH] = len(data)
 
     def place(self) -> Place:
-        """Now."""
-        return _read(self.cells)
+        """Return the place of this moment."""
+        return _read_place(self.cells)
 
 
-def _read(cells: memoryview) -> Place:
+def _read_place(cells: memoryview) -> Place:
     return Place(Activity(cells[_ACTIVITY]), cells[_STEP], cells[_UNIT], cells[_EXCHANGES])
 
 
 def machine() -> str:
-    """The same for two processes that can see each other's process ids."""
+    """Name this machine; two processes get the same name if they see each other's process ids."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # hosts may share a name
+        # The host name alone is not enough: hosts may share one.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()} {os.getpid()}"
 
@@ -146,21 +153,26 @@ class Neighbour:
     """Another rank's process on this machine.
 
     Args:
-        pid: of the process.
-        descriptor: of its :class:`Position`.
-        place: where it was when it told these, in case it has ended since.
+        pid: id of the process.
+        descriptor: descriptor of its :class:`Position` in that process.
+        place: its place when it reported ``pid`` and ``descriptor``; used if its memory cannot be
+            read because the process has ended since.
 
     Raises:
-        ProcessLookupError: it has ended, and nobody waits for it.
-        OSError: the system does not offer this.
+        ProcessLookupError: the process has ended and its parent has reaped it.
+        OSError: the system has no ``pidfd_open``.
     """
+
+    _memory: bytes | mmap.mmap  # empty if it cannot be read
 
     def __init__(self, pid: int, descriptor: int, place: Place) -> None:
         if not hasattr(os, "pidfd_open"):
             raise OSError("pidfd_open needs Linux 5.3")
-        self.descriptor = os.pidfd_open(pid)  # readable when the process has ended
+        self.descriptor = os.pidfd_open(pid)  # becomes readable when the process has ended
         self._place, self._memory = place, b""
-        with suppress(OSError, ValueError):  # another file, if the process has ended meanwhile
+        # The descriptor may lead to another file, too small to map, or to none, if the process has
+        # ended meanwhile.
+        with suppress(OSError, ValueError):
             memory = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
             try:
                 self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
@@ -168,26 +180,27 @@ class Neighbour:
                 os.close(memory)
 
     @property
-    def words(self) -> str | None:
-        """See :meth:`Position.leave_words`; empty if it left none, None if they cannot be read."""
+    def message(self) -> str | None:
+        """The message it left; empty if it left none, None if its memory cannot be read."""
         if not self._memory:
             return None
-        length = memoryview(self._memory).cast("q")[_WORDS_LENGTH]
-        return self._memory[_WORDS_START : _WORDS_START + length].decode(errors="replace")
+        length = memoryview(self._memory).cast("q")[_MESSAGE_LENGTH]
+        message = self._memory[_MESSAGE_START : _MESSAGE_START + length]
+        return message.decode(errors="replace")
 
     def place(self) -> Place:
-        """Now, or when it ended."""
-        return _read(memoryview(self._memory).cast("q")) if self._memory else self._place
+        """Return its place of this moment, or the last one if the process has ended."""
+        return _read_place(memoryview(self._memory).cast("q")) if self._memory else self._place
 
     @property
-    def ended(self) -> bool:
-        """Whether the process is gone."""
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the process."""
         os.close(self.descriptor)
         if isinstance(self._memory, mmap.mmap):
-            self._memory.close()  # it has a descriptor, too
+            self._memory.close()  # the map has a descriptor of its own

@@ -1,4 +1,4 @@
-"""The part of the strategy that says what each rank is doing."""
+"""The part of the strategy that writes down what each rank does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .device_idle import DeviceWaits, streams_of
 from .position import Activity
 from .watchdog import Watch, WatchOptions
 
-# What a rank does in each method of the strategy.
+# Method of the strategy -> what a rank does in it.
 _ACTIVITIES = {
     "training_step": Activity.FORWARD,
     "backward": Activity.BACKWARD,
@@ -39,7 +39,7 @@ _ACTIVITIES = {
 _TRAINING = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
 
 
-def _watched(method: Callable[..., Any], activity: Activity) -> Callable[..., Any]:
+def _write_activity(method: Callable[..., Any], activity: Activity) -> Callable[..., Any]:
     @wraps(method)
     def call(self: WatchedStrategy, *args: Any, **kwargs: Any) -> Any:
         if self.watch is None:
@@ -56,22 +56,23 @@ def _watched(method: Callable[..., Any], activity: Activity) -> Callable[..., An
 
 
 class WatchedStrategy(ProcessStrategy):
-    """Processes that know of each other's ends: the watch is told what each method of a subclass
-    does.
+    """Processes that find each other's ends.
+
+    Methods of subclasses are wrapped, so that each writes to the watch what this rank does.
     """
 
     watch: Watch | None = None
     engine: Zero3Engine | None
     _watch_options: WatchOptions | None = None
-    _runs = 0  # of this process: the same number on all ranks
-    _has_ended = False  # training has, on all ranks
+    _runs = 0  # number of runs of this process, the same on all ranks
+    _has_ended = False  # whether training has ended on all ranks
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name, activity in _ACTIVITIES.items():
             method = getattr(cls, name)
             if not hasattr(method, "__wrapped__"):
-                setattr(cls, name, _watched(method, activity))
+                setattr(cls, name, _write_activity(method, activity))
 
     @override
     def setup_environment(self) -> None:
@@ -80,8 +81,8 @@ class WatchedStrategy(ProcessStrategy):
         self._has_ended = False
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
-        # Before any `on_train_end`: what rank 0 does alone there, however long, keeps nobody
-        # waiting.
+        # `_FitLoop.on_run_end` calls the hooks `on_train_end`. All ranks end together before it, so
+        # that none waits in an exchange while rank 0 works alone in such a hook.
         loop.on_run_end = partial(_end_run, loop)  # type: ignore[method-assign]
         if (
             self._watch_options is None
@@ -89,10 +90,10 @@ class WatchedStrategy(ProcessStrategy):
             or dist.get_world_size() == 1
         ):
             return
-        # A connection of its own: the training thread may wait in the other one.
-        store = dist.PrefixStore(
-            f"lightning_zero3/watch/{self._runs}", distributed_c10d._get_default_store().clone()
-        )
+        # hazard: the watch must not wait for the default store's connection, which the training
+        # thread may hold while it waits there.
+        default_store: Any = distributed_c10d._get_default_store()  # torch's stub lacks `clone`
+        store = dist.PrefixStore(f"lightning_zero3/watch/{self._runs}", default_store.clone())
         self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())
         connector = self.lightning_module.trainer._checkpoint_connector
         connector.dump_checkpoint = partial(self._dump_checkpoint, connector)  # type: ignore[method-assign]
@@ -100,11 +101,11 @@ class WatchedStrategy(ProcessStrategy):
     def _dump_checkpoint(
         self, connector: _CheckpointConnector, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What Lightning collects for a checkpoint, from the user's `on_save_checkpoint` too."""
+        """Collect a checkpoint as Lightning does, the user's `on_save_checkpoint` included."""
         return type(connector).dump_checkpoint(connector, weights_only)
 
-    def show_progress(self) -> None:
-        """The engine writes where it is to where the watch looks."""
+    def connect_watch(self) -> None:
+        """Let the engine's communicator write its progress to the memory that the watch reads."""
         if self.watch is not None and self._communicator is not None:
             self._communicator.exchange_log.progress = self.watch.position.progress
             self.watch.unit_name, self.watch.communicator = self._unit_name, self._communicator
@@ -127,31 +128,33 @@ class WatchedStrategy(ProcessStrategy):
         self._has_ended = False
 
     def end_together(self) -> None:
-        """Wait for the others at the end of training; ranks that still train are told apart from
-        those that do not.
+        """Wait for the other ranks at the end of training; collective.
 
         Raises:
-            DivergenceError: one rank has more batches than another; on all ranks.
+            DivergenceError: a rank has more batches than another and still trains; raised on all
+                ranks.
         """
         if not self._has_ended:
             self._has_ended = True
+            # hazard: another rank may still train; the label END makes that an error of both.
             self._wait_for_all(Meeting.END)
             if self.engine is not None:
                 compare_notes(self.engine.collectives)
 
     def stop_watch(self) -> None:
-        """The run is over on this rank."""
+        """Stop the watch, as the run is over on this rank."""
         if self.watch is not None:
             if self.watch.device_waits is not None:
                 self.watch.device_waits.end_step()
             self.watch.stop()
             self.watch = None
 
-    def ends_alike(self, exception: BaseException) -> bool:
-        """Whether all ranks end with such an error at this place, so that they can save together;
-        waits for them a while.
+    def can_save_after(self, exception: BaseException) -> bool:
+        """Return whether all ranks end with such an error at this place and can save together.
+
+        The call waits for the other ranks up to two seconds.
         """
-        # what a forward wrote to the shards may be another thing on each rank
+        # A forward may have written other values to the shards of each rank.
         if isinstance(exception, DivergenceError):
             return False
         # After SIGTERM all ranks stop together.
@@ -165,7 +168,7 @@ class WatchedStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.watch is not None and not isinstance(exception, SIGTERMException):
-            self.watch.ends_with(exception)
+            self.watch.report_error(exception)
 
 
 def _end_run(loop: _FitLoop) -> None:

@@ -1,8 +1,7 @@
-"""A thread beside training that knows where every rank is: nobody dies, raises, hangs or dawdles
-without a word.
+"""The watchdog: a thread beside training that names each rank that dies, raises, hangs or is slow.
 
-Each rank reports once a second to the store that the processes met through. Nothing is exchanged on
-the training thread, which only writes its position to memory. Processes of one machine see each
+Each rank reports once a second to the store through which the processes met. The training thread
+exchanges nothing for this; it only writes its position to memory. Processes of one machine see each
 other's end at once and read where it happened.
 """
 
@@ -39,13 +38,13 @@ from ..collectives import (
 from ..collectives.exchange_log import LOOK_FOR
 from ..support.thread_stacks import read_frames
 from .device_idle import DeviceWaits
-from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, aligned
-from .heartbeats import BEAT_S, STOOD_STILL_S, Report, Reports, first_line
+from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, align_traces
+from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, first_line
 from .position import Activity, Neighbour, Place, Position, machine
 
-_NOBODY = -1  # alone is behind it
-_SAMPLES = 10  # of the training thread, for each beat
-_INSTALLED = [os.path.dirname(os.path.dirname(package.__file__)) for package in (torch, lightning)]
+_NO_RANK = -1  # in a verdict: no single rank is its cause
+_SAMPLES = 10  # looks at the training thread for each beat
+_INSTALLED = [os.path.dirname(package.__path__[0]) for package in (torch, lightning)]
 _STRATEGIES = os.path.dirname(os.path.dirname(__file__))
 _OURS = _STRATEGIES, os.path.join(os.path.dirname(_STRATEGIES), "callbacks")
 _NOT_USER_CODE = tuple(
@@ -60,15 +59,18 @@ _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "tim
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """When ranks are given up, and when they are slow; in seconds.
+    """Time limits after which a rank counts as slow or lost, in seconds.
 
     Attributes:
-        slow: over so long a time a rank must hold the others up, or all must wait at different
-            places, to be named.
-        lost: a rank that has not reported for so long is taken for dead. One whose process ended is
-            found at once.
-        grace: so long after another rank's end this one may take to raise; then its process is
-            ended.
+        slow: a warning names a rank that holds the others up over so long a time, or all ranks if
+            they wait at different places over so long a time.
+        lost: a rank that has not reported for so long is taken for dead. A rank of the same machine
+            whose process ends is found at once.
+        grace: so long after another rank's end this one may take to raise; then the watchdog ends
+            its process.
+
+    Raises:
+        ValueError: a limit is not positive, or ``lost`` is shorter than five reports take.
     """
 
     slow: float = 30.0
@@ -84,13 +86,19 @@ class WatchOptions:
 
 
 class Watch:
-    """See the module.
+    """The watchdog of one rank: its thread, its position, and what it knows of the other ranks.
 
     Args:
         options: time limits.
-        store: keys and values for this run alone.
+        store: keys and values of this run alone.
         rank: this rank.
-        world_size: all ranks.
+        world_size: number of ranks.
+
+    Attributes:
+        position: where the training thread writes what it does.
+        unit_name: from the index of a unit to its name, for messages.
+        communicator: the communicator whose exchanges this rank reports.
+        device_waits: measures waits of the device; None where hosts wait for exchanges themselves.
     """
 
     def __init__(
@@ -98,102 +106,108 @@ class Watch:
     ) -> None:
         self.position = Position()
         self.unit_name: Callable[[int], str] = str
-        self.communicator = LocalCollectives()  # whose exchanges are told
-        self.device_waits: DeviceWaits | None = None  # where hosts do not wait for exchanges
+        self.communicator = LocalCollectives()
+        self.device_waits: DeviceWaits | None = None
         self._options, self._rank, self._world_size = options, rank, world_size
-        # no beat shall wait for the training thread's connection
-        self._calls, self._call_store = (
-            0,
-            store.clone(),
-        )
+        # hazard: on a shared connection a beat would wait while the training thread waits there.
+        # (torch's stub lacks the method)
+        self._roll_calls, self._roll_call_store = 0, store.clone()  # type: ignore[attr-defined]
         self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
-        self._reported: Place | None = None
-        self._trained = threading.current_thread().ident
+        self._last_place: Place | None = None  # as reported last
+        self._training_thread = threading.current_thread().ident
         self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
-        self._over: dict[int, Place] = {}  # ranks whose run has ended well
-        self._unread: dict[
-            int, float
-        ] = {}  # ranks that have ended, nobody here saw how -> when the store had time to tell
-        self._deadlock, self._standstill, self._straggler = (
-            Deadlock(),
-            Standstill(options.slow),
-            Straggler(options.slow),
-        )
-        self._verdict: dict[str, Any] | None = None
-        self._deadline = float("inf")
-        self._known = threading.Event()  # the verdict
-        self._hurry = False
+        self._finished: dict[int, Place] = {}  # ranks whose run has ended well -> last place
+        # Ranks that have ended in a way that this process could not read -> time until which their
+        # last report may still arrive in the store.
+        self._unexplained: dict[int, float] = {}
+        self._deadlock, self._standstill = Deadlock(), Standstill(options.slow)
+        self._straggler = Straggler(options.slow)
+        self._verdict: dict[str, Any] | None = None  # why the run ends
+        self._deadline = float("inf")  # when this process is ended
+        self._verdict_event = threading.Event()
+        self._needs_verdict = False  # the training thread waits for it
         self._wake_reader, self._wake_writer = os.pipe()
-        self._stopping, self._looked = False, time.monotonic()
-        self._reports = Reports(store, rank, world_size, self._beat)
+        self._is_stopping, self._last_check = False, time.monotonic()
+        self._reports = Reports(store, rank, world_size, self._make_beat)
         self._thread = threading.Thread(target=self._run, name="lightning_zero3.watch", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------ training thread
 
-    def doing(self, activity: Activity) -> _Doing:
-        """Around ``activity``. Where that raises, the position stays."""
-        return _Doing(self.position, activity)
+    def doing(self, activity: Activity) -> _ActivityContext:
+        """Write ``activity`` to the position inside the returned context.
 
-    def ends_with(self, error: BaseException) -> None:
-        """This rank's run ends with ``error``: tell the others; or, if one of them is behind it,
-        say so in its message.
+        The position keeps ``activity`` where the context ends by an error.
+        """
+        return _ActivityContext(self.position, activity)
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank's run ends with ``error``.
+
+        If another rank caused ``error``, its message is changed to name that rank instead.
         """
         step = self.position.place().step
         if isinstance(error, DivergenceError):
             error.args = (f"In step {step}: {error}",)
-        elif _is_about_a_connection(error) and (behind := self._who_broke_it()):
-            error.args = (f"{behind} What this rank saw of it: {error}",)
+        elif _is_connection_error(error) and (cause := self._wait_for_cause()):
+            error.args = (f"{cause} What this rank saw of it: {error}",)
             return
-        self._condemn(
+        self._give_verdict(
             self._rank,
             f"Rank {self._rank} raised {first_line(error)!r} in"
-            f" {self._describe(self.position.place())}.",
+            f" {self._describe_place(self.position.place())}.",
         )
-        # its own clean-up may wait for the others
+        # hazard: this rank's own clean-up may wait for the others, longer than their grace.
         self._deadline = time.monotonic() + self._options.lost
 
     def all_end_with(self, error: BaseException) -> bool:
-        """Whether all ranks come here with such an error, from the same place, within two seconds;
-        the same on all ranks.
+        """Return whether all ranks call this within two seconds with such an error at one place.
+
+        The class of the error, the step and the number of exchanges must be the same. All ranks get
+        the same answer; False if the store is gone.
         """
-        self._calls += 1
-        place, store, call = self.position.place(), self._call_store, f"roll call {self._calls}"
+        self._roll_calls += 1
+        place, store = self.position.place(), self._roll_call_store
+        call = f"roll call {self._roll_calls}"
         keys = [f"{call}, rank {rank}" for rank in range(self._world_size)]
         mine = f"{type(error).__name__} {place.step} {place.exchanges}"
         try:
             store.set(keys[self._rank], mine)
-            with suppress(dist.DistStoreError):  # some did not come in time
+            # hazard: ranks that did not fail never come, so the wait has a limit.
+            with suppress(dist.DistStoreError):
                 store.wait(keys, timedelta(seconds=2 * BEAT_S))
             alike = store.check(keys) and all(store.get(key).decode() == mine for key in keys)
-            # the first answer is everybody's
+            # hazard: ranks may find different answers, as a late one may come in between; the first
+            # that is stored is the answer of all.
             return store.compare_set(call, "", "alike" if alike else "apart") == b"alike"
-        except RuntimeError:  # the store is gone with its rank
+        except RuntimeError:  # the store is gone, with the rank that held it
             return False
 
-    def _who_broke_it(self) -> str:
-        """Waits a few seconds for the news."""
-        self._hurry = True
-        self._reports.hurry()
+    def _wait_for_cause(self) -> str:
+        """Wait some seconds for a verdict and return it as a message.
+
+        The message is "" if none comes, or this rank is its cause.
+        """
+        self._needs_verdict = True
+        self._reports.request_all()
         self._wake()
-        self._known.wait(min(self._options.lost, 6 * BEAT_S))
-        return (
-            self._message(self._verdict)
-            if self._verdict is not None and self._verdict["rank"] != self._rank
-            else ""
-        )
+        self._verdict_event.wait(min(self._options.lost, 6 * BEAT_S))
+        if self._verdict is None or self._verdict["rank"] == self._rank:
+            return ""
+        return self._describe_verdict(self._verdict)
 
     def stop(self) -> None:
-        """The run ends on this rank."""
+        """Stop watching; the run ends on this rank."""
         self.position.activity = Activity.ENDED
         if (
             self._rank == 0
             and self._verdict
             and any(r.beat.machine != self._machine for r in self._reports.newest.values())
         ):
-            # the store may be this process's: leave other machines the time to read the verdict
+            # hazard: the store may end with this process. Other machines need time to read the
+            # verdict there.
             time.sleep(2 * BEAT_S)
-        self._stopping = True
+        self._is_stopping = True
         self._wake()
         self._thread.join()
         self._reports.stop()
@@ -209,29 +223,30 @@ class Watch:
         os.write(self._wake_writer, b".")
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._meet_neighbours()
-            self._find_ended()
+        while not self._is_stopping:
+            self._open_neighbours()
+            self._find_ended_processes()
             if self._verdict is None:
-                self._look()
-            self._end_if_late()
-            self._sample()
+                self._check_reports()
+            self._end_process_if_late()
+            self._sample_training_thread()
 
-    def _look(self) -> None:
-        before, self._looked = self._looked, time.monotonic()
-        if self._looked - before > STOOD_STILL_S:
-            self._reports.answered = self._looked
+    def _check_reports(self) -> None:
+        last_check, self._last_check = self._last_check, time.monotonic()
+        # This process was stopped: the store's silence counts from now on.
+        if self._last_check - last_check > SUSPENDED_S:
+            self._reports.answered = self._last_check
         newest = dict(self._reports.newest)
         if self._reports.verdict is not None:
-            self._conclude(self._reports.verdict)
+            self._accept_verdict(self._reports.verdict)
             return
-        self._find_unread(newest)
-        self._find_silent(newest)
+        self._explain_ends(newest)
+        self._find_silent_ranks(newest)
         if self._rank == 0 and len(newest) == self._world_size:
             self._diagnose([newest[r].beat for r in range(self._world_size)])
 
-    def _sample(self) -> None:
-        """Look at the training thread for a second, or until a process of this machine ends."""
+    def _sample_training_thread(self) -> None:
+        """Sample the training thread for a second, or until a process of this machine ends."""
         poll = select.poll()
         for descriptor in (
             self._wake_reader,
@@ -241,18 +256,23 @@ class Watch:
         self._samples = []
         all_met = len(self._neighbours) == self._world_size - 1
         for _ in range(_SAMPLES if all_met else 1):
-            self._samples.append(self._waits()[0])
+            self._samples.append(self._read_training_thread()[0])
             if events := poll.poll(1000 * BEAT_S / _SAMPLES):
                 if any(fd == self._wake_reader for fd, _ in events):
                     os.read(self._wake_reader, 100)
                 return
 
-    def _waits(self) -> tuple[str, str]:
-        """Where the training thread waits for others, if it does, and the user's line it runs."""
-        return read_frames(self._waits_in)
+    def _read_training_thread(self) -> tuple[str, str]:
+        """Return where the training thread waits for other ranks and the user's line that it runs.
 
-    def _waits_in(self, frames: dict[int, FrameType]) -> tuple[str, str]:
-        frame, waits = frames.get(self._trained or 0), ""
+        The first is ENGINE, ELSEWHERE or "".
+        """
+        return read_frames(self._find_wait)
+
+    def _find_wait(self, frames: dict[int, FrameType]) -> tuple[str, str]:
+        frame, waits = frames.get(self._training_thread or 0), ""
+        # Frames go outwards. A collective of torch, or `ProcessStrategy._meet`, waits outside the
+        # engine; a communicator waits in it, and so does its `agree`, which calls torch's.
         while frame is not None:
             file = frame.f_code.co_filename
             if file == distributed_c10d.__file__ or frame.f_code.co_name == "_meet":
@@ -264,15 +284,15 @@ class Watch:
             frame = frame.f_back
         return waits, ""
 
-    def _beat(self) -> Beat:
+    def _make_beat(self) -> Beat:
         self._number += 1
-        waits, code = self._waits()
+        waits, code = self._read_training_thread()
         samples = self._samples or [waits]
         busy = sum(not w for w in samples) / len(samples)
-        place, before = self.position.place(), self._reported
-        self._reported = place
-        trace = list(self.communicator.exchange_log.trace) if place == before else []
-        device = self.device_waits.take() if self.device_waits is not None else None
+        place, last_place = self.position.place(), self._last_place
+        self._last_place = place
+        trace = list(self.communicator.exchange_log.trace) if place == last_place else []
+        device = self.device_waits.read_share() if self.device_waits is not None else None
         return Beat(
             self._number,
             self._machine,
@@ -286,146 +306,170 @@ class Watch:
             trace,
         )
 
-    def _meet_neighbours(self) -> None:
+    def _open_neighbours(self) -> None:
         for rank, report in list(self._reports.newest.items()):
             if rank != self._rank and rank not in self._neighbours:
                 self._neighbours[rank] = None
-                if (beat := report.beat).machine == self._machine:
+                beat = report.beat
+                if beat.machine == self._machine:
                     try:
                         self._neighbours[rank] = Neighbour(beat.pid, beat.descriptor, beat.place)
                     except ProcessLookupError:
-                        self._take_end(rank, beat.place, None)
+                        self._record_end(rank, beat.place, None)
                     except OSError:
-                        pass  # only silence will tell
+                        pass  # without pidfd_open an end is found by the rank's silence alone
 
-    def _find_ended(self) -> None:
+    def _find_ended_processes(self) -> None:
         for rank, neighbour in self._neighbours.items():
-            if neighbour is not None and neighbour.ended:
+            if neighbour is not None and neighbour.has_ended:
                 self._neighbours[rank] = None
-                self._take_end(rank, neighbour.place(), neighbour.words)
+                self._record_end(rank, neighbour.place(), neighbour.message)
                 neighbour.close()
-        for rank, place in self._over.items() if self._hurry else ():
-            self._condemn(
+        for rank, place in self._finished.items() if self._needs_verdict else ():
+            self._give_verdict(
                 rank,
                 f"Rank {rank} has ended its run before the others, its last step was {place.step}."
                 " All ranks must take the same number of steps; look for loaders of different"
                 " length.",
             )
 
-    def _take_end(self, rank: int, place: Place, words: str | None) -> None:
-        if not words and place.activity == Activity.ENDED:
-            self._over[rank] = place
-        elif words is None:
-            self._unread[rank] = time.monotonic() + 2 * BEAT_S
-            self._reports.hurry()
+    def _record_end(self, rank: int, place: Place, message: str | None) -> None:
+        """Record how the process of ``rank`` ended; ``message`` is None if it could not be read."""
+        if not message and place.activity == Activity.ENDED:
+            self._finished[rank] = place
+        elif message is None:
+            self._unexplained[rank] = time.monotonic() + 2 * BEAT_S
+            self._reports.request_all()
         else:
             end = "died without a word (killed, out of memory, or os._exit)"
-            self._condemn(rank, words or f"Rank {rank} {end} in {self._describe(place)}.")
+            self._give_verdict(
+                rank, message or f"Rank {rank} {end} in {self._describe_place(place)}."
+            )
 
-    def _find_unread(self, newest: dict[int, Report]) -> None:
-        for rank, until in list(self._unread.items()):
+    def _explain_ends(self, newest: dict[int, Report]) -> None:
+        """Explain ends of processes that could not be read by their last reports."""
+        for rank, until in list(self._unexplained.items()):
             place = newest[rank].beat.place
             if place.activity == Activity.ENDED:
-                self._over[rank] = place
-                del self._unread[rank]
+                self._finished[rank] = place
+                del self._unexplained[rank]
             elif time.monotonic() >= until:
                 end = "ended; its own output says why, unless it was killed; it was last heard of"
-                self._condemn(rank, f"Rank {rank} {end} in {self._describe(place)}.")
+                self._give_verdict(rank, f"Rank {rank} {end} in {self._describe_place(place)}.")
 
-    def _find_silent(self, newest: dict[int, Report]) -> None:
-        limit = 3 * BEAT_S if self._hurry else self._options.lost
+    def _find_silent_ranks(self, newest: dict[int, Report]) -> None:
+        limit = 3 * BEAT_S if self._needs_verdict else self._options.lost
         for rank, report in newest.items():
             if rank == self._rank:
                 continue
             if report.beat.place.activity == Activity.ENDED:
-                self._over[rank] = report.beat.place
+                self._finished[rank] = report.beat.place
             elif report.read - report.since > limit:
-                self._condemn_silent(
+                self._report_silence(
                     rank,
                     report,
                     f"has not been heard of for {report.read - report.since:.0f} s",
                     "its",
                 )
-        silence = self._looked - self._reports.answered
-        if silence > limit and 0 in newest and self._rank and 0 not in self._over:
-            self._condemn_silent(
+        # Without answers of the store no report is read, so its own silence counts.
+        silence = self._last_check - self._reports.answered
+        if silence > limit and 0 in newest and self._rank and 0 not in self._finished:
+            self._report_silence(
                 0, newest[0], f"has not answered for {silence:.0f} s", "its store's"
             )
 
-    def _condemn_silent(self, rank: int, report: Report, silence: str, whose: str) -> None:
+    def _report_silence(self, rank: int, report: Report, silence: str, owner: str) -> None:
         neighbour = self._neighbours.get(rank)
         place = neighbour.place() if neighbour is not None else report.beat.place
-        self._condemn(
+        self._give_verdict(
             rank,
-            f"Rank {rank} on {report.beat.machine.split()[0]} {silence} ({whose} process is"
-            f" stopped, or its machine or network is gone); it was in {self._describe(place)}.",
+            f"Rank {rank} on {report.beat.machine.split()[0]} {silence} ({owner} process is"
+            " stopped, or its machine or network is gone); it was in"
+            f" {self._describe_place(place)}.",
         )
 
     def _diagnose(self, beats: list[Beat]) -> None:
-        # NCCL compares nothing, and whoever waits for the device never comes to the end of its
-        # backward, where the engine does.
-        if difference := first_difference(aligned(beats), self.communicator.exchange_log.describe):
-            self._condemn(_NOBODY, f"In step {beats[0].place.step}: {difference}")
+        # NCCL does not compare what ranks exchange. The engine does so at the end of its backward,
+        # which a rank that waits for the device never reaches.
+        describe = self.communicator.exchange_log.describe
+        if difference := first_difference(align_traces(beats), describe):
+            self._give_verdict(_NO_RANK, f"In step {beats[0].place.step}: {difference}")
             return
         if pair := self._deadlock.find(beats):
             inside, outside = (
-                f"rank {r} is in {self._describe(beats[r].place)} ({beats[r].code})" for r in pair
+                f"rank {r} is in {self._describe_place(beats[r].place)} ({beats[r].code})"
+                for r in pair
             )
-            self._condemn(
+            self._give_verdict(
                 pair[1],
                 f"The ranks wait for each other for ever: {inside}, {outside}. {LOOK_FOR}",
                 stuck=True,
             )
-        elif warning := self._standstill.find(beats, self.unit_name) or self._straggler.find(
-            beats, self.unit_name
-        ):
-            with suppress(Warning):  # made an error, here where nobody sees it
+            return
+        warning = self._standstill.find(beats, self.unit_name)
+        if warning is None:
+            warning = self._straggler.find(beats, self.unit_name)
+        if warning is not None:
+            # `warnings.simplefilter("error")` raises it, here where an error would end the watch.
+            with suppress(Warning):
                 rank_zero_warn(warning)
 
     # ------------------------------------------------------------------------------------- verdicts
 
-    def _condemn(self, rank: int, text: str, stuck: bool = False) -> None:
+    def _give_verdict(self, rank: int, text: str, stuck: bool = False) -> None:
+        """Send all ranks the verdict that the run ends, unless there is one.
+
+        Args:
+            rank: the rank that is the cause; _NO_RANK for no single one.
+            text: the cause in words.
+            stuck: no rank can raise by itself, as all wait for ever: processes end at once.
+        """
         if self._verdict is None:
             verdict = {"rank": rank, "text": text, "stuck": stuck}
-            self._reports.send(verdict)
-            self._conclude(verdict)
+            self._reports.send_verdict(verdict)
+            self._accept_verdict(verdict)
 
-    def _conclude(self, verdict: dict[str, Any]) -> None:
+    def _accept_verdict(self, verdict: dict[str, Any]) -> None:
         if self._verdict is not None:
             return
         self._verdict = verdict
-        self.position.leave_words(verdict["text"])
+        self.position.leave_message(verdict["text"])
         self._deadline = time.monotonic() + (0 if verdict.get("stuck") else self._options.grace)
-        self._known.set()
+        self._verdict_event.set()
         if verdict["rank"] != self._rank or verdict.get("stuck"):
-            _say(self._message(verdict))
+            _print_error(self._describe_verdict(verdict))
 
-    def _end_if_late(self) -> None:
-        if time.monotonic() < self._deadline or self._stopping:
+    def _end_process_if_late(self) -> None:
+        if time.monotonic() < self._deadline or self._is_stopping:
             return
         stack = read_frames(
             lambda frames: (
-                traceback.format_stack(frames[self._trained]) if self._trained in frames else []
+                traceback.format_stack(frames[self._training_thread])
+                if self._training_thread in frames
+                else []
             )
         )
-        _say(
+        _print_error(
             f"Rank {self._rank} did not end by itself; its process is ended here:\n{''.join(stack)}"
         )
         os._exit(1)
 
-    def _message(self, verdict: dict[str, Any]) -> str:
-        here = self._describe(self.position.place())
-        goes_on = (
+    def _describe_verdict(self, verdict: dict[str, Any]) -> str:
+        here = self._describe_place(self.position.place())
+        hint = (
             'with `ckpt_path="last"` a new run goes on from the last checkpoint, if one was saved'
         )
-        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}; {goes_on}."
+        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}; {hint}."
 
-    def _describe(self, place: Place) -> str:
+    def _describe_place(self, place: Place) -> str:
         return place.describe(self.unit_name)
 
 
-class _Doing:
-    """A context manager in two methods: it is entered several times per step."""
+class _ActivityContext:
+    """Writes an activity to a position, and the one before at exit.
+
+    Two methods cost less than a generator; the context is entered several times per step.
+    """
 
     def __init__(self, position: Position, activity: Activity) -> None:
         self._position, self._activity = position, activity
@@ -440,11 +484,12 @@ class _Doing:
             self._position.activity = self._before
 
 
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # a full disk, or closed: the watch goes on
+def _print_error(text: str) -> None:
+    # stderr may be on a full disk, or closed: the watch goes on.
+    with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
-def _is_about_a_connection(error: BaseException) -> bool:
+def _is_connection_error(error: BaseException) -> bool:
     text = f"{type(error).__name__} {error}".lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _CONNECTION_WORDS)

@@ -1,1 +1,1 @@
-"""Precision plugins, and where the first nan or inf of a step came from."""
+"""Precision plugins for shards; the place where the first nan or inf of a step came from."""

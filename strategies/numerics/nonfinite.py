@@ -1,13 +1,15 @@
-"""Where the first nan or inf of a step came from.
+"""Find where the first nan or inf of a step came from.
 
-In every backward one kernel looks at the loss and one at each flat group of gradients. They tell
-that there is one, and in which parameters' gradients; not the rank, because gradients come to the
-group as sums, nor the unit whose output had it first, because outputs are gone by then. So the
-micro-batch is run once more, before any weight has changed, and now each unit's output is looked
+In every backward one kernel looks at the loss and one at each flat group of gradients. They show
+that a value is not finite, and in which parameters' gradients. They do not show the rank, because
+gradients come to the group as sums, nor the unit whose output had the value first, because outputs
+are gone by then.
+
+So the micro-batch is run once more, before any weight has changed. Now each unit's output is looked
 at, and its gradients before they travel: the same weights, batch and random numbers give the same
-values. What else a step reads (tensors that modules keep, counters, files) may have changed
-meanwhile. So both losses are compared, tensors that hold nan are named, and what does not come
-again is said to be just that.
+values. Other state that a step reads (tensors that modules keep, counters, files) may have changed
+meanwhile. So the message compares both losses, names tensors that hold nan, and says so if the
+value did not come again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ..engine.hooks import transform
 from ..engine.shards import FlatGroup
 from ..engine.unit import Unit
 
-_FINE, _GRADIENTS, _LOSS = range(3)  # what is not finite; the largest of all ranks' counts
+# What is not finite on a rank. Ranks agree on the largest.
+_FINE, _GRADIENTS, _LOSS = range(3)
 _NOT_AGAIN = (
     "It did not come again when the micro-batch was run once more, eagerly, from the same weights"
     " and random states: the step reads something else that changes, draws from a generator of its"
@@ -40,12 +43,10 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """What one rank knows of its step's first value that is not finite; the earliest is the
-    smallest.
-    """
+    """The first value of a step that is not finite, as far as one rank knows; sorts by place."""
 
-    stage: int  # 0 forward, 1 loss, 2 gradients of a unit, 3 their sum over ranks, 4 nothing
-    turn: int  # of the unit in that stage
+    stage: int  # 0 forward, 1 loss, 2 gradients of a unit, 3 their sum over ranks, 4 none found
+    turn: int  # place of (stage, unit) in the order in which the check first met these pairs
     rank: int
     unit: str
     value: float
@@ -53,22 +54,22 @@ class _Finding:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank knows of one run of a micro-batch."""
+    """Findings of one rank in one run of a micro-batch."""
 
     first: _Finding
-    trouble: int
+    trouble: int  # _FINE, _GRADIENTS or _LOSS
     loss: str
-    weights: list[str]  # that are not finite
-    gradients: list[str]  # likewise
-    kept: list[str]  # tensors that modules keep and that hold nan; masks hold inf
+    weights: list[str]  # names of parameters whose weights are not finite
+    gradients: list[str]  # names of parameters whose gradients are not finite
+    kept_nan: list[str]  # names of other tensors of modules that hold nan; inf is usual in masks
 
 
-class _Looks:
-    """What was seen in tensors of one dtype since the last check.
+class _Extremes:
+    """The smallest and largest elements of tensors of one dtype, recorded since the last check.
 
     Args:
-        dtype: of their elements; real.
-        device: of the tensors.
+        dtype: real dtype of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,15 +78,18 @@ class _Looks:
         self._places: list[tuple[int, int, str]] = []  # stage, turn, unit
 
     def cell(self, stage: int, turn: int, unit: str) -> tuple[Tensor, Tensor]:
-        """Where the next smallest and largest element, [] each, are to be written."""
+        """Return two tensors [] for the smallest and the largest element of the next tensor."""
         if len(self._places) == len(self._cells):
             cells = torch.empty(128, dtype=self._dtype, device=self._device).unbind()
             self._cells += zip(cells[::2], cells[1::2], strict=True)
         self._places.append((stage, turn, unit))
         return self._cells[len(self._places) - 1]
 
-    def take(self, rank: int) -> list[_Finding]:
-        """Those that are not finite; waits for the device."""
+    def pop_findings(self, rank: int) -> list[_Finding]:
+        """Return a finding for each tensor that is not finite, and forget all tensors.
+
+        hazard: to read the extremes is to wait for the device.
+        """
         places, self._places = self._places, []
         values = (
             torch.stack([cell for pair in self._cells[: len(places)] for cell in pair]).tolist()
@@ -102,109 +106,105 @@ class _Looks:
 
 
 class FiniteCheck:
-    """Looks at the loss and at all gradients; where one is not finite, also at the outputs and
-    gradients of each unit.
+    """Checks loss and gradients in each backward, and finds the unit where one is not finite.
 
-    One kernel each writes the smallest and the largest element, which nan and inf reach; the host
-    reads them all once per backward. (An infinity norm would be one number, and took 18 times as
-    long on a CPU.)
+    For each tensor one kernel writes the smallest and the largest element, which show any nan and
+    inf; the host reads them all once per backward. (An infinity norm would be one number, and took
+    18 times as long on a CPU.)
 
     Args:
-        engine: of the model.
-        again: runs the last micro-batch again, with its backward if told so, and returns its loss
-            []; collective. None where there is no such thing: then units are looked at in every
-            step.
-        gradients: whether gradients must be finite; not with a loss scaler, which skips steps where
-            they are not.
+        engine: the engine of the model.
+        again: runs the last micro-batch again, with its backward if the argument is true, and
+            returns its loss []; collective. With None, where a micro-batch cannot be run again, the
+            check records the extremes of each unit in every step.
+        gradients: whether gradients must be finite; False with a loss scaler, which skips steps
+            whose gradients are not.
     """
 
     def __init__(
         self, engine: Zero3Engine, again: Callable[[bool], Tensor] | None, gradients: bool = True
     ) -> None:
-        self.engine, self._again, self._gradients, self._communicator = (
-            engine,
-            again,
-            gradients,
-            engine.collectives,
-        )
-        self._looks: dict[torch.dtype, _Looks] = {}
-        self._turns: dict[tuple[int, str], int] = {}
+        self.engine, self._communicator = engine, engine.collectives
+        self._run_again, self._needs_finite_gradients = again, gradients
+        self._extremes: dict[torch.dtype, _Extremes] = {}
+        self._turns: dict[tuple[int, str], int] = {}  # (stage, unit) -> place in the order
         self._loss: Tensor | None = None
-        self._look_at_units(again is None)
+        self._watch_units(again is None)
 
     def close(self) -> None:
-        """Look no more."""
-        self._look_at_units(False)
+        """Stop watching units."""
+        self._watch_units(False)
 
-    def _look_at_units(self, looking: bool) -> None:
-        self.engine.inspect = self._look_at_outputs if looking else None
-        travelling = looking and self._gradients
+    def _watch_units(self, is_on: bool) -> None:
+        self.engine.inspect = self._record_outputs if is_on else None
         self.engine.reducer.inspect = (
-            (lambda unit, part: self._look(2, unit.name, part)) if travelling else None
+            (lambda unit, part: self._record(2, unit.name, part))
+            if is_on and self._needs_finite_gradients
+            else None
         )
 
-    def _look_at_outputs(self, unit: Unit, outputs: Any) -> None:
+    def _record_outputs(self, unit: Unit, outputs: Any) -> None:
         if torch.is_grad_enabled() and transform() is None:
             for tensor in instances(outputs, Tensor):
-                self._look(0, unit.name, tensor)
+                self._record(0, unit.name, tensor)
 
-    def _look_at_groups(self) -> None:
+    def _record_groups(self) -> None:
         for group in self.engine.groups:
             if group.trained:
-                self._look(3, "", group.grad)
+                self._record(3, "", group.grad)
 
-    def _look(self, stage: int, unit: str, tensor: Tensor) -> None:
+    def _record(self, stage: int, unit: str, tensor: Tensor) -> None:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.detach().resolve_conj())
         if tensor.numel() and tensor.is_floating_point():
-            looks = self._looks.get(tensor.dtype)
-            if looks is None:
-                looks = self._looks[tensor.dtype] = _Looks(tensor.dtype, self.engine.device)
+            extremes = self._extremes.get(tensor.dtype)
+            if extremes is None:
+                extremes = _Extremes(tensor.dtype, self.engine.device)
+                self._extremes[tensor.dtype] = extremes
             turn = self._turns.setdefault((stage, unit), len(self._turns))
             with torch.no_grad():
-                torch.aminmax(tensor, out=looks.cell(stage, turn, unit))
+                torch.aminmax(tensor, out=extremes.cell(stage, turn, unit))
 
-    def loss(self, loss: Tensor) -> None:
-        """Before it is scaled."""
-        self._loss = loss  # to be read where something is wrong
-        self._look(1, "", loss)
+    def record_loss(self, loss: Tensor) -> None:
+        """Record the ``loss`` [] of a micro-batch, before it is scaled."""
+        self._loss = loss  # for the message of an error
+        self._record(1, "", loss)
 
     def check(self, step: int) -> None:
-        """At the end of a backward; collective.
+        """Check all that was recorded, at the end of a backward; collective.
 
         Raises:
-            NonFiniteError: on all ranks, if the loss or a gradient of any is not finite.
+            NonFiniteError: on all ranks, if the loss or a gradient of any rank is not finite.
         """
-        if self._gradients and not self.engine.reducer.held:  # else they are not summed yet
-            self._look_at_groups()
-        found = self._take()
-        if trouble := int(
-            self._communicator.agree(
-                torch.tensor([_trouble(found)], dtype=torch.int64, device="cpu")
-            )
-        ):
-            self._raise(step, found, backward=trouble == _GRADIENTS)
+        # Gradients that the reducer holds are not summed over ranks yet.
+        if self._needs_finite_gradients and not self.engine.reducer.held:
+            self._record_groups()
+        found = self._pop_findings()
+        mine = torch.tensor([_trouble(found)], dtype=torch.int64, device="cpu")
+        if trouble := int(self._communicator.agree(mine)):
+            self._raise_with_place(step, found, backward=trouble == _GRADIENTS)
         self._turns.clear()
         self._loss = None
 
-    def _take(self) -> list[_Finding]:
+    def _pop_findings(self) -> list[_Finding]:
         return [
             found
-            for looks in self._looks.values()
-            for found in looks.take(self._communicator.global_rank)
+            for extremes in self._extremes.values()
+            for found in extremes.pop_findings(self._communicator.global_rank)
         ]
 
     # ------------------------------------------------------------------------------------ diagnosis
 
-    def _raise(self, step: int, found: list[_Finding], backward: bool) -> NoReturn:
-        """Find the place, on all ranks; one that fails in this does not come to the exchange, and
-        so ends the others.
+    def _raise_with_place(self, step: int, found: list[_Finding], backward: bool) -> NoReturn:
+        """Find the place of the first value that is not finite, and raise; on all ranks.
+
+        hazard: a rank whose second run fails does not come to the exchange, and so ends the others.
         """
         seen = self._communicator.all_gather_object(self._report(found))
-        if self._again is None:
+        if self._run_again is None:
             raise NonFiniteError(self._explain(step, seen, seen))
         try:
-            again = self._communicator.all_gather_object(self._look_again(backward))
+            again = self._communicator.all_gather_object(self._report_second_run(backward))
         except Exception as error:
             ended = (
                 f"to find where that begins, and ended with {type(error).__name__}:"
@@ -218,26 +218,25 @@ class FiniteCheck:
             )
         raise NonFiniteError(self._explain(step, seen, again))
 
-    def _look_again(self, backward: bool) -> _Report:
-        assert self._again is not None
+    def _report_second_run(self, backward: bool) -> _Report:
+        assert self._run_again is not None
         self._turns.clear()
-        self._look_at_units(True)
+        self._watch_units(True)
         try:
-            with _unchanged(self.engine):
-                self.loss(self._again(backward))
+            with _restored(self.engine):
+                self.record_loss(self._run_again(backward))
                 if backward:
-                    self._look_at_groups()
-                return self._report(self._take())
+                    self._record_groups()
+                return self._report(self._pop_findings())
         finally:
-            self._look_at_units(False)
+            self._watch_units(False)
 
     def _report(self, found: list[_Finding]) -> _Report:
         first = min(found, default=_Finding(4, 0, self._communicator.global_rank, "", 0.0))
-        weights, gradients = (
-            self._parameters(lambda g: g.data),
-            self._parameters(lambda g: g.grad if g.trained else None),
-        )
-        # nothing travels: the last unit of the forward had them first
+        weights = self._find_nonfinite(lambda group: group.data)
+        gradients = self._find_nonfinite(lambda group: group.grad if group.trained else None)
+        # One rank alone sends no gradients, so the reducer shows none of a unit. Of the units with
+        # such gradients the last one of the forward had them first.
         if first.stage == 3 and self._communicator.alone:
             owners = [
                 unit
@@ -251,19 +250,21 @@ class FiniteCheck:
             first, _trouble(found), loss, weights, gradients, _kept_nan(self.engine.structure.model)
         )
 
-    def _parameters(self, flat: Callable[[FlatGroup], Tensor | None]) -> list[str]:
+    def _find_nonfinite(self, flat: Callable[[FlatGroup], Tensor | None]) -> list[str]:
+        """Find the parameters whose part in the ``flat`` tensor of a group is not finite."""
         found = []
         for group in self.engine.groups:
             values = flat(group)
             if values is not None:
-                owned = group.owned
                 found += [
-                    entry.name for entry in owned if not torch.isfinite(entry.part.of(values)).all()
+                    entry.name
+                    for entry in group.entries
+                    if entry.part and not torch.isfinite(entry.part.of(values)).all()
                 ]
         return found
 
     def _describe(self, step: int, seen: list[_Report], more: str) -> str:
-        """Without a place."""
+        """Return the message of an error whose place is not known."""
         first = min((report.first for report in seen if report.trouble == _LOSS), default=None)
         what = (
             "gradients are not finite"
@@ -280,7 +281,7 @@ class FiniteCheck:
         )
 
     def _explain(self, step: int, seen: list[_Report], found: list[_Report]) -> str:
-        """With the place that was ``found`` in this run, or in the second one."""
+        """Return the message with the place ``found`` in the first run (``seen``) or the second."""
         first = min(report.first for report in found)
         ranks = [
             r.first.rank
@@ -311,7 +312,7 @@ class FiniteCheck:
         )
 
     def _names(self, seen: list[_Report], unit: str) -> list[str]:
-        """What of ``unit`` is not finite, or else of others."""
+        """Name weights and gradients of ``unit`` that are not finite, or else those of others."""
         own = [entry.name for u in self.engine.units if u.name == unit for entry in u.entries]
         sentences = []
         for what in ("weights", "gradients"):
@@ -328,12 +329,12 @@ class FiniteCheck:
 
 def _trouble(found: list[_Finding]) -> int:
     stages = {finding.stage for finding in found}
-    # An infinite output alone may be meant, as in a mask.
+    # An infinite output is no trouble by itself: it may be intended, as in a mask.
     return _LOSS if 1 in stages else _GRADIENTS if stages & {2, 3} else _FINE
 
 
 def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
-    """Why the second run may not have been the first one's like."""
+    """Say why the second run (``again``) may differ from the first one (``seen``)."""
     sentences = []
     other = [
         f"{b.loss} after {a.loss} on rank {b.first.rank}"
@@ -344,9 +345,9 @@ def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
         sentences.append(
             f"That run was not the first one's like: its loss was {', '.join(other[:3])}."
         )
-    kept = list(dict.fromkeys(name for report in seen for name in report.kept))
-    if kept:
-        names = ", ".join(kept[:3])
+    kept_nan = list(dict.fromkeys(name for report in seen for name in report.kept_nan))
+    if kept_nan:
+        names = ", ".join(kept_nan[:3])
         sentences.append(
             f"It began with nan in what modules keep ({names}), which the first run may have left"
             " there."
@@ -355,7 +356,7 @@ def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
 
 
 def _kept_nan(model: nn.Module) -> list[str]:
-    """Names of buffers and of attributes of modules that hold nan."""
+    """Find the names of buffers and other attributes of modules that hold nan."""
     found = []
     for prefix, module in model.named_modules():
         others = {
@@ -364,7 +365,7 @@ def _kept_nan(model: nn.Module) -> list[str]:
             if name not in ("_parameters", "_buffers", "_modules")
         }
         for name, value in {**module._buffers, **others}.items():
-            with suppress(RuntimeError):  # what contains itself, or tensors of another kind
+            with suppress(RuntimeError):  # a value that contains itself, or tensors of another kind
                 if any(_has_nan(tensor) for tensor in instances(value, Tensor)):
                     found.append(f"{prefix}.{name}".lstrip("."))
     return found
@@ -377,10 +378,8 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _unchanged(engine: Zero3Engine) -> Iterator[None]:
-    """Afterwards weights, gradients and buffers are what they were; inside, gradients add up from
-    zero.
-    """
+def _restored(engine: Zero3Engine) -> Iterator[None]:
+    """Put back weights, gradients and buffers at the end; inside, gradients add up from zero."""
     gradients = [group.grad for group in engine.groups if group.trained]
     copies = [
         (t, t.to("cpu", copy=True)) for t in [*(group.data for group in engine.groups), *gradients]

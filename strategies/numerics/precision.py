@@ -1,4 +1,4 @@
-"""Lightning precision plugins for sharded gradients: clipping is over all ranks."""
+"""Lightning's precision plugins for sharded gradients: they clip by a norm over all ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from ..engine import is_sharded
 
-# What autocast runs in the lower precision anyway (torch.amp's op reference): gathering these
-# weights in it changes no number.
+# Modules that autocast runs in the lower precision anyway (torch.amp's op reference), so that
+# gathering their weights in it changes no number.
 _CAST_MODULES = (
     nn.Linear,
     nn.Conv1d,
@@ -40,13 +40,12 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 class _ShardedClipping(Precision):
-    """Clips by the norm of the whole gradient, of which each rank holds a part.
+    """Clips by the norm of the whole gradient, of which each rank has a part.
 
     Args:
         sum_over_ranks: adds a tensor over all ranks.
         adopt_gradients: called after the hooks in which users change gradients.
-        unguard: called with an optimizer whose closure is over, and with it the hooks that look at
-            gradients.
+        unguard: called with an optimizer after its closure and the hooks that look at gradients.
     """
 
     def __init__(
@@ -58,21 +57,18 @@ class _ShardedClipping(Precision):
         **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sum_over_ranks, self._adopt_gradients, self._unguard = (
-            sum_over_ranks,
-            adopt_gradients,
-            unguard,
-        )
+        self._sum_over_ranks, self._unguard = sum_over_ranks, unguard
+        self._adopt_gradients = adopt_gradients
 
     @override
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, *args: Any, **kwargs: Any
     ) -> None:
         if clip_val <= 0:
-            return  # Lightning asks in every step
+            return  # `Precision._after_closure` of Lightning calls this in every step
         self._adopt_gradients()
         self._clip(optimizer, clip_val, *args, **kwargs)
-        self._adopt_gradients()  # who holds gradients sees them clipped
+        self._adopt_gradients()  # `p.grad` tensors that the user has kept are clipped, too
 
     def _clip(self, *args: Any, **kwargs: Any) -> None:
         super().clip_gradients(*args, **kwargs)
@@ -90,8 +86,9 @@ class _ShardedClipping(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scale gradients so that their global 2-norm is at most ``clip_val``, as
-        ``torch.nn.utils.clip_grad_norm_``.
+        """Scale gradients so that their 2-norm over all ranks is at most ``clip_val``.
+
+        The factor is that of ``torch.nn.utils.clip_grad_norm_``.
         """
         grads = [
             p.grad.as_subclass(Tensor)
@@ -106,16 +103,15 @@ class _ShardedClipping(Precision):
 
 
 class Zero3Precision(_ShardedClipping, Precision):
-    """``32-true``."""
+    """The plugin of ``32-true``."""
 
 
 class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
-    """``bf16-mixed`` and ``16-mixed``: autocast over weights gathered in the lower precision, fp32
-    shards.
+    """The plugin of ``bf16-mixed`` and ``16-mixed``: fp32 shards, and autocast.
 
-    With ``16-mixed`` all ranks agree on whether a step has finite gradients, and a step that is
-    skipped because it has not skips the learning-rate schedulers that are stepped with it, until
-    one is not skipped.
+    Weights are gathered in the lower precision. With ``16-mixed`` all ranks agree on whether a step
+    has finite gradients. If it has not, the step is skipped, and with it the learning-rate
+    schedulers that are due, until a step is not skipped.
     """
 
     _schedulers: list[LRSchedulerConfig]
@@ -124,55 +120,65 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         self._schedulers = [config for config in lr_schedulers if config.interval == "step"]
         self._frequencies = [config.frequency for config in self._schedulers]
-        self._overdue = [False] * len(self._schedulers)  # it was due after a step that was skipped
+        # for each scheduler, whether it was due after a step that was skipped
+        self._is_overdue = [False] * len(self._schedulers)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        if self.scaler is None:
+    def optimizer_step(  # type: ignore[override]  # as Lightning's, not as Fabric's
+        self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
+    ) -> Any:
+        scaler = self.scaler
+        if scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
         def complete() -> Any:
             result = closure()
-            self._adopt_gradients()  # before they are unscaled
-            skipped = result is None and model.automatic_optimization
-            if _optimizer_handles_unscaling(optimizer) and not skipped:
-                _unscale_for(optimizer, self.scaler)
+            self._adopt_gradients()  # gradients that the user wrote must be unscaled, too
+            has_backward = result is not None or not model.automatic_optimization
+            if _optimizer_handles_unscaling(optimizer) and has_backward:
+                _unscale_for(optimizer, scaler)
             return result
 
         if not self._schedulers:
-            # to ask for the scale is to wait for the device
+            # hazard: `GradScaler.get_scale` waits for the device, so only schedulers make it happen
             return super().optimizer_step(optimizer, model, complete, **kwargs)
-        before = self.scaler.get_scale()
+        before = scaler.get_scale()
         result = super().optimizer_step(optimizer, model, complete, **kwargs)
-        skipped = self.scaler.get_scale() < before
+        is_skipped = scaler.get_scale() < before
         batches = model.trainer.fit_loop.epoch_loop.batch_idx + 1
         for number, (config, frequency) in enumerate(
             zip(self._schedulers, self._frequencies, strict=True)
         ):
-            # The loop steps a scheduler every so many batches; after a step that is not skipped at
-            # the latest.
-            config.frequency = sys.maxsize if skipped else 1 if self._overdue[number] else frequency
-            self._overdue[number] = skipped and (self._overdue[number] or batches % frequency == 0)
+            # `_TrainingEpochLoop._update_learning_rates` of Lightning steps a scheduler if the
+            # number of batches is a multiple of `frequency`: never after a skipped step, and after
+            # the next step that is not skipped if the scheduler is overdue.
+            was_overdue = self._is_overdue[number]
+            self._is_overdue[number] = is_skipped and (was_overdue or batches % frequency == 0)
+            usual = 1 if was_overdue else frequency
+            config.frequency = sys.maxsize if is_skipped else usual
         return result
 
     @override
     def _after_closure(self, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:
-            self._adopt_gradients()  # who holds gradients sees them unscaled
+            self._adopt_gradients()  # `p.grad` tensors that the user has kept are unscaled, too
         super()._after_closure(*args, **kwargs)
 
     @override
     def _clip(self, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:
             super()._clip(*args, **kwargs)
-        else:  # fused optimizers may: there is nothing for them to unscale
+        else:
+            # `MixedPrecision.clip_gradients` of Lightning refuses fused optimizers, which unscale
+            # gradients themselves. Without a scaler they have nothing to unscale.
             Precision.clip_gradients(self, *args, **kwargs)
 
 
 class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):
-    """``bf16-true`` and ``16-true``: shards in the lower precision, gradients summed over ranks in
-    fp32.
+    """The plugin of ``bf16-true`` and ``16-true``: shards in the lower precision.
+
+    Gradients are summed over ranks in fp32.
     """
 
     @override
@@ -185,7 +191,7 @@ class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):
 
 
 class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
-    """``64-true``."""
+    """The plugin of ``64-true``."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -193,8 +199,10 @@ class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
 
 
 def _is_converted(module: nn.Module, dtype: torch.dtype) -> bool:
-    # A module that an earlier run sharded is converted, and cannot be touched. Of others the
-    # buffers may differ.
+    """Say whether an earlier run has converted and sharded ``module``.
+
+    Such a module must not be converted again. In others the buffers may have another dtype.
+    """
     parameters = list(module.parameters())
     return any(map(is_sharded, parameters)) and all(
         p.dtype == dtype for p in parameters if p.dtype.is_floating_point
@@ -204,10 +212,11 @@ def _is_converted(module: nn.Module, dtype: torch.dtype) -> bool:
 def _sharded_scaler(
     scaler: torch.amp.GradScaler | None, device: str
 ) -> torch.amp.GradScaler | None:
-    """A scaler with the same settings whose check for infinities all ranks share."""
+    """Return a scaler with the same settings that checks for infinities over all ranks."""
     if scaler is None:
         return None
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # imports all of FSDP
+    # Imported here, as the import loads all of FSDP.
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     return ShardedGradScaler(
         device,
@@ -215,25 +224,27 @@ def _sharded_scaler(
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
-        # the default one when it is used; torch's own default is that of when it was imported
+        # None is the default group at the time of use. torch's own default for this argument is the
+        # default group at the time of the import.
         process_group=None,
     )
 
 
 def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Unscale here what a fused ``optimizer`` would unscale itself, without hearing of infinities
-    on other ranks.
+    """Unscale the gradients of a fused ``optimizer``.
+
+    It would unscale them itself, without knowing of infinities on other ranks.
     """
-    # the user may have done so
+    # The user may have unscaled them already.
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    # fused kernels skip at exactly 1
+    # The count is summed over ranks, and fused kernels skip at exactly 1.
     found.update({device: ranks.clamp(max=1).reshape(()) for device, ranks in found.items()})
 
 
 def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
-    """2-norm [] of the concatenation of all ranks' ``grads``, in float64.
+    """Return the 2-norm [] of the concatenation of all ranks' ``grads``, in float64; collective.
 
     One fp32 sum over a flat tensor would lose digits. On the CPU, where a sum in float64 makes a
     copy, norms of runs of 64 Ki elements are combined in float64.
@@ -257,10 +268,10 @@ def convert(
     adopt_gradients: Callable[[], None],
     unguard: Callable[[Optimizer], None],
 ) -> Precision:
-    """The plugin for sharded gradients that stands for Lightning's ``plugin``.
+    """Return the plugin for sharded gradients that replaces Lightning's ``plugin``.
 
     Raises:
-        ValueError: a precision that is not supported.
+        ValueError: Zero3Strategy does not support the precision of ``plugin``.
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
@@ -289,11 +300,11 @@ def convert(
 def gather_dtypes(
     model: nn.Module, precision: str, kept: Collection[str]
 ) -> dict[str, torch.dtype]:
-    """Name -> dtype in which a parameter is gathered, where that is not its own.
+    """Return name -> dtype for the parameters that are gathered in another dtype than their own.
 
     Args:
-        model: the module whose parameters are meant.
-        precision: the Trainer's.
+        model: the module with the parameters.
+        precision: the Trainer's ``precision``.
         kept: names of parameters that are always gathered in their own dtype.
     """
     low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
@@ -301,12 +312,13 @@ def gather_dtypes(
 
 
 def kept_names(model: nn.Module, patterns: Sequence[str], precision: str) -> set[str]:
-    """Names of the parameters that ``keep_in_fp32`` means: their own or their modules' match a
-    pattern (``fnmatch``).
+    """Return the names of the parameters that the patterns of ``keep_in_fp32`` match.
+
+    A pattern (``fnmatch``) matches the name of a parameter, or of a module that contains it.
 
     Raises:
-        ValueError: a pattern matches nothing, or the precision has made all parameters something
-            else.
+        ValueError: a pattern matches nothing, or ``precision`` has given all parameters another
+            dtype.
     """
     if patterns and precision not in ("32-true", "bf16-mixed", "16-mixed"):
         raise ValueError(
@@ -332,10 +344,10 @@ def kept_names(model: nn.Module, patterns: Sequence[str], precision: str) -> set
 
 
 def wire_dtype(name: WireDtype | None) -> torch.dtype | None:
-    """The dtype that fp32 travels in, from the name that a user gives it.
+    """Return the dtype in which fp32 travels, for the name that a user gives; None for fp32 itself.
 
     Raises:
-        ValueError: another name.
+        ValueError: ``name`` is neither None nor 'bf16'.
     """
     if name not in (None, "bf16"):
         raise ValueError(
@@ -345,11 +357,11 @@ def wire_dtype(name: WireDtype | None) -> torch.dtype | None:
 
 
 def cast_names(model: nn.Module) -> set[str]:
-    """Names of parameters that only modules use which autocast runs in the lower precision.
+    """Return the names of parameters that autocast reads in the lower precision alone.
 
-    Norms, embeddings and parameters that a module of another kind shares are not among them, nor
-    what a weight is computed from (``weight_orig``, ``weight_g``): autocast computes with their
-    full precision, and so do we.
+    Only modules that autocast runs in the lower precision use them. Norms, embeddings, parameters
+    shared with a module of another kind, and parameters from which a weight is computed
+    (``weight_orig``, ``weight_g``) are left out: autocast reads their full precision.
     """
     cast: dict[int, bool] = {}
     for module in model.modules():

@@ -1,6 +1,4 @@
-"""A micro-batch once more, eagerly and from the same random states, to look at what happens in
-it.
-"""
+"""Run a micro-batch once more, eagerly and from the same random states, to look into it."""
 
 from __future__ import annotations
 
@@ -18,42 +16,47 @@ from ..support import random_states
 
 
 class SecondRun:
-    """Repeats the forward and backward of the micro-batch that began last, with automatic
-    optimization.
+    """Repeats forward and backward of the last micro-batch, for automatic optimization.
 
-    It logs nothing, and calls no hook of Lightning but ``training_step`` and ``backward``. What
-    these do besides (printing, counting, updating metrics) they do twice.
+    It logs nothing, and calls no hook of Lightning but ``training_step`` and ``backward``. Side
+    effects of these two (printing, counting, updating metrics) happen twice.
 
     Args:
-        trainer: that trains.
-        engine: of its model.
-        step: the strategy's ``training_step``, inside of the engine's.
+        trainer: the running Trainer.
+        engine: the engine of its model.
+        step: the strategy's ``training_step``, which is called within :meth:`Zero3Engine.step`.
     """
 
     def __init__(self, trainer: pl.Trainer, engine: Zero3Engine, step: Callable[..., Any]) -> None:
         self._trainer, self._engine, self._step = trainer, engine, step
 
     def begin(self) -> None:
-        """A micro-batch begins; Lightning keeps it until it has ended."""
-        self._restore = random_states.mark(device=True)
+        """Mark the random states with which a micro-batch begins.
+
+        Lightning keeps the batch in `_ResultCollection.batch` until the micro-batch has ended.
+        """
+        self._restore_start = random_states.mark(device=True)
 
     def __call__(self, backward: bool) -> Tensor:
-        """Run it again; collective. Random states are afterwards what they were before.
+        """Run the micro-batch again and restore the random states; collective.
 
         Args:
-            backward: run its backward, too; gradients add to those that are there.
+            backward: run its backward, too; its gradients add to those that are there.
 
         Returns:
             The loss [], before it is scaled.
+
+        Raises:
+            RuntimeError: ``training_step`` returned no loss.
         """
         trainer = self._trainer
         module, plugin = trainer.lightning_module, trainer.precision_plugin
         loop = trainer.fit_loop.epoch_loop
         arguments = loop._build_kwargs(OrderedDict(), loop._results.batch, loop.batch_idx)
-        put_back = random_states.mark(device=True)
-        self._restore()
+        restore_now = random_states.mark(device=True)
+        self._restore_start()
         try:
-            with _logging_nothing(module):
+            with _without_logging(module):
                 with self._engine.step():
                     output = self._step(*arguments.values())
                 loss = ClosureResult.from_training_step_output(
@@ -62,18 +65,18 @@ class SecondRun:
                 if loss is None:
                     raise RuntimeError("`training_step` returned no loss")
                 if backward:
-                    # not `plugin.backward`, in whose place a callback may stand
+                    # `plugin.backward` of the class: a callback may have replaced the instance's.
                     with self._engine.backward():
                         type(plugin).backward(plugin, loss, module, trainer.optimizers[0])
             return loss.detach()
         finally:
-            put_back()
+            restore_now()
 
 
 @contextmanager
-def _logging_nothing(module: pl.LightningModule) -> Iterator[None]:
+def _without_logging(module: pl.LightningModule) -> Iterator[None]:
     own = module.__dict__.get("log")
-    module.log = _nothing  # type: ignore[method-assign]
+    module.log = _log_nothing  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -82,5 +85,5 @@ def _logging_nothing(module: pl.LightningModule) -> Iterator[None]:
             module.log = own  # type: ignore[method-assign]
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
     pass

@@ -1,3 +1,1 @@
-"""How an optimizer may step: on shards, on whole parameters, or not at all. And its param
-groups.
-"""
+"""How an optimizer may step (on shards, on whole parameters, or not at all); its param groups."""

@@ -1,35 +1,31 @@
-"""How an optimizer may step on flat shards, found out by trying it on a small example."""
+"""Find out how an optimizer may step on flat shards by letting copies of it train tensors."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from .probe_tensor import Asked
-from .trial import Options, attributes, train
+from .probe_tensor import ProbeParameter
+from .trial import Options, own_attributes, train_copy
 
-Shapes = list[tuple[int, ...]]
+Shapes = Sequence[tuple[int, ...]]
 
-# As large as where optimizers begin to treat a tensor otherwise (factors of large matrices,
-# quantized blocks).
-_LARGE, _SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
-_SMALL, _CUTS = [(4, 8), (8,)], [(13,), (27,)]  # of which many steps cost little
-_STEPS, _LATEST = 3, 200  # tried; and the latest that is believed to be the start of something
-_SOME = 30  # after which rules may begin that no option tells
-# gradients that a training may have, and rules may be for
-_MOMENTS = (
-    1.0,
-    1e3,
-    1e6,
-    float("inf"),
-    float("nan"),
-)
-_ASKING = 20  # steps, in which questions are listened to
+# Shapes of a matrix and a vector, and flat slices of the same number of elements in all. The large
+# ones reach the sizes from which optimizers treat a tensor differently (factors of large matrices,
+# quantized blocks); the small ones make a trial of many steps cheap.
+_LARGE, _LARGE_SLICES = [(160, 130), (8200,)], [(13_003,), (15_997,)]
+_SMALL, _SMALL_SLICES = [(4, 8), (8,)], [(13,), (27,)]
+_STEPS = 3  # steps of a trial
+_LAST_START = 200  # integer options up to this may be the step in which a rule starts
+_UNNAMED_START = 30  # steps after which rules may have started that no option names
+# Factors of one gradient: a training may have such gradients, and an optimizer a rule for them.
+_FACTORS = (1.0, 1e3, 1e6, float("inf"), float("nan"))
+_PROBED_STEPS = 20  # steps in which a `ProbeParameter` notes what the optimizer asks for
 
 
 class Stepping(enum.Enum):
@@ -40,46 +36,47 @@ class Stepping(enum.Enum):
     MODEL = "all parameters at once, as one long vector"
 
 
-class Tried:
-    """What an optimizer must see, as found out with the options of its groups.
+class SteppingTrial:
+    """How an optimizer may step, tried with the options of its groups.
 
     Args:
-        optimizer: with its param groups.
-        device: to try it on, as some work on a GPU only (``capturable=True``).
+        optimizer: the optimizer, with its param groups.
+        device: device of the trials, as some optimizers work on a GPU only (``capturable=True``).
 
     Raises:
-        ValueError: as :func:`stepping`.
+        ValueError: as :func:`find_stepping`.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
-        self.stepping = stepping(optimizer, device)
-        # of each group, when last looked at
+        self.stepping = find_stepping(optimizer, device)
+        # one for each group, as of the last call of `try_new_options`
         self._switches = [_switches(group) for group in optimizer.param_groups]
-        self._known = list(self._switches)
+        self._tried_switches = list(self._switches)
 
-    def follow(self) -> None:
-        """Try options that groups have now and none had before: a rule that is on from an epoch on,
-        an added group's own.
+    def try_new_options(self) -> None:
+        """Try the optimizer again with switches that no group had in an earlier trial.
+
+        A user may turn on a rule in some epoch, or add a group with options of its own.
 
         Raises:
-            ValueError: naming the options, with which the optimizer needs more than it has, or as
-                :func:`stepping`.
+            ValueError: with the new options the optimizer must see whole parameters but steps on
+                shards (the message names these options), or as :func:`find_stepping`.
         """
         now = [_switches(group) for group in self.optimizer.param_groups]
         if now == self._switches:
             return
         for number, switches in enumerate(now):
-            if switches not in self._known:
-                self._try(number, switches)
-                self._known.append(switches)
+            if switches not in self._tried_switches:
+                self._try_group(number, switches)
+                self._tried_switches.append(switches)
         self._switches = now
 
-    def _try(self, number: int, switches: Options) -> None:
+    def _try_group(self, number: int, switches: Options) -> None:
         if self.stepping is Stepping.MODEL:
             return
         with torch.device(self.device):
-            needed = _find_out(self.optimizer, _options(self.optimizer.param_groups[number]))
+            needed = _classify(self.optimizer, _options(self.optimizer.param_groups[number]))
         if needed is Stepping.TENSORS and self.stepping is Stepping.ELEMENTS:
             group = self.optimizer.param_groups[number]
             before = self._switches[min(number, len(self._switches) - 1)] if self._switches else {}
@@ -95,38 +92,45 @@ class Tried:
             )
 
 
-def stepping(optimizer: Optimizer, device: torch.device) -> Stepping:
-    """Find out what ``optimizer`` must see, by letting copies of it train a matrix and a vector.
+def find_stepping(optimizer: Optimizer, device: torch.device) -> Stepping:
+    """Find out what ``optimizer`` must see by letting copies of it train a matrix and a vector.
 
-    One copy trains them together. The optimizer is elementwise if copies that train a slice of
-    their elements each come to the same, and needs whole tensors if copies that train one of the
-    two each do (Muon, Adafactor, LAMB). It is tried with the options of each of its groups and
-    those that it keeps as attributes, with and without closures, past the steps that these name
-    (`start_preconditioning_step=25`). It needs whole tensors in any case if its state is not a
-    value for each element, or if it asks for more of a tensor than its elements: what it does then
-    may depend on data that no trial has (AdamP, clipping).
+    One copy trains both tensors together. The optimizer is elementwise if other copies, each of
+    which trains one slice of the same elements, end with the same values. It needs whole tensors
+    (Muon, Adafactor, LAMB) if only copies that each train one of the two tensors do.
+
+    The trials use the options of each group and the attributes of the optimizer, with and without
+    closures, and go past the steps that options name (`start_preconditioning_step=25`).
+
+    The optimizer needs whole tensors in any case if its state is not one value for each element, or
+    if it asks for more of a tensor than its elements: then its update may depend on data that no
+    trial has (AdamP, clipping).
 
     Args:
-        optimizer: see :class:`Tried`.
+        optimizer: see :class:`SteppingTrial`.
         device: see there.
 
     Raises:
-        ValueError: naming the optimizer and what to do: it combines parameters, or could not be
-            tried.
+        ValueError: the optimizer combines parameters, or could not be tried; the message names it
+            and says what to do.
     """
     if isinstance(optimizer, LBFGS):
         return Stepping.MODEL
-    # without groups, too: what Lightning puts where `configure_optimizers` returns None
+    # There may be no groups: where `configure_optimizers` returns None, Lightning's
+    # `_init_optimizers_and_lr_schedulers` puts a `_MockOptimizer`.
     found = Stepping.ELEMENTS
     with torch.device(device):
         for options in _variants(optimizer):
-            if _find_out(optimizer, options) is Stepping.TENSORS:
+            if _classify(optimizer, options) is Stepping.TENSORS:
                 found = Stepping.TENSORS
     return found
 
 
 def _variants(optimizer: Optimizer) -> Iterator[Options]:
-    """The options of one group of each kind; how large a rate or a decay is makes no kind."""
+    """Yield the options of one group of each kind.
+
+    Groups whose floats (a learning rate, a decay) differ in size alone are of one kind.
+    """
     known = set()
     for group in optimizer.param_groups:
         options = _options(group)
@@ -147,33 +151,31 @@ def _options(group: Options) -> Options:
 
 
 def _switches(group: Options) -> Options:
-    """Options that turn something on or off. Numbers may change in every step."""
-    kept = {
-        key: value
-        for key, value in _options(group).items()
-        if isinstance(value, str | int | float | None)
-    }
+    """Return the options that turn a rule on or off, a number as whether it is not 0.
+
+    Its size does not count, as it may change in every step.
+    """
     return {
         key: bool(value) if isinstance(value, int | float) else value
-        for key, value in kept.items()
-        if key != "lr"
+        for key, value in _options(group).items()
+        if key != "lr" and isinstance(value, str | int | float | None)
     }
 
 
-def _find_out(optimizer: Optimizer, options: Options) -> Stepping:
-    for steps in (_STEPS, _LATEST):
+def _classify(optimizer: Optimizer, options: Options) -> Stepping:
+    for steps in (_STEPS, _LAST_START):
         try:
-            return _try(optimizer, options, steps)
+            return _classify_in(optimizer, options, steps)
         except _UnchangedError:
-            continue  # RAdam, say, may begin with its sixth step
+            continue  # an optimizer such as RAdam may make its first update in its sixth step
     raise ValueError(
-        f"{type(optimizer).__name__} made no update of small tensors in {_LATEST} steps, so it"
+        f"{type(optimizer).__name__} made no update of small tensors in {_LAST_START} steps, so it"
         " cannot be trusted with shards. Use an optimizer that updates each parameter by itself,"
         " or another strategy."
     )
 
 
-def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
+def _classify_in(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
     cls = type(optimizer)
     try:
         if _is_elementwise(optimizer, options, steps):
@@ -181,12 +183,12 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
     except _UnchangedError:
         raise
     except Exception:
-        # it may take matrices only; what else fails is tried with whole tensors, which are exact,
-        # and told if they fail
+        # The optimizer may refuse vectors. Any other error is left to the trial with whole tensors
+        # below: these are exact, and if they fail too, the user gets their error.
         pass
     shapes = [(4, 8), (2, 4) if _refuses_vectors(optimizer, options) else (8,)]
     try:
-        apart = _agree(optimizer, options, shapes, shapes, steps)
+        is_tensorwise = _agree(optimizer, options, shapes, shapes, steps)
     except _UnchangedError:
         raise
     except Exception as error:
@@ -213,11 +215,13 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
             f" `cls(params, **defaults)`, and steps with and without a closure. {instead} in"
             " `configure_optimizers`, or use another strategy."
         ) from error
-    more = max([steps, _SOME, *(late + 2 for late in _late(optimizer, options, steps))])
-    rare = [
-        (moment, n) for moment in _MOMENTS for n in {steps, more} if (moment, n) != (1.0, steps)
-    ]
-    if not apart or any(_combines_in(moment, optimizer, options, shapes, n) for moment, n in rare):
+    starts = _later_starts(optimizer, options, steps)
+    longest = max([steps, _UNNAMED_START, *(start + 2 for start in starts)])
+    rare = [(factor, n) for factor in _FACTORS for n in {steps, longest}]
+    rare.remove((1.0, steps))
+    if not is_tensorwise or any(
+        _combines_tensors(factor, optimizer, options, shapes, n) for factor, n in rare
+    ):
         raise ValueError(
             f"{cls.__name__} combines several parameters in the update of one (a global norm, for"
             " instance, or a step that it skips when any gradient is large or not finite; or it"
@@ -229,61 +233,63 @@ def _try(optimizer: Optimizer, options: Options, steps: int) -> Stepping:
     return Stepping.TENSORS
 
 
-def _combines_in(
-    moment: float, optimizer: Optimizer, options: Options, shapes: Shapes, steps: int
+def _combines_tensors(
+    factor: float, optimizer: Optimizer, options: Options, shapes: Shapes, steps: int
 ) -> bool:
-    """Whether a gradient of one tensor that is so much larger, once, changes what becomes of
-    others.
-    """
+    """Say whether one gradient of one tensor, ``factor`` times as large, changes other tensors."""
     try:
-        return not _agree(optimizer, options, shapes, shapes, steps, moment)
+        return not _agree(optimizer, options, shapes, shapes, steps, factor)
     except Exception:
-        return False  # it would raise in the training, too
+        return False  # the optimizer would raise in the training, too
 
 
 class _UnchangedError(Exception):
-    """No step has changed anything."""
+    """No step of a trial has changed a tensor."""
 
 
 def _is_elementwise(optimizer: Optimizer, options: Options, steps: int) -> bool:
-    late = _late(optimizer, options, steps)
+    starts = _later_starts(optimizer, options, steps)
+    # The probe comes first: an optimizer that asks for more than elements (Shampoo) may take
+    # minutes for large tensors.
     return (
-        # first: one that does may take minutes for what is large (Shampoo)
         not _asks_for_more(optimizer, options)
-        and _agree(optimizer, options, _LARGE, _SLICES, steps)
-        and (not late or _agree(optimizer, options, _SMALL, _CUTS, max(late) + 2))
+        and _agree(optimizer, options, _LARGE, _LARGE_SLICES, steps)
+        and (not starts or _agree(optimizer, options, _SMALL, _SMALL_SLICES, max(starts) + 2))
     )
 
 
-def _late(optimizer: Optimizer, options: Options, steps: int) -> list[int]:
-    """What may be numbers of steps after these."""
-    named = [*options.values(), *attributes(optimizer).values()]
-    return [value for value in named if type(value) is int and steps <= value <= _LATEST]
+def _later_starts(optimizer: Optimizer, options: Options, steps: int) -> list[int]:
+    """Return the integer options that may be steps, from ``steps`` on, in which a rule starts."""
+    named = [*options.values(), *own_attributes(optimizer).values()]
+    return [value for value in named if type(value) is int and steps <= value <= _LAST_START]
 
 
 def _agree(
     optimizer: Optimizer,
     options: Options,
-    together: Shapes,
-    apart: Shapes,
+    joint_shapes: Shapes,
+    single_shapes: Shapes,
     steps: int,
-    moment: float = 1.0,
+    factor: float = 1.0,
 ) -> bool:
-    """Whether elements, trained together in some shapes, come out as if trained apart, one tensor
-    of others at a time.
+    """Say whether training tensors together and one at a time gives the same elements.
 
-    In the last step but one gradients of the first tensor are ``moment`` times as large.
+    One copy trains all tensors of ``joint_shapes``; one copy each trains a tensor of
+    ``single_shapes``, into which the same elements are cut. In the last step but one the gradients
+    of the first tensor are ``factor`` times as large.
     """
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
-    numel = sum(torch.Size(shape).numel() for shape in together)
+    numel = sum(torch.Size(shape).numel() for shape in joint_shapes)
     values, *grads = (torch.randn(numel, generator=generator) for _ in range(1 + steps))
-    grads[steps - 2][: torch.Size(together[0]).numel()] *= moment
-    joint, single = _parts(values.clone(), together), _parts(values.clone(), apart)
-    train(optimizer, options, joint, [_parts(grad, together) for grad in grads])
+    grads[steps - 2][: torch.Size(joint_shapes[0]).numel()] *= factor
+    joint = _split(values.clone(), joint_shapes)
+    single = _split(values.clone(), single_shapes)
+    train_copy(optimizer, options, joint, [_split(grad, joint_shapes) for grad in grads])
     for k, part in enumerate(single):
-        # each rank's is another
-        train(optimizer, options, [part], [[_parts(grad, apart)[k]] for grad in grads], loss=2.0)
-    # Some optimizers put other tensors in the place of these (`p.data = ...`).
+        part_grads = [[_split(grad, single_shapes)[k]] for grad in grads]
+        # Another loss than the joint copy's: in a training each rank has a loss of its own.
+        train_copy(optimizer, options, [part], part_grads, loss=2.0)
+    # Read the parameters, not `values`: some optimizers assign other tensors (`p.data = ...`).
     first, second = (torch.cat([p.detach().flatten() for p in parts]) for parts in (joint, single))
     if torch.equal(first, values):
         raise _UnchangedError
@@ -292,39 +298,45 @@ def _agree(
 
 def _refuses_vectors(optimizer: Optimizer, options: Options) -> bool:
     try:
-        train(optimizer, options, [nn.Parameter(torch.ones(8))], [[torch.ones(8)]])
+        train_copy(optimizer, options, [nn.Parameter(torch.ones(8))], [[torch.ones(8)]])
     except Exception:
         return True
     return False
 
 
-def _parts(flat: Tensor, shapes: Shapes) -> list[nn.Parameter]:
-    """Views of ``flat``, end to end."""
+def _split(flat: Tensor, shapes: Shapes) -> list[nn.Parameter]:
+    """Return views of ``flat`` [numel] of these shapes, end to end."""
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     return [nn.Parameter(part.view(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _asks_for_more(optimizer: Optimizer, options: Options) -> bool:
-    """Whether code that is not torch's asks for more of a parameter or its gradient than elements,
-    or has other state of it.
+    """Say whether an optimizer uses more of a parameter or its gradient than the elements.
+
+    It does if code that is not torch's asks for more, or keeps state that cannot be cut into
+    shards.
     """
-    parameters, Asked.asked = [Asked(p.detach()) for p in _parts(torch.ones(40), _SMALL)], False
+    parameters = [ProbeParameter(p.detach()) for p in _split(torch.ones(40), _SMALL)]
+    ProbeParameter.is_questioned = False
     try:
-        steps = max([_ASKING, *(late + 2 for late in _late(optimizer, options, _ASKING))])
-        copy = train(
+        starts = _later_starts(optimizer, options, _PROBED_STEPS)
+        steps = max([_PROBED_STEPS, *(start + 2 for start in starts)])
+        copy = train_copy(
             optimizer,
             options,
             parameters,
-            [[torch.ones_like(p) for p in _parts(torch.ones(40), _SMALL)]] * steps,
+            [[torch.ones_like(p) for p in _split(torch.ones(40), _SMALL)]] * steps,
         )
     except Exception:
-        return True  # nobody knows what it would have asked
+        return True  # nobody knows for what the optimizer would have asked
     with torch._C.DisableTorchFunctionSubclass():
-        return Asked.asked or not all(_is_of_elements(p, copy.state.get(p, {})) for p in parameters)
+        return ProbeParameter.is_questioned or not all(
+            _has_elementwise_state(p, copy.state.get(p, {})) for p in parameters
+        )
 
 
-def _is_of_elements(p: Tensor, state: Any) -> bool:
-    """Whether shards can be cut out of an optimizer's state of ``p``."""
+def _has_elementwise_state(p: Tensor, state: Any) -> bool:
+    """Say whether shards can be cut out of an optimizer's state of ``p``."""
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in state.values()]
     kinds = Tensor | int | float | str | None
     return all(isinstance(v, kinds) for v in state.values()) and all(

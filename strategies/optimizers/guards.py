@@ -1,5 +1,6 @@
-"""What users do with optimizers that has no meaning on shards: look for a parameter's state, share
-a `state_dict()`, ...
+"""Refuse uses of optimizers that have no meaning on shards.
+
+Examples: to read the state of one parameter, or to share a `state_dict()` between ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..collectives import Setting
 from ..engine import ResidencyError, RestingParameter, Zero3Engine, is_sharded, unguarded
 
-# of the shards that each steps on
+# For each optimizer on shards, a mark that tells its shards from others: rank and hash of layout.
 _MARKS: WeakKeyDictionary[Optimizer, dict[str, int]] = WeakKeyDictionary()
-_MARK = "zero3_shards"  # key of that in a state dict
-# ids of the parameters that are sharded for each
-_KNOWN: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
-_ANEW = (
+_MARK_KEY = "zero3_shards"  # key of the mark in a state dict
+# For each optimizer, ids of the parameters that are sharded for it.
+_SHARDED_IDS: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+_REMEDY = (
     "Save with `trainer.save_checkpoint(path)` and load with `trainer.fit(model, ckpt_path=path)`,"
     " on all ranks."
 )
 
 
-def _of_flat(name: str) -> Any:
+def _refuse_sharded_keys(name: str) -> Any:
+    """Return the method ``name`` of `defaultdict`, which refuses a sharded parameter as a key."""
     method = getattr(defaultdict, name)
 
     def call(self: ShardedState, key: Any, *args: Any) -> Any:
@@ -47,74 +49,77 @@ def _of_flat(name: str) -> Any:
 
 
 class ShardedState(defaultdict):
-    """State by flat tensor. Asked for a parameter of the module it would have none, and a user
-    would go on with that.
+    """An optimizer's state by flat tensor, which raises for a parameter of the module.
+
+    Without the error a user would find no state for the parameter and go on with none.
     """
 
-    # added to a group, and not sharded for it yet
+    # Says whether a parameter was added to a group and is not sharded for it yet.
     is_new: Callable[[Tensor], bool] = staticmethod(lambda key: False)
 
     __missing__, __contains__, __setitem__, pop = map(
-        _of_flat, ("__missing__", "__contains__", "__setitem__", "pop")
+        _refuse_sharded_keys, ("__missing__", "__contains__", "__setitem__", "pop")
     )
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The state of ``key``."""
+        """Return the state of ``key``, or ``default``."""
         return self[key] if key in self else default
 
 
-def protect(optimizers: Sequence[Optimizer], engine: Zero3Engine) -> None:
-    """Tell users of ``optimizers``, which step on the shards of ``engine``, what their dicts are,
-    and where ranks differ.
+def guard_optimizers(optimizers: Sequence[Optimizer], engine: Zero3Engine) -> None:
+    """Guard the state of ``optimizers``, which step on the shards of ``engine``, against misuse.
+
+    The exchange log compares their numeric options between ranks from now on.
 
     Raises:
-        ValueError: an optimizer keeps tensors of its parameters where they cannot follow.
+        ValueError: an optimizer keeps a tensor for each parameter in an attribute of its own, where
+            sharding cannot replace them.
     """
     entries = [entry for unit in engine.units for entry in unit.entries]
     layout = [(entry.name, entry.part, entry.group.key) for entry in entries]
     mark = {"rank": engine.collectives.global_rank, "layout": crc32(repr(layout).encode())}
-    engine.collectives.exchange_log.settings = partial(settings, tuple(optimizers))
+    engine.collectives.exchange_log.settings = partial(list_settings, tuple(optimizers))
     for index, optimizer in enumerate(optimizers):
         mine = [entry for entry in entries if entry.group.key.optimizer == index]
-        _require_no_lists(optimizer, Counter(tuple(entry.size) for entry in mine))
+        _require_no_tensor_lists(optimizer, Counter(tuple(entry.size) for entry in mine))
         if optimizer not in _MARKS:
-            optimizer.register_state_dict_post_hook(_mark_state)
-            optimizer.register_load_state_dict_pre_hook(_require_own)
-            # torch's own method has it, too
+            optimizer.register_state_dict_post_hook(_add_mark)
+            optimizer.register_load_state_dict_pre_hook(_require_own_state)
+            # While the hook runs, torch's `Optimizer.load_state_dict` refers to the state, too.
             optimizer.register_load_state_dict_post_hook(partial(_protect_state, holders=2))
-        _MARKS[optimizer], _KNOWN[optimizer] = mark, {id(entry.parameter) for entry in mine}
+        _MARKS[optimizer], _SHARDED_IDS[optimizer] = mark, {id(entry.parameter) for entry in mine}
         _protect_state(optimizer)
 
 
-def _is_new(of: ref[Optimizer], key: Tensor) -> bool:
-    optimizer = of()
-    if optimizer is None or id(key) in _KNOWN[optimizer]:
+def _is_new(reference: ref[Optimizer], key: Tensor) -> bool:
+    optimizer = reference()
+    if optimizer is None or id(key) in _SHARDED_IDS[optimizer]:
         return False
     return any(key is p for group in optimizer.param_groups for p in group["params"])
 
 
-def _mark(optimizer: Optimizer) -> dict[str, int]:
+def _current_mark(optimizer: Optimizer) -> dict[str, int]:
     sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
     return {**_MARKS[optimizer], "cuts": crc32(repr(sizes).encode())}
 
 
-def _mark_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+def _add_mark(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     state = {
         key: unguarded(value) if isinstance(value, dict) else value
         for key, value in packed["state"].items()
     }
-    return {**packed, "state": state, _MARK: _mark(optimizer)}
+    return {**packed, "state": state, _MARK_KEY: _current_mark(optimizer)}
 
 
-def _require_own(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    found, mark, name = state.get(_MARK), _mark(optimizer), type(optimizer).__name__
+def _require_own_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    found, mark, name = state.get(_MARK_KEY), _current_mark(optimizer), type(optimizer).__name__
     if found == mark:
         return
     if found is not None and {**found, "cuts": mark["cuts"]} == mark:
         raise ValueError(
             f"This state of {name} is of the same shards, but parameters have been without a"
             f" gradient since it was taken, and {name} steps on those apart: it does not fit any"
-            f" more. Take `optimizer.state_dict()` after such a step. {_ANEW}"
+            f" more. Take `optimizer.state_dict()` after such a step. {_REMEDY}"
         )
     whose = (
         "whole parameters, or of another optimizer"
@@ -123,15 +128,15 @@ def _require_own(optimizer: Optimizer, state: dict[str, Any]) -> None:
     )
     raise ValueError(
         f"This state of {name} is of {whose}, and rank {mark['rank']} steps on shards of its own."
-        f" What `optimizer.state_dict()` returns is for the same rank of the same run. {_ANEW}"
+        f" What `optimizer.state_dict()` returns is for the same rank of the same run. {_REMEDY}"
     )
 
 
 def _protect_state(optimizer: Optimizer, holders: int = 1) -> None:
     if type(vars(optimizer).get("state")) is not defaultdict:
         return
-    # Others than torch's may share their dict with an optimizer that they wrap. The call below
-    # holds it, too.
+    # An optimizer that is not torch's may share its dict with an optimizer that it wraps, which
+    # would keep the old one. `getrefcount` counts the reference of its own argument, too.
     if (
         type(optimizer).__module__.startswith("torch.optim.")
         or getrefcount(vars(optimizer)["state"]) <= holders + 1
@@ -140,12 +145,12 @@ def _protect_state(optimizer: Optimizer, holders: int = 1) -> None:
         optimizer.state.is_new = partial(_is_new, ref(optimizer))
 
 
-def _require_no_lists(optimizer: Optimizer, sizes: Counter[tuple[int, ...]]) -> None:
+def _require_no_tensor_lists(optimizer: Optimizer, sizes: Counter[tuple[int, ...]]) -> None:
     for name, value in vars(optimizer).items():
         found = (
             Counter()
             if name in ("state", "param_groups", "defaults")
-            else Counter(_sizes_in(value))
+            else Counter(_shapes_in(value))
         )
         times = found.total() // max(1, sizes.total())
         if (
@@ -161,20 +166,18 @@ def _require_no_lists(optimizer: Optimizer, sizes: Counter[tuple[int, ...]]) -> 
             )
 
 
-def _sizes_in(value: Any, depth: int = 3) -> Iterator[tuple[int, ...]]:
-    """Of the tensors in nested lists and dicts, except parameters of the module."""
+def _shapes_in(value: Any, depth: int = 3) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of tensors in nested lists and dicts, except parameters of the module."""
     if isinstance(value, Tensor) and not is_sharded(value):
         yield tuple(value.shape)
     elif isinstance(value, list | tuple | dict) and depth:
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _sizes_in(item, depth - 1)
+            yield from _shapes_in(item, depth - 1)
 
 
 def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    resting = (
-        isinstance(p, RestingParameter) for group in optimizer.param_groups for p in group["params"]
-    )
-    if optimizer not in _MARKS and any(resting):
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if optimizer not in _MARKS and any(isinstance(p, RestingParameter) for p in parameters):
         raise ValueError(
             f"This {type(optimizer).__name__} steps on parameters that are sharded over the ranks,"
             " and was not there when they were: only the optimizers that `configure_optimizers`"
@@ -187,9 +190,10 @@ def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_require_known)
 
 
-def settings(optimizers: Iterable[Optimizer]) -> list[Setting]:
-    """Options of all param groups that are numbers; not those on a device, which would have to be
-    waited for.
+def list_settings(optimizers: Iterable[Optimizer]) -> list[Setting]:
+    """List the options of all param groups that are numbers.
+
+    Tensors on a device are left out: to read one, the host would wait for the device.
     """
     return [
         (type(optimizer).__name__, number, option, value)
@@ -197,20 +201,21 @@ def settings(optimizers: Iterable[Optimizer]) -> list[Setting]:
         for number, group in enumerate(optimizer.param_groups)
         for key, given in group.items()
         if key not in ("params", "param_names")
-        for option, value in _numbers(key, given)
+        for option, value in _find_numbers(key, given)
     ]
 
 
-def _numbers(option: str, value: Any) -> list[tuple[str, float]]:
-    """Those in an option. Lists of lists are what an optimizer notes of the tensors that it has on
-    this rank.
+def _find_numbers(option: str, value: Any) -> list[tuple[str, float]]:
+    """Find the numbers in an option: [(name, number)].
+
+    Lists of lists are left out: there an optimizer notes the tensors that it has on this rank.
     """
     if isinstance(value, tuple | list):
         named = [
             (f"{option}[{k}]", item) for k, item in enumerate(value) if not isinstance(item, list)
         ]
-        return [found for name, item in named for found in _numbers(name, item)]
+        return [found for name, item in named for found in _find_numbers(name, item)]
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
-    # every nan has a hash of its own
+    # nan is left out: it never equals another rank's, and each nan object has a hash of its own.
     return [(option, value)] if isinstance(value, int | float) and value == value else []

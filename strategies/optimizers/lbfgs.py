@@ -1,5 +1,6 @@
-"""LBFGS on shards: its long vectors are this rank's parts, and its scalar products are sums over
-all ranks.
+"""LBFGS on shards: each rank has its part of the long vectors.
+
+Scalar products are sums over all ranks.
 
 Source of the method: Liu and Nocedal, On the limited memory BFGS method for large scale
 optimization, 1989.
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 from ..collectives import LocalCollectives
 from ..engine import Zero3Engine
@@ -24,55 +24,55 @@ _ELEMENTWISE = frozenset(
 
 
 class LongVector(Substitution):
-    """Lets an LBFGS optimizer step on the flat tensors uncut, by decisions that all ranks take
-    alike.
+    """Lets an LBFGS optimizer step on whole flat tensors, with the same decisions on all ranks.
 
-    A closure's loss is the mean over ranks to the optimizer, which compares losses and stops by
+    The optimizer gets the mean over ranks of a closure's loss: it compares losses, and stops by
     them.
     """
 
-    early = True  # LBFGS looks for its history before it calls the closure
+    needs_early_tensors = True  # LBFGS looks for its history before it calls the closure
 
-    def __init__(self, engine: Zero3Engine, index: int, optimizer: LBFGS) -> None:
+    def __init__(self, engine: Zero3Engine, index: int, optimizer: Any) -> None:  # LBFGS
         super().__init__(engine, index, optimizer)
         optimizer.state.clear()
         self._flats = [flat for flat in engine.groups if flat.key.optimizer == index]
-        self._whole = [nn.Parameter(flat.data) for flat in self._flats]
+        self._parameters = [nn.Parameter(flat.data) for flat in self._flats]
         known = {"collectives": engine.collectives, "optimizer": type(optimizer).__name__}
         vector = type("DistributedVector", (DistributedVector,), known)
+        # `torch.optim.LBFGS.step` makes all its vectors from what this method returns.
         gather = type(optimizer)._gather_flat_grad
         optimizer._gather_flat_grad = lambda: gather(optimizer).as_subclass(vector)
 
-    def load(self) -> list[list[nn.Parameter]]:
-        """See :meth:`Substitution.load`."""
-        for flat, whole in zip(self._flats, self._whole, strict=True):
-            whole.grad = flat.grad if flat.shows_gradients else None
-        return [self._whole]
+    def load_tensors(self) -> list[list[nn.Parameter]]:
+        """See :meth:`Substitution.load_tensors`."""
+        for flat, parameter in zip(self._flats, self._parameters, strict=True):
+            parameter.grad = flat.grad if flat.shows_gradients else None
+        return [self._parameters]
 
-    def store(self) -> None:
-        """Nothing: the flat tensors themselves were updated."""
+    def store_tensors(self) -> None:
+        """Do nothing: the optimizer has updated the flat tensors themselves."""
 
-    def loss(self, value: Any) -> Any:
-        """The mean over ranks."""
+    def convert_loss(self, value: Any) -> Any:
+        """Return the mean of ``value`` over ranks; collective."""
         mine = torch.as_tensor(value, device=self.engine.device).detach()
-        everyone: list[Any] = self.engine.collectives.all_gather_object(mine.item())
+        everyone = self.engine.collectives.all_gather_object(mine.item())
         return mine.new_tensor(sum(everyone) / len(everyone))
 
 
 class DistributedVector(Tensor):
-    """This rank's part of a vector. Scalar products, sums and maxima are those of the whole;
-    collective.
-    """
+    """This rank's part of a vector [n]; scalar products, sums and maxima are collective."""
 
     collectives: LocalCollectives
-    optimizer: str  # its class, for errors
+    optimizer: str  # name of the optimizer's class, for errors
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Elementwise, or reduced over all ranks, or an error: nothing else is known to be
-        right.
+        """Compute elementwise functions locally and reductions over all ranks.
+
+        Raises:
+            NotImplementedError: any other function, whose result may be wrong on a part.
         """
         name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,9 +1,8 @@
-"""Optimizers and their groups on shards: how each steps, and what follows when
-``optimizer.param_groups`` are edited.
+"""Optimizers on shards: how each steps, and what an edit of ``optimizer.param_groups`` does.
 
-Between edits a group holds flat tensors. When parameters of the module turn up among them, or some
-are gone, the model is sharded anew for the groups as they are now; optimizer state and gradients
-move along.
+Between edits a group holds flat tensors. When a user has put parameters of the module among them,
+or has removed some, the model is sharded anew for the groups as they are now; optimizer state and
+gradients move to the new shards.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from ..engine.unit import Unit
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.optimizer_state import flat_state, take_over_state
 from ..state_dicts.slices import Flats, SlicedTensor
-from .classify import Stepping, Tried
-from .guards import protect
+from .classify import Stepping, SteppingTrial
+from .guards import guard_optimizers
 from .lbfgs import LongVector
-from .substituted_step import Substitution
 from .whole_parameters import OwnedTensors
 
-_State = dict[Tensor, dict[str, Any]]  # an optimizer's
+_State = dict[Tensor, dict[str, Any]]  # the state of an optimizer
 
 
 class ParamGroups:
     """Keeps the shards of an engine in step with the groups of its optimizers.
 
     Args:
-        optimizers: as given to the engine.
-        shard: builds an engine for groups that hold the module's own parameters, in the place of
-            the one before.
-        device: of the shards.
+        optimizers: the optimizers of the engine, in its order.
+        shard: builds an engine for groups that hold the module's own parameters; it replaces the
+            engine before it.
+        device: device of the shards.
     """
 
     def __init__(
@@ -48,56 +46,61 @@ class ParamGroups:
         device: torch.device,
     ) -> None:
         self._optimizers, self._shard = optimizers, shard
-        self._tried = [Tried(optimizer, device) for optimizer in optimizers]
-        self._stepping = [tried.stepping for tried in self._tried]
-        self._substitutions: dict[int, Substitution] = {}
-        self._added: dict[
-            int, str
-        ] = {}  # optimizer -> a parameter that it has since the last backward
+        self._trials = [SteppingTrial(optimizer, device) for optimizer in optimizers]
+        self._steppings = [trial.stepping for trial in self._trials]
+        self._substitutions: dict[int, OwnedTensors | LongVector] = {}
+        # index of an optimizer -> name of a parameter added to it since the last backward
+        self._additions: dict[int, str] = {}
 
     def start(self, engine: Zero3Engine, states: Sequence[Mapping[str, dict[str, Any]]]) -> None:
         """Let the optimizers step on the shards of ``engine``.
 
         Args:
-            engine: built for them.
-            states: of each optimizer, by parameter name, which it made with its parameters (Adagrad
+            engine: the engine that was built for the optimizers.
+            states: state of each optimizer by parameter name that its constructor made (Adagrad's
                 does).
         """
-        protect(self._optimizers, engine)
+        guard_optimizers(self._optimizers, engine)
         for index, optimizer in enumerate(self._optimizers):
-            if self._stepping[index] is Stepping.ELEMENTS:
+            if self._steppings[index] is Stepping.ELEMENTS:
                 take_over_state(engine, index, optimizer, states[index])
-            elif self._stepping[index] is Stepping.TENSORS:
+            elif self._steppings[index] is Stepping.TENSORS:
                 self._substitutions[index] = OwnedTensors(engine, index, optimizer, states[index])
             else:
                 self._substitutions[index] = LongVector(engine, index, optimizer)
 
-    def owned(self, index: int) -> OwnedTensors | None:
-        """How optimizer ``index`` steps, if on whole tensors.
+    def owned_tensors(self, index: int) -> OwnedTensors | None:
+        """Return the whole tensors that optimizer ``index`` steps on; None if it steps on shards.
 
         Raises:
-            ValueError: it is LBFGS, whose history belongs to no parameter and cannot be saved.
+            ValueError: the optimizer is LBFGS, whose history belongs to no parameter and cannot be
+                saved.
         """
-        found = self._substitutions.get(index)
-        if isinstance(found, LongVector):
+        substitution = self._substitutions.get(index)
+        if isinstance(substitution, LongVector):
             raise ValueError(
                 "The state of LBFGS cannot be saved or loaded with Zero3Strategy. Save the weights"
                 " alone: `ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path,"
                 " weights_only=True)`."
             )
-        return found
+        return substitution
 
-    def follow(self, engine: Zero3Engine) -> Zero3Engine:
-        """The engine for the groups as they are now: ``engine`` itself unless they were edited;
-        collective then.
+    def apply_edits(self, engine: Zero3Engine) -> Zero3Engine:
+        """Return an engine for the groups as they are now; collective if a user has edited them.
+
+        Without an edit this is ``engine`` itself.
+
+        Raises:
+            ValueError: new options need whole parameters (:meth:`SteppingTrial.try_new_options`),
+                parameters have other names than when they were sharded, or an optimizer is LBFGS.
         """
-        for tried in self._tried:
-            tried.follow()
-        if not self._edited(engine):
+        for trial in self._trials:
+            trial.try_new_options()
+        if not self._has_edits(engine):
             return engine
         engine.structure.check()
         renamed = sorted(
-            {name for name, _ in engine.structure.model.named_parameters()} - _names(engine)
+            {name for name, _ in engine.structure.model.named_parameters()} - _sharded_names(engine)
         )
         if renamed:
             raise ValueError(
@@ -105,76 +108,76 @@ class ParamGroups:
                 f" does: {', '.join(map(repr, renamed))}. Edit the groups before, or prune before"
                 " `trainer.fit`."
             )
-        self._show(engine)
+        self._insert_parameters(engine)
         return self._regroup(engine)
 
     @contextmanager
-    def shown(self, engine: Zero3Engine) -> Iterator[None]:
-        """Inside, the groups hold the module's own parameters, which all ranks may read and
-        compare; collective.
+    def expose_parameters(self, engine: Zero3Engine) -> Iterator[None]:
+        """Let the groups hold the module's own parameters inside of a `with`; collective.
 
-        What was edited has its effect with the next :meth:`follow`.
+        All ranks may read and compare these parameters. An edit takes effect with the next
+        :meth:`apply_edits`.
         """
-        self._show(engine)
-        within, engine.access.in_step = engine.access.in_step, True
+        self._insert_parameters(engine)
+        was_in_step, engine.access.in_step = engine.access.in_step, True
         try:
             yield
         finally:
-            engine.access.in_step = within
-            self._hide(engine)
+            engine.access.in_step = was_in_step
+            self._restore_flats(engine)
 
     def require_cleared(self, engine: Zero3Engine) -> None:
-        """To be called before a backward.
+        """Require before a backward that gradients from before an edit have been cleared.
 
         Raises:
-            ValueError: gradients from before an edit are kept, and what the added parameters would
-                have is not known.
+            ValueError: an optimizer still has gradients from before parameters were added to it;
+                the gradients that these would have are not known.
         """
-        if self._added:
-            engine.adopt_gradients()  # they may have been cleared one by one
+        if self._additions:
+            engine.adopt_gradients()  # the user may have cleared gradients one by one
         for flat in engine.groups:
             if (
-                flat.key.optimizer in self._added
+                flat.key.optimizer in self._additions
                 and flat.shows_gradients
                 and not engine.reducer.is_zero(flat)
             ):
                 raise ValueError(
-                    f"Parameter {self._added[flat.key.optimizer]!r} was added to an optimizer whose"
-                    " gradients have not been cleared since; its own gradients from before are not"
-                    " known. Call `zero_grad()` after `add_param_group`."
+                    f"Parameter {self._additions[flat.key.optimizer]!r} was added to an optimizer"
+                    " whose gradients have not been cleared since; its own gradients from before"
+                    " are not known. Call `zero_grad()` after `add_param_group`."
                 )
-        self._added = {}
+        self._additions = {}
 
-    def _edited(self, engine: Zero3Engine) -> bool:
+    def _has_edits(self, engine: Zero3Engine) -> bool:
         for index, optimizer in enumerate(self._optimizers):
-            held: list[list[int]] = [[] for _ in engine.optimizer_names[index]]
-            for flat in _flats(engine, index):
-                held[flat.key.group] += [id(p) for p in flat.parameters]
-            inside = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-            if list(map(sorted, inside)) != list(map(sorted, held)):
+            expected: list[list[int]] = [[] for _ in engine.optimizer_names[index]]
+            for flat in _flats_of(engine, index):
+                assert flat.key.group is not None
+                expected[flat.key.group] += [id(p) for p in flat.parameters]
+            found = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+            if list(map(sorted, found)) != list(map(sorted, expected)):
                 return True
         return False
 
-    def _show(self, engine: Zero3Engine) -> None:
-        """Let each group hold the parameters that it stands for, then those that were added to
-        it.
-        """
+    def _insert_parameters(self, engine: Zero3Engine) -> None:
+        """Let each group hold the parameters of its flat tensors, then those added to it."""
         by_name = {entry.name: entry.parameter for unit in engine.units for entry in unit.entries}
         for index, optimizer in enumerate(self._optimizers):
             number = {
-                id(p): flat.key.group for flat in _flats(engine, index) for p in flat.parameters
+                id(p): flat.key.group for flat in _flats_of(engine, index) for p in flat.parameters
             }
             for group in optimizer.param_groups:
                 known = dict.fromkeys(number[id(p)] for p in group["params"] if id(p) in number)
                 added = [p for p in group["params"] if id(p) not in number]
                 group["params"][:] = [
-                    by_name[name] for g in known for name in engine.optimizer_names[index][g]
+                    by_name[name]
+                    for g in known
+                    if g is not None
+                    for name in engine.optimizer_names[index][g]
                 ] + added
 
-    def _hide(self, engine: Zero3Engine) -> None:
-        """Put the flat tensors back, if the groups still have the members that the engine has
-        sharded.
-        """
+    def _restore_flats(self, engine: Zero3Engine) -> None:
+        """Put the flat tensors back if the groups hold the parameters that the engine sharded."""
         names = {id(entry.parameter): entry.name for unit in engine.units for entry in unit.entries}
         found = [
             [[names.get(id(p)) for p in group["params"]] for group in o.param_groups]
@@ -184,8 +187,11 @@ class ParamGroups:
             attach(engine.groups, self._optimizers)
 
     def _regroup(self, engine: Zero3Engine) -> Zero3Engine:
-        # For a while there are two sets of shards and of optimizer state.
-        if Stepping.MODEL in self._stepping:
+        """Shard the model anew for the groups, which hold parameters of the module.
+
+        For a while there are two sets of shards and of optimizer state in memory.
+        """
+        if Stepping.MODEL in self._steppings:
             raise ValueError(
                 "Param groups cannot be edited beside LBFGS: its history is of the parameters that"
                 " it has had."
@@ -196,17 +202,16 @@ class ParamGroups:
         compare_notes(engine.collectives, engine.gradients.assigned_sums())
         engine.reducer.hide()
         new = self._shard()
-        protect(self._optimizers, new)
+        guard_optimizers(self._optimizers, new)
         for index, optimizer in enumerate(self._optimizers):
-            if self._stepping[index] is Stepping.ELEMENTS:
+            if self._steppings[index] is Stepping.ELEMENTS:
                 _move_state(engine, new, index, optimizer, before[index])
             else:
-                self._substitute_anew(engine, new, index, _made_when_added(new, before[index]))
+                self._substitute_anew(engine, new, index, _state_of_added(new, before[index]))
             known = {name for names in engine.optimizer_names[index] for name in names}
-            for name in (
-                name for names in new.optimizer_names[index] for name in names if name not in known
-            ):
-                self._added[index] = name
+            for name in (name for names in new.optimizer_names[index] for name in names):
+                if name not in known:
+                    self._additions[index] = name
         _move_gradients(engine, new)
         return new
 
@@ -214,31 +219,34 @@ class ParamGroups:
         self, old: Zero3Engine, new: Zero3Engine, index: int, state: dict[str, dict[str, Any]]
     ) -> None:
         before, optimizer = self._substitutions[index], self._optimizers[index]
+        assert isinstance(before, OwnedTensors)
         before.close()
-        kept = before.state
+        old_state = before.state
         after = self._substitutions[index] = OwnedTensors(new, index, optimizer, {})
         for unit in old.units:
             mine = {
-                entry.name: _on_cpu(kept[entry.name])
+                entry.name: _copy_to_cpu(old_state[entry.name])
                 for entry in unit.entries
-                if entry.name in kept
+                if entry.name in old_state
             }
             for theirs in new.collectives.all_gather_object(mine):
-                state |= {name: value for name, value in theirs.items() if name in after.mine}
+                state |= {
+                    name: value for name, value in theirs.items() if name in after.owned_parameters
+                }
         after.set_state(state)
 
 
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+def _copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()
     }
 
 
-def _names(engine: Zero3Engine) -> set[str]:
+def _sharded_names(engine: Zero3Engine) -> set[str]:
     return {entry.name for unit in engine.units for entry in unit.entries}
 
 
-def _flats(engine: Zero3Engine, index: int) -> list[FlatGroup]:
+def _flats_of(engine: Zero3Engine, index: int) -> list[FlatGroup]:
     return [flat for flat in engine.groups if flat.key.optimizer == index]
 
 
@@ -249,32 +257,32 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
         for entry in present:
             new.access.set_gradient(entry.parameter, full[entry.name])
     new.adopt_gradients()
-    new.reducer.show(bytes(new.gradients.used), new.gradients.graphs)
+    new.reducer.show(bytes(new.gradients.used), bytes(new.gradients.graphs))
 
 
 def _move_state(
     old: Zero3Engine, new: Zero3Engine, index: int, optimizer: Optimizer, before: _State
 ) -> None:
-    state = {**flat_state(old, index, before), **_made_when_added(new, before)}
+    state = {**flat_state(old, index, before), **_state_of_added(new, before)}
     targets = {
         id(source): target for source, target in take_over_state(new, index, optimizer, state)
     }
-    kinds: dict[
-        tuple[Unit, Flats, torch.dtype], list[SlicedTensor]
-    ] = {}  # in the same order on all ranks
+    # hazard: each kind is one collective below, so all ranks must have them in the same order.
+    kinds: dict[tuple[Unit, Flats, torch.dtype], list[SlicedTensor]] = {}
     for piece in tensors_in(state, SlicedTensor):
         kinds.setdefault((piece.place.unit, piece.flats, piece.dtype), []).append(piece)
     for (unit, flats, dtype), pieces in kinds.items():
-        # not WholeUnit's, which would look at its former parameters
+        # Not `WholeUnit.full`, which would read the parameters that it had before the edit.
         full = Unit.full(unit, flats, dtype)
         for piece in pieces:
             if id(piece) in targets:  # this rank owns a part of it
                 targets[id(piece)].fill(full[piece.place.entry.name])
 
 
-def _made_when_added(engine: Zero3Engine, before: _State) -> dict[str, dict[str, Any]]:
-    """By name, whole: the state that an optimizer's own `add_param_group` made for parameters that
-    it did not have.
+def _state_of_added(engine: Zero3Engine, before: _State) -> dict[str, dict[str, Any]]:
+    """Return the state, by name, that an optimizer's `add_param_group` made for new parameters.
+
+    Its tensors are whole, as the parameters are not sharded yet.
     """
     names = {id(entry.parameter): entry.name for unit in engine.units for entry in unit.entries}
     return {names[id(p)]: state for p, state in before.items() if id(p) in names}

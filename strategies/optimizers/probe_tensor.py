@@ -1,4 +1,4 @@
-"""What an optimizer asks about a parameter beyond its elements, noted in a trial."""
+"""Note in a trial whether an optimizer asks about a parameter for more than its elements."""
 
 from __future__ import annotations
 
@@ -9,45 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Their results, which are not tensors, depend on more of a parameter than one element.
-_QUESTIONS = {"dim", "ndim", "ndimension", "numel", "nelement", "stride", "__len__"}
-_QUESTIONS |= {
-    "item",
-    "tolist",
-    "numpy",
-    "equal",
-    "allclose",
-    "is_nonzero",
-    "__bool__",
-    "__float__",
-    "__int__",
-}
+# Functions whose results are no tensors and depend on more of a parameter than one element.
+_QUESTIONS = set(
+    "dim ndim ndimension numel nelement stride __len__ item tolist numpy equal allclose is_nonzero"
+    " __bool__ __float__ __int__".split()
+)
 
 
-class Asked(nn.Parameter):
-    """A parameter that notes questions by code that is not torch's optimizers'; so does what is
-    made of it element by element.
+class ProbeParameter(nn.Parameter):
+    """A parameter that notes questions about it, unless one of torch's own optimizers asks.
 
-    A question is for its dimensions, how large it is or an attribute of the user's own, or takes a
-    tensor of another shape from it (a norm, a part). What the answer is for may be the rule of a
-    moment that no trial has, such as a gradient that is too large.
+    Tensors of the same shape that torch computes from it note them, too. Code asks a question if it
+    reads the dimensions, the size or an attribute that the user has set, or computes a tensor of
+    another shape (a norm, a part). The answer may serve a rule that no trial reaches, such as one
+    for a gradient that is too large.
     """
 
-    asked = False
+    is_questioned = False  # of all instances: whether a question was asked
 
     def __getattr__(self, name: str) -> Any:
-        """What users put on their parameters, the optimizer looks for (`_no_weight_decay`): flat
-        shards have none of it.
+        """Note that the optimizer reads an attribute of the user's, such as `_no_weight_decay`.
+
+        Flat shards do not have it.
+
+        Raises:
+            AttributeError: always, as Python calls this for attributes that do not exist.
         """
-        if not _by_torch(sys._getframe(1)):
-            Asked.asked = True
+        if not _is_asked_by_torch(sys._getframe(1)):
+            ProbeParameter.is_questioned = True
         raise AttributeError(name)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Compute, and note."""
+        """Compute the result, and note whether the call asks a question."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -56,51 +52,49 @@ class Asked(nn.Parameter):
                 for each in _tensors([*args, *kwargs.values()])
                 if isinstance(each, cls)
             ]
-            alike = [tuple(each.shape) in shapes for each in _tensors([result])]
-            if type(result) is Tensor and all(alike):
+            same_shape = all(tuple(each.shape) in shapes for each in _tensors([result]))
+            if type(result) is Tensor and same_shape:
                 result = result.as_subclass(cls)
-            elif type(result) in (list, tuple) and all(alike):
+            elif type(result) in (list, tuple) and same_shape:
                 result = type(result)(
                     each.as_subclass(cls) if type(each) is Tensor else each for each in result
                 )
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
-        taken = not all(alike) and not name.startswith("new_")
-        if (
-            taken or name in _QUESTIONS or (name == "size" and isinstance(result, int))
-        ) and not _by_torch(sys._getframe(1)):
-            cls.asked = True
-        return (
-            _Sizes(result)
-            if isinstance(result, torch.Size) and not _by_torch(sys._getframe(1))
-            else result
-        )
+        if _is_asked_by_torch(sys._getframe(1)):
+            return result
+        has_new_shape = not same_shape and not name.startswith("new_")
+        is_one_size = name == "size" and isinstance(result, int)
+        if has_new_shape or name in _QUESTIONS or is_one_size:
+            cls.is_questioned = True
+        return _Sizes(result) if isinstance(result, torch.Size) else result
 
 
 class _Sizes(tuple):
-    """A shape that notes that it is looked into; handed on as a whole (`torch.zeros(p.shape)`) it
-    says nothing.
+    """A shape that notes when code reads a dimension of it.
+
+    Code that passes it on as a whole (`torch.zeros(p.shape)`) asks no question.
     """
 
     def __len__(self) -> int:
-        """How many dimensions."""
-        Asked.asked = True
+        """Return the number of dimensions."""
+        ProbeParameter.is_questioned = True
         return super().__len__()
 
     def __iter__(self) -> Iterator[int]:
-        """All dimensions."""
-        Asked.asked = True
+        """Iterate over the dimensions."""
+        ProbeParameter.is_questioned = True
         return super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
-        """One dimension, or some."""
-        Asked.asked = True
+        """Return one dimension, or a slice of them."""
+        ProbeParameter.is_questioned = True
         return super().__getitem__(index)
 
     def numel(self) -> int:
-        """How many elements."""
-        Asked.asked = True
+        """Return the number of elements."""
+        ProbeParameter.is_questioned = True
         return torch.Size(tuple(super().__iter__())).numel()
 
 
@@ -111,9 +105,11 @@ def _tensors(values: Any) -> list[Tensor]:
     return [each for each in inner if isinstance(each, Tensor)]
 
 
-def _by_torch(frame: Any) -> bool:
-    """Whether an optimizer of torch asks: what it needs is seen in its numbers. Others ask through
-    torch's functions.
+def _is_asked_by_torch(frame: Any) -> bool:
+    """Say whether one of torch's optimizers asks, up the stack from ``frame``.
+
+    Its questions do not count: the values that it computes show what it needs. Frames of torch's
+    other modules are skipped, as every optimizer asks through torch's functions.
     """
     while (module := frame.f_globals.get("__name__", "")).partition(".")[0] == "torch":
         if module.startswith("torch.optim."):

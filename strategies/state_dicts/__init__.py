@@ -1,3 +1,4 @@
-"""Values, gradients and optimizer state by name, as boxes of the original tensors; what checkpoints
-store and load.
+"""Values, gradients and optimizer state by name, as boxes of the original tensors.
+
+Checkpoints store and load these.
 """

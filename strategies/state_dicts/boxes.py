@@ -1,4 +1,4 @@
-"""Which boxes of an N-d tensor a range of its flat elements covers. Integers only.
+"""Find the boxes of an N-d tensor that a range of its flat elements covers. Integers only.
 
 A rank owns elements ``[start, stop)`` of a parameter in memory order. Checkpoints describe parts of
 tensors as boxes (an offset and a size in every dimension)::
@@ -8,7 +8,7 @@ tensors as boxes (an offset and a size in every dimension)::
     x x x x x x
     x x . . . .
 
-Each box is a range of the flat elements itself, so it is a view of them.
+The elements of each box are a range of the flat elements themselves, so a box is a view of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Box:
     Attributes:
         offsets: first index in each dimension.
         sizes: extent in each dimension.
-        start: its first element, counted from the start of the range that was cut.
+        start: first element of the box, counted from the start of the range that was cut.
     """
 
     offsets: tuple[int, ...]
@@ -34,41 +34,40 @@ class Box:
 
 
 def cut_into_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes of a row-major tensor of ``shape`` that together are its elements ``[start, stop)``, in
-    order.
-    """
-    shape = tuple(shape)
-    return _cut(shape, start, stop, 0)
+    """Cut elements ``[start, stop)`` of a row-major tensor of ``shape`` into boxes, in order."""
+    return _cut_rows(tuple(shape), start, stop, 0)
 
 
-def _cut(shape: tuple[int, ...], start: int, stop: int, done: int) -> list[Box]:
+def _cut_rows(shape: tuple[int, ...], start: int, stop: int, position: int) -> list[Box]:
+    """Cut ``[start, stop)`` into boxes; ``position`` is where ``start`` lies in the whole range."""
     if start >= stop:
         return []
     if len(shape) == 0:
-        return [Box((), (), done)]
-    row = prod(shape[1:])
+        return [Box((), (), position)]
+    rest = shape[1:]
+    row = prod(rest)
     first, last = start // row, (stop - 1) // row
-    head_is_whole, tail_is_whole = start % row == 0, stop % row == 0
-    if first == last and not (head_is_whole and tail_is_whole):
-        return _below(first, _cut(shape[1:], start - first * row, stop - first * row, done))
-    low, high = first + (not head_is_whole), last + tail_is_whole  # the rows [low, high) are whole
-    head = [] if head_is_whole else _below(first, _cut(shape[1:], start % row, row, done))
-    middle = []
+    is_head_complete, is_tail_complete = start % row == 0, stop % row == 0
+    if first == last and not (is_head_complete and is_tail_complete):
+        inside = _cut_rows(rest, start - first * row, stop - first * row, position)
+        return _prepend_index(first, inside)
+    # the rows [low, high) are complete
+    low, high = first + (not is_head_complete), last + is_tail_complete
+    head, middle, tail = [], [], []
+    if not is_head_complete:
+        head = _prepend_index(first, _cut_rows(rest, start % row, row, position))
     if low < high:
-        rest = shape[1:]
-        middle = [Box((low, *(0 for _ in rest)), (high - low, *rest), done + low * row - start)]
-    tail = (
-        []
-        if tail_is_whole
-        else _below(last, _cut(shape[1:], 0, stop % row, done + last * row - start))
-    )
+        middle = [Box((low, *(0 for _ in rest)), (high - low, *rest), position + low * row - start)]
+    if not is_tail_complete:
+        inside = _cut_rows(rest, 0, stop % row, position + last * row - start)
+        tail = _prepend_index(last, inside)
     return head + middle + tail
 
 
-def _below(index: int, boxes: list[Box]) -> list[Box]:
+def _prepend_index(index: int, boxes: list[Box]) -> list[Box]:
     return [Box((index, *box.offsets), (1, *box.sizes), box.start) for box in boxes]
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions of a dense tensor from the slowest to the fastest in memory."""
+    """Order the dimensions of a dense tensor from the slowest to the fastest in memory."""
     return tuple(sorted(range(len(stride)), key=lambda dim: -stride[dim]))

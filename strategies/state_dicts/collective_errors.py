@@ -1,4 +1,7 @@
-"""Errors that all ranks raise together: none goes on, and none waits for one that has stopped."""
+"""Errors that all ranks raise together.
+
+None goes on after the error of another, and none waits for a rank that has stopped.
+"""
 
 from __future__ import annotations
 
@@ -13,62 +16,67 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; raised on all ranks."""
+    """Report that a checkpoint could not be written or read; all ranks raise it."""
 
 
-_alone = ContextVar("_alone", default=False)
+_ignores_other_ranks = ContextVar("_ignores_other_ranks", default=False)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """What is inside is done by this process, whatever others of a run do meanwhile."""
-    token = _alone.set(True)
+def without_other_ranks() -> Iterator[None]:
+    """Let this process do the body by itself, whatever the other ranks do meanwhile.
+
+    Inside, :func:`rank_and_world_size` answers (0, 1), so nothing is collective.
+    """
+    token = _ignores_other_ranks.set(True)
     try:
         yield
     finally:
-        _alone.reset(token)
+        _ignores_other_ranks.reset(token)
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank, and how many work together."""
+    """Return this process's rank and the number of ranks that work together."""
     return (
         (dist.get_rank(), dist.get_world_size())
-        if dist.is_initialized() and not _alone.get()
+        if dist.is_initialized() and not _ignores_other_ranks.get()
         else (0, 1)
     )
 
 
-def together(doing: str, work: Callable[[], T]) -> list[T]:
-    """Do this rank's part of some work; collective.
+def run_on_all_ranks(action: str, work: Callable[[], T]) -> list[T]:
+    """Do this rank's part of some work and wait for the other ranks' parts; collective.
 
     Args:
-        doing: for the error: "Saving /a/b.ckpt".
-        work: local.
+        action: what the ranks do, for the error: "Saving /a/b.ckpt".
+        work: this rank's part; local.
 
     Returns:
-        what each rank's work returned.
+        what each rank's work returned, by rank.
 
     Raises:
-        CheckpointError: on all ranks, when any failed; it names the first of them.
+        CheckpointError: on all ranks, when the work of any failed; names the first of these ranks.
     """
     result, error = None, None
     try:
         result = work()
     except Exception as raised:
         error = raised
-    everyone: list[Any] = [(result, describe(error))]
+    outcome = result, describe_error(error)
+    outcomes: list[Any] = [outcome]
     if rank_and_world_size()[1] > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (result, describe(error)))
-    for rank, (_, found) in enumerate(everyone):
-        if found is not None:
-            where = f" on rank {rank}" if len(everyone) > 1 else ""
-            raise CheckpointError(f"{doing} failed{where}: {found}") from error
-    return [found for found, _ in everyone]
+        # hazard: the others wait in this exchange, so an error must not be raised before it
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+    for rank, (_, message) in enumerate(outcomes):
+        if message is not None:
+            where = f" on rank {rank}" if len(outcomes) > 1 else ""
+            raise CheckpointError(f"{action} failed{where}: {message}") from error
+    return [result for result, _ in outcomes]
 
 
-def describe(error: BaseException | None) -> str | None:
-    """What to say of an error; an own one names its place already."""
+def describe_error(error: BaseException | None) -> str | None:
+    """Return the text of an error with its type; a CheckpointError's text needs no type."""
     if error is None:
         return None
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,4 @@
-"""Gradients that wait for the rest of an accumulation window: part of a checkpoint that is made in
-the middle of one.
-"""
+"""Gradients of an unfinished accumulation window, for a checkpoint made in the middle of one."""
 
 from __future__ import annotations
 
@@ -10,22 +8,22 @@ from torch import Tensor
 
 from ..engine import Zero3Engine, compare_notes
 from ..engine.shards import FlatGroup
-from .slices import Place, SavedTensor, SlicedTensor, places
+from .slices import Place, SavedTensor, SlicedTensor, places_by_name
 
 
 def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
-    """A slice of each gradient, by parameter name; collective.
+    """Return a slice of each gradient, by parameter name; collective.
 
     Raises:
-        RuntimeError: an exception left some incomplete.
-        DivergenceError: each rank has assigned others to a parameter, which is named.
+        RuntimeError: an exception left some gradients incomplete.
+        DivergenceError: ranks assigned different gradients to a parameter, which the error names.
     """
     engine.adopt_gradients()
     engine.gradients.require_complete(engine.groups)
     compare_notes(engine.collectives, engine.gradients.assigned_sums())
     return {
-        name: _slice(engine, place)
-        for name, place in _trained(engine)
+        name: _slice_gradient(engine, place)
+        for name, place in _trained_places(engine)
         if engine.gradients.has_gradient(place.entry)
     }
 
@@ -33,20 +31,20 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
 def load_gradients(
     engine: Zero3Engine, saved: Mapping[str, Tensor]
 ) -> list[tuple[SavedTensor, SlicedTensor]]:
-    """Let the next backward add to saved gradients; local.
+    """Put saved gradients where the next backward adds to them; local.
 
     Args:
         engine: holds the shards.
-        saved: whole gradients by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
+        saved: full gradients by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
 
     Returns:
-        what is to be read where.
+        pairs of a saved tensor and the slice that its values are still to be read into.
     """
     reads = []
-    for name, place in _trained(engine):
+    for name, place in _trained_places(engine):
         if name in saved:
             engine.gradients.mark_gradient(place.entry, True)
-            value, target = saved[name], _slice(engine, place)
+            value, target = saved[name], _slice_gradient(engine, place)
             if isinstance(value, SavedTensor):
                 reads.append((value, target))
             else:
@@ -55,17 +53,17 @@ def load_gradients(
     return reads
 
 
-def _trained(engine: Zero3Engine) -> Iterator[tuple[str, Place]]:
+def _trained_places(engine: Zero3Engine) -> Iterator[tuple[str, Place]]:
     return (
         (name, place)
-        for name, place in places(engine).items()
+        for name, place in places_by_name(engine).items()
         if place.entry.trained and place.entry.size.numel()
     )
 
 
-def _slice(engine: Zero3Engine, place: Place) -> SlicedTensor:
-    return place.slice_of(_gradient, place.entry.dtype, engine.device)
+def _slice_gradient(engine: Zero3Engine, place: Place) -> SlicedTensor:
+    return place.slice_of(_flat_gradient, place.entry.dtype, engine.device)
 
 
-def _gradient(group: FlatGroup) -> Tensor | None:
+def _flat_gradient(group: FlatGroup) -> Tensor | None:
     return group.grad

@@ -1,6 +1,4 @@
-"""The model's state dict with sharded parameters: taken without gathering, and loaded into the
-shards.
-"""
+"""The model's state dict of slices: made without gathering parameters, and loaded into shards."""
 
 from __future__ import annotations
 
@@ -11,50 +9,52 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Zero3Engine
+from ..engine.one_rank import WholeUnit
 from ..engine.shards import FlatGroup
-from .collective_errors import CheckpointError, describe, together
-from .slices import Flats, SavedTensor, SlicedTensor, places
+from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
+from .slices import Flats, SavedTensor, SlicedTensor, places_by_name
 
 
 class TensorSource(Protocol):
-    """A checkpoint whose tensors have not been read yet."""
+    """Read tensors of a checkpoint that was opened without reading them."""
 
     def read(self, wanted: Iterable[tuple[SavedTensor, Tensor]]) -> None:
-        """Fill each tensor or slice with the saved one beside it; collective."""
+        """Copy each saved tensor into the tensor or slice paired with it; collective."""
 
 
 def own_values(group: FlatGroup) -> Tensor:
-    """Where the module's own values are."""
+    """Return the flat shard of the module's own values."""
     return group.data
 
 
 def sliced_state_dict(
     engine: Zero3Engine, module: nn.Module, flats: Flats = own_values
 ) -> dict[str, Any]:
-    """``module.state_dict()`` with a :class:`~.slices.SlicedTensor` for each parameter; local.
+    """Return ``module.state_dict()`` with a slice for each parameter; local.
 
     Args:
         engine: holds the parameters.
         module: the whole model.
-        flats: where the values are, if not the module's own.
+        flats: the flat shard of each group that the slices are views of; by default the module's
+            own values. Weight averages give theirs.
     """
     for unit in engine.units:
-        if unit.whole:
+        if isinstance(unit, WholeUnit):
             unit.adopt()
-    owned = {id(place.entry.parameter): place for place in places(engine).values()}
-    slices: dict[int, Tensor] = {}  # tied parameters stay one
+    place_of = {id(place.entry.parameter): place for place in places_by_name(engine).values()}
+    slices: dict[int, Tensor] = {}  # by id of the parameter: tied parameters share a slice
     state = module.state_dict(keep_vars=True)
     for key, value in state.items():
-        place = owned.get(id(value))
+        place = place_of.get(id(value))
         if place is not None:
-            # Nobody holds a part of a parameter without elements.
             size, dtype = place.entry.size, place.entry.dtype
-            new = (
+            state[key] = slices.setdefault(
+                id(value),
                 place.slice_of(flats, dtype, engine.device)
                 if size.numel()
-                else torch.empty(size, dtype=dtype)
+                # no rank has a part of a parameter without elements
+                else torch.empty(size, dtype=dtype),
             )
-            state[key] = slices.setdefault(id(value), new)
     return state
 
 
@@ -65,23 +65,24 @@ def load_state_dict(
     strict: bool,
     source: TensorSource | None,
 ) -> tuple[list[str], list[str]]:
-    """Load weights into the shards; of saved parameters every rank reads what it holds. Collective.
+    """Load weights into the shards; each rank reads only its part of saved parameters. Collective.
 
-    All else is the module's own to load: it may keep what it likes, in other shapes too.
+    ``module.load_state_dict`` loads everything else: a module may accept other shapes for its
+    buffers and extra state.
 
     Args:
         engine: holds the parameters.
         module: the whole model.
-        state: whole tensors, or the :class:`~.slices.SavedTensor` of ``source``.
+        state: full tensors, or the :class:`~.slices.SavedTensor` of ``source``.
         strict: refuse missing and unexpected keys.
-        source: where to read saved tensors.
+        source: reads the saved tensors.
 
     Returns:
-        keys that were missing in ``state``, and keys that the model does not have.
+        keys that are missing in ``state``, and keys that the model does not have.
 
     Raises:
-        RuntimeError: keys with ``strict``, or shapes of parameters, do not fit; nothing was changed
-            then. Or the module refuses what is no parameter.
+        RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
+            changed; or the module refuses a value that belongs to no parameter.
     """
     targets = sliced_state_dict(engine, module)
     sharded = {key for key, value in targets.items() if isinstance(value, SlicedTensor)}
@@ -89,33 +90,33 @@ def load_state_dict(
         "Missing": [k for k in targets if k not in state],
         "Unexpected": [k for k in state if k not in targets],
     }
-    told = [
-        f"{what} key(s) in state_dict: " + ", ".join(f'"{k}"' for k in found) + ". "
-        for what, found in keys.items()
-        if found
+    key_errors = [
+        f"{kind} key(s) in state_dict: " + ", ".join(f'"{k}"' for k in names) + ". "
+        for kind, names in keys.items()
+        if names
     ]
-    wrong = [
+    shape_errors = [
         f"size mismatch for {k}: the checkpoint has {tuple(value.shape)}, the model"
         f" {tuple(targets[k].shape)}."
         for k, value in state.items()
         if isinstance(value, Tensor) and k in sharded and value.shape != targets[k].shape
     ]
-    if wrong or (strict and told):
+    if shape_errors or (strict and key_errors):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}:\n\t"
-            + "\n\t".join([*told, *wrong])
+            + "\n\t".join([*key_errors, *shape_errors])
         )
-    saved = (
-        {k: v for k, v in state.items() if isinstance(v, SavedTensor) and k in sharded}
-        if source is not None
-        else {}
-    )
+    saved = {
+        k: v
+        for k, v in state.items()
+        if source is not None and isinstance(v, SavedTensor) and k in sharded
+    }
     rest = {k: v for k, v in state.items() if k in targets and k not in saved}
-    module.load_state_dict(_read_whole(rest, sharded, source), strict=False)
+    module.load_state_dict(_read_saved_tensors(rest, sharded, source), strict=False)
     if source is not None:
-        source.read(
-            list({id(targets[k]): (value, targets[k]) for k, value in saved.items()}.values())
-        )
+        # by id of the slice: tied parameters are read once
+        reads = {id(targets[k]): (value, targets[k]) for k, value in saved.items()}
+        source.read(list(reads.values()))
         engine.weights_changed()
     return keys["Missing"], keys["Unexpected"]
 
@@ -125,56 +126,58 @@ def load_module(
 ) -> tuple[list[str], list[str]]:
     """Load weights as other strategies do, by ``module.load_state_dict``; collective.
 
-    What a directory has of parameters is read one by one, as the module copies them.
+    Parameters in a sharded checkpoint are read one by one, when the module copies each.
 
     Args:
         module: has memory, or other shards than this strategy's.
         state: see :func:`load_state_dict`.
-        strict: see there.
-        source: see there.
+        strict: see :func:`load_state_dict`.
+        source: see :func:`load_state_dict`.
 
     Returns:
-        see there, as far as the module says.
+        missing and unexpected keys, as far as the module's ``load_state_dict`` returns them.
 
     Raises:
-        RuntimeError: keys with ``strict``, or shapes, do not fit.
-        CheckpointError: on all ranks, if one could not read.
+        RuntimeError: keys with ``strict``, or shapes, do not fit: the module's own error, if all
+            ranks have the same one.
+        CheckpointError: on all ranks, if some rank could not read.
     """
     error, found = None, None
-    state = _read_whole(
-        state, {name for name, _ in module.named_parameters(remove_duplicate=False)}, source
-    )
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = _read_saved_tensors(state, parameters, source)
     try:
         found = module.load_state_dict(state, strict=strict)
     except Exception as raised:
         error = raised
-    told = together("Loading weights", lambda: describe(error))
-    if error is not None and told.count(told[0]) == len(told):  # about what all ranks have alike
+    messages = run_on_all_ranks("Loading weights", lambda: describe_error(error))
+    # the same text on all ranks: an error about the model or the keys, which the ranks share
+    if error is not None and messages.count(messages[0]) == len(messages):
         raise error
-    for rank, what in enumerate(told):
-        if what is not None:
-            raise CheckpointError(f"Loading weights failed on rank {rank}: {what}") from error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise CheckpointError(f"Loading weights failed on rank {rank}: {message}") from error
     return getattr(found, "missing_keys", []), getattr(found, "unexpected_keys", [])
 
 
-def _read_whole(
-    state: Mapping[str, Any], but: Container[str], source: TensorSource | None
+def _read_saved_tensors(
+    state: Mapping[str, Any], excluded: Container[str], source: TensorSource | None
 ) -> Mapping[str, Any]:
-    """``state`` with the values of saved tensors, which modules may keep, ``but`` of some;
-    collective.
+    """Read the saved tensors in ``state`` whose keys are not ``excluded``; collective.
+
+    A module may keep what it loads (extra state), so it must get the values themselves.
     """
     saved = {
         key: value
         for key, value in state.items()
-        if isinstance(value, SavedTensor) and key not in but
+        if isinstance(value, SavedTensor) and key not in excluded
     }
     if not saved:
         return state
     if source is None:
         return {**state, **{key: value.read() for key, value in saved.items()}}
-    whole = {
+    values = {
         key: torch.empty(value.size(), dtype=value.dtype, device="cpu")
         for key, value in saved.items()
     }
-    source.read([(value, whole[key]) for key, value in saved.items()])
-    return {**state, **whole}
+    source.read([(value, values[key]) for key, value in saved.items()])
+    return {**state, **values}

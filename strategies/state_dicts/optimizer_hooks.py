@@ -1,5 +1,7 @@
-"""What an optimizer's own code does where ``state_dict`` and ``load_state_dict`` of torch would ask
-it.
+"""An optimizer's own code around ``state_dict`` and ``load_state_dict``, which zero3 does not call.
+
+The strategy saves and loads optimizer states itself, and runs here the hooks and ``__setstate__``
+that ``torch.optim.Optimizer.state_dict`` and ``load_state_dict`` would run.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ NO_STATES = (
     " `test` or `predict` begins, or spawned processes have ended, so no `fit` can go on from this"
     " file. Save before that, or, where weights are all you want, with `weights_only=True`."
 )
-_TOLD: WeakSet[type[Optimizer]] = WeakSet()
+_REPORTED_CLASSES: WeakSet[type[Optimizer]] = WeakSet()
 
 
-def ask_hooks(optimizer: Optimizer, kind: str, *state: dict[str, Any]) -> Any:
-    """What the user's hooks make of ``state``, in the order of torch. This package's own are about
-    other states.
+def run_hooks(optimizer: Optimizer, kind: str, *state: dict[str, Any]) -> Any:
+    """Run the user's hooks of a kind in torch's order; return ``state`` as the hooks changed it.
+
+    Hooks of this package are left out: they work on other states than the one saved here.
     """
     for hook in vars(optimizer).get(f"_optimizer_{kind}_hooks", {}).values():
         if not getattr(hook, "__module__", "").startswith(__name__.partition(".")[0]):
@@ -30,24 +33,25 @@ def ask_hooks(optimizer: Optimizer, kind: str, *state: dict[str, Any]) -> Any:
 
 
 def finish_loading(optimizer: Optimizer) -> None:
-    """Let its own code at what was loaded, as ``torch.optim.Optimizer.load_state_dict`` does; when
-    all is read.
+    """Run ``__setstate__`` and the hooks after loading, as ``Optimizer.load_state_dict`` does.
+
+    To be called when all values have been read: this code may change them.
     """
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-    ask_hooks(optimizer, "load_state_dict_post")
+    run_hooks(optimizer, "load_state_dict_post")
 
 
 def remarks_on_methods(optimizer: Optimizer) -> list[str]:
-    """What to say, once, if its class saves or loads in a way of its own."""
+    """Return a warning, once per class, if the class overrides how states are saved or loaded."""
     cls = type(optimizer)
     own = [
         name
         for name in ("state_dict", "load_state_dict")
         if getattr(cls, name) is not getattr(Optimizer, name)
     ]
-    if not own or cls in _TOLD:
+    if not own or cls in _REPORTED_CLASSES:
         return []
-    _TOLD.add(cls)
+    _REPORTED_CLASSES.add(cls)
     return [
         f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3 does"
         " not call: only `state` and `param_groups` of optimizers are saved and loaded. Keep what"
@@ -56,7 +60,7 @@ def remarks_on_methods(optimizer: Optimizer) -> list[str]:
     ]
 
 
-def require_as_many(states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+def require_state_for_each(states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
     """Raise a ValueError unless each optimizer has a state, or none has."""
     if states and len(states) != len(optimizers):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Optimizer state in torch's own layout, from and to the flat shards.
 
 Every tensor has its parameter's shape. A full state is what ``torch.optim.Optimizer.state_dict()``
-would be on one device, with parameters numbered in the order in which the user passed them. A
-sharded one has parameters by name.
+would return on one device, with parameters numbered in the order in which the user passed them. A
+sharded state has parameters by name.
 """
 
 from __future__ import annotations
@@ -19,73 +19,87 @@ from torch.utils._pytree import tree_leaves
 from ..engine import Zero3Engine, unguarded
 from ..engine.segments import Segment
 from ..engine.shards import FlatGroup
-from .optimizer_hooks import ask_hooks
-from .slices import Described, OwnedTensor, Place, SavedTensor, SlicedTensor, places
+from .optimizer_hooks import run_hooks
+from .slices import (
+    OwnedTensor,
+    Place,
+    SavedTensor,
+    SlicedTensor,
+    TensorDescription,
+    places_by_name,
+)
 
-State = Mapping[str, dict[str, Any]]  # of an optimizer, by parameter name
-_FlatState = Mapping[Any, dict[str, Any]]  # ... by flat tensor
+State = Mapping[str, dict[str, Any]]  # an optimizer's state, by parameter name
+_FlatState = Mapping[Any, dict[str, Any]]  # an optimizer's state, by segment of a flat tensor
 
 
 def sliced_optimizer_state(
-    engine: Zero3Engine, index: int, optimizer: Optimizer, owned: State | None = None
+    engine: Zero3Engine, index: int, optimizer: Optimizer, owned_state: State | None = None
 ) -> dict[str, Any]:
-    """The state of optimizer ``index`` by parameter name; collective.
+    """Return the state of optimizer ``index`` by parameter name; collective.
+
+    The optimizer's hooks see the result and may change it.
 
     Args:
         engine: holds the optimizer's parameters.
         index: of the optimizer.
-        optimizer: steps on flat tensors, unless
-        owned: is this rank's part of the state of one that steps on whole tensors.
+        optimizer: steps on flat tensors if ``owned_state`` is None.
+        owned_state: this rank's part of the state of an optimizer that steps on full tensors.
 
     Returns:
         {"state": {parameter: {key: SlicedTensor or scalar}}, "param_groups": [{option: value,
         "params": [names]}]}, the layout of
         ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the same on all ranks
-        but for the slices. The optimizer's hooks have seen it.
+        but for the slices.
     """
-    ask_hooks(optimizer, "state_dict_pre")
-    groups, shared = _packed_groups(engine, index, optimizer), _of_no_parameter(optimizer)
-    if owned is None:
+    run_hooks(optimizer, "state_dict_pre")
+    groups, shared = _pack_groups(engine, index, optimizer), _shared_state(optimizer)
+    if owned_state is None:
         state = flat_state(engine, index, optimizer.state)
     else:
-        state = _owned_state(engine, owned, type(optimizer).__name__)
-    return ask_hooks(
+        state = _describe_owned_state(engine, owned_state, type(optimizer).__name__)
+    return run_hooks(
         optimizer, "state_dict_post", {"state": {**state, **shared}, "param_groups": groups}
     )
 
 
 def flat_state(engine: Zero3Engine, index: int, state: _FlatState) -> dict[str, dict[str, Any]]:
-    """Name -> key -> slice or scalar, of the ``state`` that optimizer ``index`` has of flat
-    tensors; collective.
+    """Return name -> key -> slice or scalar, of state on flat tensors; collective.
+
+    Args:
+        engine: holds the optimizer's parameters.
+        index: of the optimizer.
+        state: of its flat tensors.
     """
-    found, kinds = places(engine), _agree_on_state(engine, index, state)
+    places, kinds = places_by_name(engine), _agree_on_state(engine, index, state)
     sources: dict[tuple[str, torch.dtype], _StateFlats] = {}
 
-    def sliced(name: str, key: str, kind: Any) -> Any:
+    def slice_value(name: str, key: str, kind: Any) -> Any:
         if not isinstance(kind, _Elementwise):
             return kind
         flats = sources.setdefault((key, kind.dtype), _StateFlats(state, key, kind.dtype))
-        return found[name].slice_of(flats, kind.dtype, engine.device)
+        return places[name].slice_of(flats, kind.dtype, engine.device)
 
     names = [name for members in engine.optimizer_names[index] for name in members if name in kinds]
     return {
-        name: {key: sliced(name, key, kind) for key, kind in kinds[name].items()} for name in names
+        name: {key: slice_value(name, key, kind) for key, kind in kinds[name].items()}
+        for name in names
     }
 
 
-def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
-    """State that an optimizer keeps for all its parameters together, as a counter of steps."""
+def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter, such as one step counter for all."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def clear_state(optimizer: Optimizer) -> None:
-    """Forget the state of tensors; what belongs to none stays."""
-    kept = _of_no_parameter(optimizer)
+    """Delete the state of every tensor; state that belongs to no tensor stays."""
+    shared = _shared_state(optimizer)
     optimizer.state.clear()
-    optimizer.state.update(kept)
+    optimizer.state.update(shared)
 
 
-def _packed_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> list[dict[str, Any]]:
+def _pack_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
         {**{k: v for k, v in group.items() if k != "params"}, "params": members}
         for group, members in zip(
@@ -94,18 +108,22 @@ def _packed_groups(engine: Zero3Engine, index: int, optimizer: Optimizer) -> lis
     ]
 
 
-def _owned_state(engine: Zero3Engine, owned: State, cls: str) -> dict[str, dict[str, Any]]:
-    found = places(engine)
-    mine = {name: {k: _told(v) for k, v in state.items()} for name, state in owned.items()}
+def _describe_owned_state(
+    engine: Zero3Engine, owned_state: State, cls: str
+) -> dict[str, dict[str, Any]]:
+    """Return name -> key -> :class:`OwnedTensor` or scalar, of all owners; collective."""
+    places = places_by_name(engine)
+    mine = {name: _describe_values(state) for name, state in owned_state.items()}
     result: dict[str, dict[str, Any]] = {}
-    everyone = engine.collectives.all_gather_object(mine)
-    # the other replicas own the same
-    for owner, theirs in enumerate(everyone[: engine.collectives.world_size]):
+    by_rank = engine.collectives.all_gather_object(mine)
+    # only the first replica's ranks: the other replicas own the same
+    for owner, theirs in enumerate(by_rank[: engine.collectives.world_size]):
         for name, kinds in theirs.items():
-            _require_told(cls, name, kinds)
+            _refuse_containers(cls, name, kinds)
+            values = owned_state.get(name, {})
             result[name] = {
                 key: (
-                    OwnedTensor(engine, found[name], *kind, owner, owned.get(name, {}).get(key))
+                    OwnedTensor(engine, places[name], kind[0], kind[1], owner, values.get(key))
                     if isinstance(kind, tuple)
                     else kind
                 )
@@ -116,13 +134,18 @@ def _owned_state(engine: Zero3Engine, owned: State, cls: str) -> dict[str, dict[
 
 @dataclass(frozen=True)
 class _Container:
-    """Holds tensors, which no checkpoint has a place for."""
+    """Stands for a container of tensors, which no checkpoint has a place for."""
 
     kind: str
 
 
-def _told(value: Any) -> Any:
-    if _elementwise(value):
+def _describe_values(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: _describe_value(value) for key, value in state.items()}
+
+
+def _describe_value(value: Any) -> Any:
+    """Return (shape, dtype) of a tensor with dimensions; scalars are returned themselves."""
+    if _is_elementwise(value):
         return value.shape, value.dtype
     if isinstance(value, dict | list | tuple) and any(
         isinstance(leaf, Tensor) for leaf in tree_leaves(value)
@@ -131,7 +154,7 @@ def _told(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _require_told(cls: str, name: str, kinds: dict[str, Any]) -> None:
+def _refuse_containers(cls: str, name: str, kinds: dict[str, Any]) -> None:
     for key, kind in kinds.items():
         if isinstance(kind, _Container):
             raise ValueError(
@@ -145,7 +168,7 @@ def _require_told(cls: str, name: str, kinds: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Elementwise:
-    """A tensor with a value for each element of the parameter."""
+    """Stands for a tensor with a value for each element of the parameter."""
 
     dtype: torch.dtype
 
@@ -153,16 +176,18 @@ class _Elementwise:
 def _agree_on_state(
     engine: Zero3Engine, index: int, states: _FlatState
 ) -> dict[str, dict[str, Any]]:
-    """Name -> key -> scalar, or what kind of tensor; of every parameter that has state on any rank;
-    collective.
+    """Return name -> key -> scalar or :class:`_Elementwise`; collective.
+
+    It has every parameter that has state on any rank.
     """
     mine: dict[str, dict[str, Any]] = {}
-    for flat in (flat for flat in engine.groups if flat.key.optimizer == index):
-        owned = flat.owned
+    for flat in _groups_of(engine, index):
         for segment, state in _segments_with_state(flat, states):
-            kinds = {k: _Elementwise(v.dtype) if _elementwise(v) else v for k, v in state.items()}
-            for entry in owned:
-                if segment.start <= entry.part.start < segment.stop:
+            kinds = {
+                k: _Elementwise(v.dtype) if _is_elementwise(v) else v for k, v in state.items()
+            }
+            for entry in flat.entries:
+                if entry.part and segment.start <= entry.part.start < segment.stop:
                     mine[entry.name] = {
                         k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in kinds.items()
                     }
@@ -173,14 +198,17 @@ def _agree_on_state(
     return merged
 
 
+def _groups_of(engine: Zero3Engine, index: int) -> list[FlatGroup]:
+    return [flat for flat in engine.groups if flat.key.optimizer == index]
+
+
 class _StateFlats:
-    """One kind of an optimizer's state, laid out like the groups' values."""
+    """One key of an optimizer's state, laid out like the groups' values."""
 
     def __init__(self, state: _FlatState, key: str, dtype: torch.dtype) -> None:
         self._state, self._key, self._dtype = state, key, dtype
-        self._joined: tuple[FlatGroup, Tensor] | None = (
-            None  # the last one that was asked for, if it is cut into segments
-        )
+        # of the last group that was cut into segments: its state in one flat tensor
+        self._joined_state: tuple[FlatGroup, Tensor] | None = None
 
     def __call__(self, group: FlatGroup) -> Tensor | None:
         states = {
@@ -189,27 +217,24 @@ class _StateFlats:
         }
         if not states:
             return None
-        if len(group.segments) == 1 and isinstance(states.get(0), Tensor):
-            return states[0]
-        if self._joined is None or self._joined[0] is not group:
+        if len(group.segments) == 1 and isinstance(state := states.get(0), Tensor):
+            return state
+        if self._joined_state is None or self._joined_state[0] is not group:
             flat = torch.zeros(group.numel, dtype=self._dtype, device=group.data.device)
             for segment in group.segments:
-                if isinstance(states.get(segment.start), Tensor):
-                    segment.view(flat).copy_(states[segment.start])
-            self._joined = group, flat
-        return self._joined[1]
+                if isinstance(state := states.get(segment.start), Tensor):
+                    segment.view(flat).copy_(state)
+            self._joined_state = group, flat
+        return self._joined_state[1]
 
 
-def numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """A state by parameter name as ``torch.optim.Optimizer.state_dict()`` has it: parameters
-    numbered in the user's order.
+def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
+    """Replace parameter names by numbers in the user's order.
+
+    The result has the layout of ``torch.optim.Optimizer.state_dict()``.
     """
-    numbers = {
-        name: k
-        for k, name in enumerate(
-            name for group in state["param_groups"] for name in group["params"]
-        )
-    }
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: k for k, name in enumerate(names)}
     return {
         **state,
         "state": {
@@ -227,9 +252,9 @@ def load_optimizer_state(
     index: int,
     optimizer: Optimizer,
     saved: dict[str, Any],
-    set_owned: Callable[[State], None] | None = None,
+    set_owned_state: Callable[[State], None] | None = None,
 ) -> tuple[list[tuple[SavedTensor, SlicedTensor]], list[str]]:
-    """Take this rank's part of a saved state; local.
+    """Load this rank's part of a saved state; local.
 
     Args:
         engine: holds the optimizer's shards.
@@ -238,84 +263,81 @@ def load_optimizer_state(
             see ``saved``.
         saved: in torch's layout, by number or by parameter name. Tensors may be a
             :class:`~.slices.SavedTensor`.
-        set_owned: takes the state of an optimizer that steps on whole tensors.
+        set_owned_state: loads the state of an optimizer that steps on full tensors.
 
     Returns:
-        what is to be read where, and sentences about parameters that were saved in other groups, or
-        not at all.
+        pairs of a saved tensor and the slice that its values are still to be read into; and
+        warnings about parameters that were saved in other groups, or not at all.
 
     Raises:
         ValueError: groups without names do not fit the optimizer's, or a saved tensor does not fit
             its parameter.
     """
-    saved = ask_hooks(optimizer, "load_state_dict_pre", {**saved})
-    saved = _named(saved, engine.optimizer_names[index], index)
+    saved = run_hooks(optimizer, "load_state_dict_pre", {**saved})
+    saved = _name_parameters(saved, engine.optimizer_names[index], index)
     parameters = {name for group in saved["param_groups"] for name in group["params"]}
     shared = {key: value for key, value in saved["state"].items() if key not in parameters}
     saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
     remarks = _load_group_options(engine.optimizer_names[index], optimizer, saved, index)
     clear_state(optimizer)
     optimizer.state.update(shared)
-    if set_owned is not None:
-        set_owned(saved["state"])
+    if set_owned_state is not None:
+        set_owned_state(saved["state"])
         return [], remarks
     reads: list[tuple[SavedTensor, SlicedTensor]] = []
     keys = _elementwise_keys(saved["state"])
-    for flat in engine.groups:
-        if flat.key.optimizer == index:
-            reads += _load_group(engine, flat, optimizer, saved["state"], keys)
+    for flat in _groups_of(engine, index):
+        reads += _load_group(engine, flat, optimizer, saved["state"], keys)
     return reads, remarks
 
 
 def take_over_state(
     engine: Zero3Engine, index: int, optimizer: Optimizer, state: State
 ) -> list[tuple[Any, SlicedTensor]]:
-    """Shard state by parameter name, of whole tensors (Adagrad makes some with its parameters), or
-    slices; local.
+    """Shard state by parameter name; local.
+
+    The state has full tensors (Adagrad makes some with its parameters), or slices. Tensors keep
+    their dtypes.
 
     Returns:
-        which slice's value is to be filled in where.
+        pairs of a slice in ``state`` and the slice that its full value is still to be filled into.
     """
     clear_state(optimizer)
-    flats, keys = (
-        [flat for flat in engine.groups if flat.key.optimizer == index],
-        _elementwise_keys(state),
-    )
+    keys = _elementwise_keys(state)
     return [
         read
-        for flat in flats
-        for read in _load_group(engine, flat, optimizer, state, keys, own_dtypes=True)
+        for flat in _groups_of(engine, index)
+        for read in _load_group(engine, flat, optimizer, state, keys, keeps_dtypes=True)
     ]
 
 
-def of_rank_zero(engine: Zero3Engine, states: Sequence[State]) -> list[State]:
-    """What rank 0's optimizers created with their parameters, which all ranks have of rank 0, too;
-    collective.
+def broadcast_created_state(engine: Zero3Engine, states: Sequence[State]) -> list[Any]:
+    """Give all ranks the state that rank 0's optimizers created with their parameters; collective.
+
+    The parameters' values are rank 0's on all ranks, too.
     """
-    mine = [
-        {name: {k: _told(v) for k, v in values.items()} for name, values in state.items()}
-        for state in states
-    ]
-    first: Any = engine.collectives.all_gather_object(mine)[0]
+    mine = [{name: _describe_values(state[name]) for name in state} for state in states]
+    first = engine.collectives.all_gather_object(mine)[0]
 
-    def received(index: int, name: str, key: str, kind: Any) -> Any:
+    def receive(index: int, name: str, key: str, kind: Any) -> Any:
         if not isinstance(kind, tuple):
             return kind
-        here = engine.collectives.global_rank == 0
-        value = states[index][name][key] if here else torch.empty(kind[0], dtype=kind[1])
+        is_source = engine.collectives.global_rank == 0
+        value = states[index][name][key] if is_source else torch.empty(kind[0], dtype=kind[1])
         return engine.collectives.broadcast(value.to(engine.device).contiguous()).cpu()
 
+    # in rank 0's order on all ranks: each value is a broadcast of its own
     return [
         {
-            name: {key: received(index, name, key, kind) for key, kind in kinds.items()}
-            for name, kinds in told.items()
+            name: {key: receive(index, name, key, kind) for key, kind in kinds.items()}
+            for name, kinds in state.items()
         }
-        for index, told in enumerate(first)
+        for index, state in enumerate(first)
     ]
 
 
-def _named(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[str, Any]:
-    """The saved state by parameter name."""
+def _name_parameters(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[str, Any]:
+    """Return the saved state by parameter name; undo :func:`number_parameters`."""
     groups = saved["param_groups"]
     if any(isinstance(key, str) for group in groups for key in group["params"]):
         return {"state": saved.get("state", {}), "param_groups": groups}
@@ -346,27 +368,31 @@ def _named(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[st
 def _load_group_options(
     names: list[list[str]], optimizer: Optimizer, saved: dict[str, Any], index: int
 ) -> list[str]:
-    """Each group takes the options of the one saved group that its parameters were in; returns
-    remarks.
+    """Give each group the options of the one saved group that its parameters were in.
+
+    Returns:
+        warnings about groups and parameters for which that is not possible.
     """
     saved_in = {
         name: k for k, group in enumerate(saved["param_groups"]) for name in group["params"]
     }
     remarks = []
     for number, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        homes = {saved_in[name] for name in members if name in saved_in}
+        sources = {saved_in[name] for name in members if name in saved_in}
         if not members and number < len(saved["param_groups"]):
-            homes = {number}
-        if len(homes) == 1:
-            options = {k: v for k, v in saved["param_groups"][homes.pop()].items() if k != "params"}
+            sources = {number}
+        if len(sources) == 1:
+            source = saved["param_groups"][sources.pop()]
+            options = {key: value for key, value in source.items() if key != "params"}
             for key, value in options.items():
+                # a learning rate that a CUDA graph reads stays on its device
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    options[key] = value.to(group[key].device)  # a learning rate that a graph reads
+                    options[key] = value.to(group[key].device)
             group.update(options)
         else:
-            came = f"came from groups {sorted(homes)} of" if homes else "were not in"
+            origin = f"came from groups {sorted(sources)} of" if sources else "were not in"
             remarks.append(
-                f"Param group {number} of optimizer {index}: its parameters {came} the saved"
+                f"Param group {number} of optimizer {index}: its parameters {origin} the saved"
                 " optimizer, so it keeps the learning rate and other options of"
                 " `configure_optimizers`."
             )
@@ -374,21 +400,20 @@ def _load_group_options(
     fresh, dropped = sorted(mine - saved_in.keys()), sorted(saved["state"].keys() - mine)
     if fresh:
         remarks.append(
-            f"Optimizer {index} starts without state for {_some(fresh)}, which the saved one did"
-            " not train."
+            f"Optimizer {index} starts without state for {_quote_names(fresh)}, which the saved"
+            " one did not train."
         )
     if dropped:
         remarks.append(
-            f"The saved state of {_some(dropped)} is not used: optimizer {index} does not train"
-            " them."
+            f"The saved state of {_quote_names(dropped)} is not used: optimizer {index} does not"
+            " train them."
         )
     return remarks
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+def _quote_names(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _load_group(
@@ -397,47 +422,42 @@ def _load_group(
     optimizer: Optimizer,
     by_name: State,
     elementwise: set[str],
-    own_dtypes: bool = False,
-) -> list[tuple[SavedTensor, SlicedTensor]]:
+    keeps_dtypes: bool = False,
+) -> list[tuple[Any, SlicedTensor]]:
+    """Put the state of a group's parameters under its segments; return reads still to be done."""
     mine = [
-        place
-        for place in places(engine).values()
+        (place.entry.part.start, place)
+        for place in places_by_name(engine).values()
         if place.entry.group is flat and place.entry.part is not None
     ]
-    mine.sort(key=lambda place: place.entry.part.start)
-    # Parameters with the same scalars (step counts) share a segment; the others need one of their
-    # own.
-    marks = [
-        (place.entry.part.start, _signature(by_name.get(place.entry.name), elementwise))
-        for place in mine
+    mine.sort(key=lambda pair: pair[0])
+    # Adjacent parameters with the same scalars (step counts) share a segment: an optimizer has one
+    # set of scalars for each.
+    signatures = [
+        (start, _signature(by_name.get(place.entry.name), elementwise)) for start, place in mine
     ]
-    flat.cut(
-        [
-            start
-            for (start, mark), (_, before) in zip(marks[1:], marks, strict=False)
-            if mark != before
-        ]
-    )
-    reads: list[tuple[SavedTensor, SlicedTensor]] = []
+    pairs = zip(signatures[1:], signatures, strict=False)
+    flat.cut([start for (start, signature), (_, before) in pairs if signature != before])
+    reads: list[tuple[Any, SlicedTensor]] = []
     for segment in flat.segments:
-        inside = [place for place in mine if segment.start <= place.entry.part.start < segment.stop]
+        inside = [place for start, place in mine if segment.start <= start < segment.stop]
         if inside and by_name.get(inside[0].entry.name):
             states = [by_name[place.entry.name] for place in inside]
-            like = {
-                key: value
+            vectors = {
+                key: [state[key] for state in states]
                 for key, value in states[0].items()
                 if key in elementwise and isinstance(value, Tensor)
             }
-            vectors = {key: [state[key] for state in states] for key in like}
-            scalars = {key: value for key, value in states[0].items() if key not in like}
+            scalars = {key: value for key, value in states[0].items() if key not in vectors}
             optimizer.state[segment.parameter] = {
                 **scalar_state(flat, optimizer, scalars),
-                **_vector_state(flat, segment, inside, vectors, reads, own_dtypes),
+                **_vector_state(flat, segment, inside, vectors, reads, keeps_dtypes),
             }
     return reads
 
 
 def _signature(state: dict[str, Any] | None, vectors: set[str]) -> Any:
+    """Return the dtypes of vectors and the values of scalars: equal if a segment may be shared."""
     if not state:
         return None
     return {
@@ -446,24 +466,18 @@ def _signature(state: dict[str, Any] | None, vectors: set[str]) -> Any:
     }
 
 
-def _elementwise(value: Any) -> bool:
+def _is_elementwise(value: Any) -> bool:
     return isinstance(value, SlicedTensor) or (isinstance(value, Tensor) and len(value.shape) > 0)
 
 
 def _elementwise_keys(by_name: State) -> set[str]:
-    """Keys under which parameters have a value for each element. A parameter without dimensions
-    does not show that itself.
+    """Return the keys under which parameters have a value for each element.
+
+    The state of a parameter without dimensions does not say so: its one value looks like a scalar.
     """
-    found = {
-        key for state in by_name.values() for key, value in state.items() if _elementwise(value)
-    }
-    tensors = {
-        key
-        for state in by_name.values()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
-    return found or tensors - {"step"}
+    items = [item for state in by_name.values() for item in state.items()]
+    tensors = {key for key, value in items if isinstance(value, Tensor)}
+    return {key for key, value in items if _is_elementwise(value)} or tensors - {"step"}
 
 
 def _vector_state(
@@ -471,23 +485,24 @@ def _vector_state(
     segment: Segment,
     inside: list[Place],
     vectors: dict[str, list[Tensor]],
-    reads: list[tuple[SavedTensor, SlicedTensor]],
-    own_dtypes: bool,
+    reads: list[tuple[Any, SlicedTensor]],
+    keeps_dtypes: bool,
 ) -> dict[str, Tensor]:
+    """Return key -> vector [elements of the segment]; append to ``reads`` what is not filled in."""
     result = {}
     for key, sources in vectors.items():
-        # What is loaded gets dtypes and devices as `Optimizer.load_state_dict` chooses them.
-        floating = (
-            not own_dtypes and flat.data.is_floating_point() and sources[0].dtype.is_floating_point
-        )
-        dtype = flat.data.dtype if floating else sources[0].dtype
+        # Loaded state gets the parameter's dtype (if floating) and device, as
+        # `torch.optim.Optimizer._process_value_according_to_param_policy` chooses them.
+        dtype = sources[0].dtype
+        if not keeps_dtypes and flat.data.is_floating_point() and dtype.is_floating_point:
+            dtype = flat.data.dtype
         result[key] = torch.zeros(
             segment.stop - segment.start, dtype=dtype, device=flat.data.device
         )
         for place, source in zip(inside, sources, strict=True):
-            _check_shape(place, key, source)
+            _require_shape(place, key, source)
             target = place.slice_within(result[key], segment.start)
-            if isinstance(source, Described):
+            if isinstance(source, TensorDescription):
                 reads.append((source, target))
             else:
                 target.fill(source)
@@ -495,9 +510,8 @@ def _vector_state(
 
 
 def scalar_state(flat: FlatGroup, optimizer: Optimizer, scalars: dict[str, Any]) -> dict[str, Any]:
-    """Copies of what the optimizer knows of a group's parameters beside elementwise tensors, where
-    it will look for them.
-    """
+    """Copy scalars of a group's parameters to the device where the optimizer's step reads them."""
+    assert flat.key.group is not None  # an optimizer has it
     group = optimizer.param_groups[flat.key.group]
     steps_on_device = group.get("fused") or group.get("capturable")
     result = {}
@@ -507,7 +521,7 @@ def scalar_state(flat: FlatGroup, optimizer: Optimizer, scalars: dict[str, Any])
     return result
 
 
-def _check_shape(place: Place, key: str, source: Tensor) -> None:
+def _require_shape(place: Place, key: str, source: Tensor) -> None:
     if source.shape != place.entry.size:
         raise ValueError(
             f"Optimizer state {key!r} of parameter {place.entry.name!r} has shape"
@@ -518,6 +532,7 @@ def _check_shape(place: Place, key: str, source: Tensor) -> None:
 def _segments_with_state(
     group: FlatGroup, state: _FlatState
 ) -> Iterator[tuple[Segment, dict[str, Any]]]:
+    """Yield the group's segments that have state, with their states."""
     for segment in group.segments:
         if segment.parameter in state:
             yield segment, unguarded(state[segment.parameter])

@@ -1,11 +1,9 @@
-"""Tensors of which each rank holds a flat range, described so that torch.distributed.checkpoint can
-read and write them.
-"""
+"""Sliced tensors, which torch.distributed.checkpoint reads and writes without gathering them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,62 +16,60 @@ from ..engine.shards import Entry, FlatGroup
 from ..engine.unit import Unit
 from .boxes import Box, cut_into_boxes, memory_order
 
-if TYPE_CHECKING:  # importing it takes a while, and only saving and loading need it
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-# a flat tensor laid out like the group's values; None: all zeros
+# returns a flat tensor laid out like the group's values, or None for all zeros
 Flats = Callable[[FlatGroup], Tensor | None]
-# Of a tensor, that do not look at its values.
-_QUESTIONS = frozenset(
+# Methods of torch.Tensor that do not read values.
+_METADATA_METHODS = frozenset(
     "__get__ size dim numel element_size is_floating_point is_complex __hash__ __len__".split()
 )
 
 
-class Described(Tensor):
+class TensorDescription(Tensor):
     """The name, shape and dtype of a tensor whose values are elsewhere."""
-
-    label: str
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Answer questions about the shape; :meth:`compute` anything else."""
+        """Answer questions about the shape; let :meth:`compute` handle anything else."""
         name = getattr(func, "__name__", str(func))
         if name == "detach":
             return args[0]
         if name == "__repr__":
             return f"{cls.__name__}({args[0].label!r}, shape={tuple(args[0].size())})"
-        if name in _QUESTIONS:
+        if name in _METADATA_METHODS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
         return cls.compute(func, args, kwargs or {})
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What an operation on the values gives."""
+        """Return the result of an operation on the values, or raise."""
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is annotated as a static method
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Never reached: ``__torch_function__`` answers or raises."""
+        """Raise: no operator gets here, because ``__torch_function__`` answers or raises before."""
         raise TypeError(f"{func} needs values that are not in this tensor.")
 
 
-class SlicedTensor(Described):
-    """The shape of a whole tensor and the boxes of it that this rank holds.
+class SlicedTensor(TensorDescription):
+    """The shape of a full tensor and the boxes of it that this rank holds.
 
-    It has no values of its own: it exists to be handed to torch.distributed.checkpoint, whose
-    protocol for such tensors (``_Checkpointable``, the one DTensor implements) it implements.
-    Everything else that reads it is an error.
+    It has no values of its own: it implements the protocol by which torch.distributed.checkpoint
+    asks a tensor for its parts (``torch.distributed._checkpointable._Checkpointable``, which
+    DTensor implements too). Any other operation on it is an error.
     """
 
     place: Place
     flats: Flats
-    parts: dict[torch.Size, Tensor]  # offsets in the whole tensor -> view of this rank's memory
+    parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> view of this rank's memory
 
     @property
     def label(self) -> str:
@@ -84,29 +80,29 @@ class SlicedTensor(Described):
     def __new__(
         cls, place: Place, flats: Flats, dtype: torch.dtype, device: torch.device, parts: dict
     ) -> SlicedTensor:
-        """A tensor shaped like the parameter in ``place``."""
+        """Make a tensor shaped like the parameter in ``place``."""
         tensor = Tensor._make_wrapper_subclass(cls, place.entry.size, dtype=dtype, device=device)
         tensor.place, tensor.flats, tensor.parts = place, flats, parts
         return tensor
 
     def fill(self, whole: Tensor) -> None:
-        """Copy this rank's parts out of a whole tensor."""
+        """Copy this rank's parts out of a full tensor."""
         for offsets, part in self.parts.items():
             part.copy_(
                 whole[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))]
             )
 
-    def copied(self) -> SlicedTensor:
-        """The same with copies of this rank's parts in CPU memory."""
+    def copy_to_cpu(self) -> SlicedTensor:
+        """Return a slice whose parts are copies of this rank's parts in CPU memory."""
         parts = {offsets: part.to("cpu", copy=True) for offsets, part in self.parts.items()}
         tensor = Tensor._make_wrapper_subclass(
             SlicedTensor, self.size(), dtype=self.dtype, device=torch.device("cpu")
         )
-        tensor.place, tensor.flats, tensor.parts = self.place, _no_flats, parts
+        tensor.place, tensor.flats, tensor.parts = self.place, _refuse_to_gather, parts
         return tensor
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """What this rank writes of the tensor."""
+        """Describe each part that this rank writes, for the planner of a save."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -122,7 +118,7 @@ class SlicedTensor(Described):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank holds of the tensor."""
+        """Return offsets and sizes of the parts that this rank holds."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -131,16 +127,18 @@ class SlicedTensor(Described):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The memory of one part."""
+        """Return the memory of one part."""
         assert index.offset is not None
         part = self.parts[index.offset]
-        return _alone(part) if type(self) is SlicedTensor and part.device.type == "cpu" else part
+        if type(self) is SlicedTensor and part.device.type == "cpu":
+            return _as_own_storage(part)
+        return part
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Nothing can be computed with it."""
+        """Raise: no rank has the values of the full tensor."""
         labels = [repr(a.label) for a in args if isinstance(a, SlicedTensor)] or ["a tensor"]
-        # No TypeError: Python would take it for an operator that there is not, and say that.
+        # Not a TypeError: Python would replace the text by "unsupported operand type".
         raise RuntimeError(
             f"`{getattr(func, '__name__', func)}` needs the values of {labels[0]}, of which each"
             " rank holds a part while a checkpoint is saved. Names can be changed and entries"
@@ -150,9 +148,11 @@ class SlicedTensor(Described):
         )
 
 
-def _alone(part: Tensor) -> Tensor:
-    """The same memory as the whole of a storage: of larger ones torch keeps copies until a file is
-    written.
+def _as_own_storage(part: Tensor) -> Tensor:
+    """Return the same memory as a tensor whose storage is no larger than the part.
+
+    ``_SerialCpuLoader.values`` of torch.distributed.checkpoint.filesystem clones a tensor with a
+    larger storage, so a rank would need the memory of its parts again while a file is written.
     """
     flat = part.detach().as_strided((part.numel(),), (1,))  # dense: boxes are ranges of memory
     return (
@@ -163,9 +163,7 @@ def _alone(part: Tensor) -> Tensor:
 
 
 class OwnedTensor(SlicedTensor):
-    """A tensor of any shape that one rank holds whole: state of an optimizer that steps on whole
-    tensors.
-    """
+    """A full tensor of any shape on one rank: state of an optimizer that steps on full tensors."""
 
     engine: Zero3Engine
     owner: int
@@ -180,14 +178,15 @@ class OwnedTensor(SlicedTensor):
         owner: int,
         value: Tensor | None,
     ) -> OwnedTensor:
-        """State of the parameter in ``place``; ``value`` is None on all ranks but the owner."""
+        """Make state of the parameter in ``place``; only the owner gives a ``value``."""
         tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=engine.device)
-        tensor.engine, tensor.place, tensor.flats, tensor.owner = engine, place, _no_flats, owner
+        tensor.engine, tensor.place, tensor.owner = engine, place, owner
+        tensor.flats = _refuse_to_gather
         tensor.parts = {} if value is None else {torch.Size([0] * len(size)): value}
         return tensor
 
-    def whole(self) -> Tensor:
-        """The value, on all ranks; collective."""
+    def broadcast_value(self) -> Tensor:
+        """Return the owner's value on all ranks; collective."""
         parts = list(self.parts.values())
         value = (
             parts[0].contiguous().clone()
@@ -197,77 +196,86 @@ class OwnedTensor(SlicedTensor):
         return self.engine.collectives.broadcast(value, self.owner)
 
 
-class SavedTensor(Described):
-    """A tensor in a checkpoint. Its shape and dtype are known; its values are read when an
-    operation needs them.
-    """
+class SavedTensor(TensorDescription):
+    """A tensor in a checkpoint, whose values are read when an operation needs them."""
 
-    read: Callable[[], Tensor]  # the whole value, on the CPU; local
+    label: str
+    read: Callable[[], Tensor]  # returns the full value, on the CPU; local
 
     @staticmethod
     def __new__(
         cls, label: str, size: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> SavedTensor:
-        """A tensor of ``size`` that ``read`` reads; ``label`` is its name in the checkpoint."""
+        """Make a tensor that ``read`` reads; ``label`` is its name in the checkpoint."""
         tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
         tensor.label, tensor.read = label, read
         return tensor
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The result for the values, which are read."""
+        """Read the values and return the result of the operation on them."""
         args, kwargs = tree_map(
             lambda a: a.read() if isinstance(a, SavedTensor) else a, (args, kwargs)
         )
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> SavedTensor:
-        """Itself: nothing can change it."""
+        """Return the tensor itself: nothing can change it."""
         return self
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies."""
+    """The unit and the entry of a parameter, which say where its shards are."""
 
     unit: Unit
     entry: Entry
 
     def slice_of(self, flats: Flats, dtype: torch.dtype, device: torch.device) -> SlicedTensor:
-        """The parameter-shaped tensor whose part on this rank lies in the flat tensor of the
-        group.
+        """Return a slice of the parameter's shape, with views of the group's flat tensor.
+
+        Args:
+            flats: returns the flat tensor of the parameter's group.
+            dtype: of that flat tensor; ranks that own no part must give the same.
+            device: of that flat tensor.
         """
         part = self.entry.part
-        flat = None if part is None else flats(self.entry.group)
-        parts = {} if flat is None else dict(_cut(part.of(flat), self.entry, part.span))
+        parts = (
+            {}
+            if part is None or (flat := flats(self.entry.group)) is None
+            else dict(_cut_views(part.of(flat), self.entry, part.span))
+        )
         return SlicedTensor(self, flats, dtype, device, parts)
 
     def slice_within(self, segment: Tensor, begin: int) -> SlicedTensor:
-        """The same in a flat tensor that holds the group's elements from ``begin`` on."""
-        part = replace(self.entry.part, start=self.entry.part.start - begin)
-        parts = dict(_cut(part.of(segment), self.entry, part.span))
-        return SlicedTensor(self, _no_flats, segment.dtype, segment.device, parts)
+        """Return a slice with views of ``segment``, the group's elements from ``begin`` on."""
+        part = self.entry.part
+        assert part is not None
+        flat = segment[part.start - begin : part.stop - begin]
+        parts = dict(_cut_views(flat, self.entry, part.span))
+        return SlicedTensor(self, _refuse_to_gather, segment.dtype, segment.device, parts)
 
 
-def _no_flats(group: FlatGroup) -> Tensor | None:
+def _refuse_to_gather(group: FlatGroup) -> Tensor | None:
     raise AssertionError("a slice that is only read from a checkpoint is never gathered")
 
 
-def _cut(flat: Tensor, entry: Entry, span: Span) -> Iterator[tuple[torch.Size, Tensor]]:
-    """(offsets, view of ``flat``) of each box; ``flat`` holds the elements of ``span`` in the
-    parameter's memory order.
+def _cut_views(flat: Tensor, entry: Entry, span: Span) -> Iterator[tuple[torch.Size, Tensor]]:
+    """Yield (offsets, view of ``flat``) of each box of ``span``.
+
+    ``flat`` [elements of ``span``] is in the parameter's memory order.
     """
     order = memory_order(entry.stride)
-    # from memory order to the user's dimensions
+    # permutation from memory order to the user's dimensions
     back = sorted(range(len(order)), key=lambda k: order[k])
     for box in cut_into_boxes([entry.size[dim] for dim in order], span.start, span.stop):
-        yield torch.Size(box.offsets[k] for k in back), _view(flat, box).permute(back)
+        yield torch.Size(box.offsets[k] for k in back), _view_box(flat, box).permute(back)
 
 
-def _view(flat: Tensor, box: Box) -> Tensor:
+def _view_box(flat: Tensor, box: Box) -> Tensor:
     return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
 
 
-def places(engine: Zero3Engine) -> dict[str, Place]:
-    """Place of every parameter, by name."""
+def places_by_name(engine: Zero3Engine) -> dict[str, Place]:
+    """Return the place of every parameter, by name."""
     return {entry.name: Place(unit, entry) for unit in engine.units for entry in unit.entries}

@@ -1,7 +1,6 @@
-"""What needs neither torch.distributed nor Lightning: pauses of the collector, stacks of threads,
-random states.
-"""
+"""What needs no other room: collector pauses, thread stacks, random states, profiler ranges."""
 
 from .gc_pause import without_collection
+from .profiling import profile_range
 
-__all__ = ["without_collection"]
+__all__ = ["profile_range", "without_collection"]

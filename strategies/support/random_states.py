@@ -32,7 +32,7 @@ def derive_seed(*keys: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators, the current CUDA device's only if CUDA is in use already."""
+    """Seed all generators; the current CUDA device's only if CUDA is in use already."""
     seed_cpu(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed(seed)
@@ -42,22 +42,22 @@ def seed_cpu(seed: int) -> None:
     """Seed python, numpy and torch's CPU generator."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not torch.manual_seed: it asks every accelerator backend too, which costs 100 times as much.
+    # Not torch.manual_seed, which also seeds every accelerator backend, at 100 times the cost.
     torch.default_generator.manual_seed(seed)
 
 
 def seed_rank(seed: int, rank: int) -> None:
     """Give each rank a dropout and augmentation stream of its own, reproducible from the seed.
 
-    Call it after the weights were initialised, which needs equal generators on all ranks. Rank 0
-    keeps its generators, so that a run on one rank draws the same numbers with and without us.
+    Call it after the initialisation of the weights, which needs equal generators on all ranks. Rank
+    0 keeps its generators, so that a run on one rank draws the same numbers as without zero3.
     """
     if rank > 0:
         seed_all(derive_seed(seed, rank))
 
 
 def capture() -> State:
-    """The states of all generators of this process."""
+    """Return the states of all generators of this process."""
     version, keys, gauss = random.getstate()
     _, np_keys, pos, has_gauss, cached = np.random.get_state()
     state: State = {
@@ -67,7 +67,7 @@ def capture() -> State:
             "gauss": gauss,
         },
         "numpy": {
-            # As int64: torch.load refuses numpy arrays by default.
+            # As an int64 tensor, because torch.load refuses numpy arrays by default.
             "keys": torch.from_numpy(np.asarray(np_keys).astype(np.int64)),  # [624]
             "pos": int(pos),
             "has_gauss": int(has_gauss),
@@ -81,7 +81,7 @@ def capture() -> State:
 
 
 def restore(state: State) -> None:
-    """Put every generator in ``state`` back to where it was."""
+    """Set every generator of ``state`` to the state that it had."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
@@ -92,8 +92,9 @@ def restore(state: State) -> None:
 
 
 def mark(device: bool = False) -> Callable[[], None]:
-    """Remember where the generators are, the current CUDA ``device``'s too; the result puts them
-    back. Takes microseconds.
+    """Return a function that sets the generators back to their present states.
+
+    With ``device`` also the current CUDA device's. Takes microseconds.
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if device and _cuda_in_use() else None
@@ -121,7 +122,7 @@ def scoped(seed: int | None = None) -> Iterator[None]:
 
 
 def gather_states() -> list[State]:
-    """The states of every rank, on every rank. A collective."""
+    """Return the states of all ranks, in rank order, on every rank. Collective."""
     if not dist.is_initialized():
         return [capture()]
     states: list[Any] = [None] * dist.get_world_size()
@@ -130,7 +131,7 @@ def gather_states() -> list[State]:
 
 
 def restore_rank(states: Sequence[State], rank: int, seed: int, step: int) -> None:
-    """Restore this rank's state, or derive one if there were fewer ranks."""
+    """Restore this rank's state, or seed it from ``seed`` and ``step`` if ``states`` has none."""
     if rank < len(states):
         restore(states[rank])
     else:
@@ -138,19 +139,18 @@ def restore_rank(states: Sequence[State], rank: int, seed: int, step: int) -> No
 
 
 def synchronize(names: Sequence[str]) -> None:
-    """Set these generators ("torch", "cuda", "numpy", "python") of all ranks to rank 0's state. A
-    collective.
+    """Set the generators ``names`` of all ranks to rank 0's states. Collective.
 
-    From there on all ranks draw the *same* dropout masks, and the same augmentation in the main
-    process, for their different samples, which correlates the ranks' gradients. Seldom wanted; the
-    order of samples does not need it.
+    Names are "torch", "cuda", "numpy" and "python". From there on all ranks draw the *same* dropout
+    masks, and the same augmentation in the main process, for their different samples, which
+    correlates the ranks' gradients. Runs seldom want that; the order of samples does not need it.
     """
     if not dist.is_initialized():
         return
-    mine = capture()
+    own = capture()
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, {name: mine[name] for name in names if name in mine})
-    restore({**mine, **states[0]})
+    dist.all_gather_object(states, {name: own[name] for name in names if name in own})
+    restore({**own, **states[0]})
 
 
 def _cuda_in_use() -> bool:

@@ -1,4 +1,4 @@
-"""What the threads of this process run."""
+"""A safe way to read the stacks of this process's threads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def read_frames(read: Callable[[dict[int, FrameType]], T]) -> T:
-    """Call ``read`` with the frame that each thread runs, by the thread's ``ident``; it keeps none
-    of them.
+    """Return what ``read`` returns for the frames that threads run, by the threads' ``ident``.
 
-    Nobody collects garbage meanwhile. Up to CPython 3.11 listing frames and ``f_back`` may start a
-    collection; where a finalizer lets other threads run, these lock up (python/cpython#106883) or
-    leave the frame that is being read, whose memory then is another's.
+    ``read`` must keep no frame. hazard: up to CPython 3.11 listing frames and ``f_back`` may start
+    a garbage collection; if a finalizer then lets other threads run, they lock up
+    (python/cpython#106883) or leave the frame that ``read`` looks at, whose memory is used again.
+    So the collector is off meanwhile.
     """
     with without_collection():
         return read(sys._current_frames())

@@ -793,8 +793,8 @@ class ReadByAllUsedByOneRank(Case):
     pitfalls = (2, 3)
     worlds = (2,)
     refused = (
-        r"The ranks run different things: .*unit blocks\.1.*a term of the loss that one rank"
-        r" alone has"
+        r"The ranks run different things: .*unit blocks\.1.*a term of the loss that only one rank"
+        r" has"
     )
 
     def train(self, run):

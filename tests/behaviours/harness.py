@@ -182,6 +182,7 @@ def case(cls: type[Case]) -> type[Case]:
     """Add a behaviour to the matrix."""
     name = kebab(cls.__name__)
     assert name not in CASES and cls.__doc__, cls
+    cls.__doc__ = " ".join(cls.__doc__.split())  # a row of the table
     CASES[name] = cls()
     return cls
 
@@ -357,7 +358,7 @@ class Zero3Run(Run):
         return parameter.dtype
 
     def step(self, function: Callable[[nn.Module], Any]) -> Any:
-        self.engine = self.param_groups.follow(self.engine)
+        self.engine = self.param_groups.apply_edits(self.engine)
         with self.engine.step():
             return function(self.model)
 
@@ -607,9 +608,12 @@ def execute(case: Case, run: type[Run], rank: int, world_size: int) -> dict[str,
 
 def compare_on_rank(
     rank: int, world_size: int, engine: str, names: list[str], device: str, gain: bool = False
-) -> dict[str, list[str]]:
-    """Run cases twice on this rank; what differs, in words. With ``gain`` a chain has a parameter
-    of its own.
+) -> dict[str, list[Any]]:
+    """Run cases twice on this rank. With ``gain`` a chain has a parameter of its own.
+
+    Returns:
+        for each case what differs, in words; where all ranks refuse it, (type, text) of each
+        rank's error.
     """
     from . import load_cases
 
@@ -628,7 +632,12 @@ def compare_on_rank(
         except BaseException as error:
             _tell(name, rank, mine := [type(error).__name__, str(error)])
             everyone = ENGINES[engine].refuses and not case.refused_by_one
-            raise Raised(json.dumps(_told(name, world_size) if everyone else [mine])) from error
+            raised = _told(name, world_size) if everyone else [mine]
+            # A refusal of all ranks leaves the process group as it was; the next case may have it.
+            if len(names) > 1 and ENGINES[engine].refuses and _is_refusal(case, world_size, raised):
+                found[name] = raised
+                continue
+            raise Raised(json.dumps(raised)) from error
         _tell(name, rank, None)
         found[name] = differences(
             expected, trained, case.rtol, TIMES_ON_A_GPU.get(name, 1) if device == "cuda" else 1
@@ -722,12 +731,15 @@ def run_cases(
     device: str = "cpu",
     gain: bool = False,
 ) -> dict[str, Outcome]:
-    """Run many cases, those that should be right ``together`` in one process; two such at a time,
-    as ranks often wait.
+    """Run many cases, those ``together`` in one process group that leave it as it was; two such at
+    a time, as ranks often wait.
     """
-    expected_right = [n for n in names if n in together]
+    right = [n for n in names if n in together and CASES[n].expected(world_size) == "right"]
+    refused = [n for n in names if n in together and n not in right]
     batches = [
-        expected_right[start : start + BATCH] for start in range(0, len(expected_right), BATCH)
+        kind[start : start + BATCH]
+        for kind in (right, refused)
+        for start in range(0, len(kind), BATCH)
     ]
     batches += [[n] for n in names if n not in together]
     with ThreadPoolExecutor(2) as pool:
@@ -749,7 +761,7 @@ def _run_together(
         ranks = run_ranks(
             compare_on_rank, world_size, engine, names, device, gain, timeout=60 + 5 * len(names)
         )
-        return {n: _compared([found[n] for found in ranks]) for n in names}
+        return {n: _outcome(CASES[n], world_size, [found[n] for found in ranks]) for n in names}
     except AssertionError as failure:
         size = 1 if "not finished after" in str(failure) else -(-len(names) // 2)
         parts = [names[start : start + size] for start in range(0, len(names), size)]
@@ -761,6 +773,20 @@ def _run_together(
         alone = engine != "zero3" or any(o.kind != "right" for o in outcomes.values())
         assert alone, f"{names} are right in parts, but not together: {failure}"
         return outcomes
+
+
+def _is_refusal(case: Case, world_size: int, raised: list[Any]) -> bool:
+    """Whether all ranks have raised what is expected."""
+    refusal = case.refusal(world_size)
+    return refusal is not None and all(
+        error and re.search(refusal, error[1], re.DOTALL) for error in raised
+    )
+
+
+def _outcome(case: Case, world_size: int, ranks: list[list[Any]]) -> Outcome:
+    if case.refusal(world_size) and ranks[0] and isinstance(ranks[0][0], list):
+        return Outcome("refused", ": ".join(ranks[0][0]))
+    return _compared(ranks)
 
 
 def _compared(ranks: list[list[str]]) -> Outcome:
@@ -778,14 +804,10 @@ def _failed(engine: str, case: Case, world_size: int, text: str) -> Outcome:
     raised = re.search(r"^\S*Raised: (\[.*\])$", text, re.MULTILINE)
     if raised is None:
         return Outcome("error", text)
-    ranks, refusal = json.loads(raised[1]), case.refusal(world_size)
+    ranks = json.loads(raised[1])
     if any(error and error[0] == OnlyZero3.__name__ for error in ranks):
         return Outcome("-")
-    if (
-        ENGINES[engine].refuses
-        and refusal
-        and all(error and re.search(refusal, error[1], re.DOTALL) for error in ranks)
-    ):
+    if ENGINES[engine].refuses and _is_refusal(case, world_size, ranks):
         return Outcome("refused", ": ".join(ranks[0]))
     said = [
         f"rank {rank} raised {': '.join(error) if error else 'nothing'}"

@@ -122,7 +122,8 @@ class Feature:
     timeout = 60.0
 
     def __init__(self, name: str, module: type[trainer_modules.Module]) -> None:
-        self.name, self.refused, self.__doc__ = name, module.refused, module.__doc__
+        self.name, self.refused = name, module.refused
+        self.__doc__ = " ".join(module.__doc__.split())  # a row of the table
 
     def expected(self, world_size: int) -> str:
         """Kind of zero3's outcome."""

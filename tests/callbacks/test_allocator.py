@@ -440,7 +440,7 @@ def test_from_yaml(tmp_path):
         callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig)
     )
     config.restore_now()
-    assert to_text(config.asked) == (
+    assert to_text(config.arguments) == (
         "max_split_size_mb:64,roundup_power2_divisions:[256:1,512:2,>:4],garbage_collection_threshold:0.8,"
         "per_process_memory_fraction:0.9"
     )
@@ -449,7 +449,7 @@ def test_from_yaml(tmp_path):
     trainer = from_yaml(tmp_path, text)
     (again,) = (callback for callback in trainer.callbacks if isinstance(callback, AllocatorConfig))
     again.restore_now()
-    assert again.asked == config.asked
+    assert again.arguments == config.arguments
 
 
 # ---- suggest

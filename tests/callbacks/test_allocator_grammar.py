@@ -365,7 +365,7 @@ VALUES = {
     "fraction": lambda option: st.floats(0.001, 0.999),
     "whole": lambda option: (
         st.sampled_from([2**power for power in range(8)])
-        if option.power_of_two
+        if option.is_power_of_two
         else st.integers(int(option.low) + 30, 2**30)
     ),
 }

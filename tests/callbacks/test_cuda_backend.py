@@ -169,7 +169,7 @@ trainer:
         callback for callback in trainer.callbacks if isinstance(callback, CUDABackendConfig)
     )
     config.restore_now()
-    assert config.asked == {
+    assert config.arguments == {
         "tf32_matmul": True,
         "deterministic": "warn",
         "cufft_plan_cache_size": {0: 8},

@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from helpers.tracking import MIB, WIDTH, Model, fit, needs_cuda
 from lightning_zero3.callbacks import CUDAMemoryTracker
 from lightning_zero3.callbacks.memory.figures import GIB, KEYS
-from lightning_zero3.callbacks.memory.ledger import CATEGORIES, OF_THE_STRATEGY
+from lightning_zero3.callbacks.memory.ledger import CATEGORIES, STRATEGY_CATEGORIES
 from lightning_zero3.callbacks.memory.phases import PHASES
 
 LAYERS = 12  # so that the data set is far below 1% of them
@@ -170,7 +170,9 @@ class Told(SingleDeviceStrategy):
 
     def memory_ledger(self, per_unit=False):
         ledger = dict(
-            zip(OF_THE_STRATEGY, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True)
+            zip(
+                STRATEGY_CATEGORIES, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True
+            )
         )
         return {**ledger, "units": {"layers.0": 7 * MIB, "head": 3 * MIB}} if per_unit else ledger
 

@@ -207,7 +207,7 @@ def test_short_steps_are_read_closely_only_as_often_as_time_allows():
     for _ in range(10):
         run_a_step(meter, source)
         assert meter.step_peak == 400 and meter.step_peaks == {}
-    assert source.reads == reads + 10 and (meter.close, meter.steps) == (1, 12)
+    assert source.reads == reads + 10 and (meter.close_steps, meter.steps) == (1, 12)
     meter.enter("validation")
     source.go(900, 100)
     meter.enter("other")

@@ -61,7 +61,10 @@ class Disk(Callback):
             self.answers.set()
             saving = trainer.strategy._background
             while (
-                self.fails and saving.running and trainer.global_rank == 0 and not saving.finished()
+                self.fails
+                and saving.is_running
+                and trainer.global_rank == 0
+                and not saving.is_finished()
             ):
                 time.sleep(0.01)  # the other rank may not know yet
 

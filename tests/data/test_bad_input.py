@@ -172,7 +172,7 @@ def test_streams_of_their_own_keep_a_position_per_rank():
     state = run_ranks(save_own, 2)[0]
     assert run_ranks(load_own, 2, state) == [[2, 3], [4, 5]]
     for text in run_ranks(load_own, 3, state):
-        assert "positions on 2 ranks mean nothing on 3" in text
+        assert "positions of 2 ranks mean nothing on 3" in text
 
 
 def test_options():

@@ -8,7 +8,7 @@ import torch
 from data.datasets import Indices, make_loader
 
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
-from lightning_zero3.strategies.data.device import DeviceFeed, move
+from lightning_zero3.strategies.data.device import DeviceFeed, move_batch
 
 Pair = namedtuple("Pair", "a b")
 
@@ -66,7 +66,7 @@ def check(batch, device):
 
 def test_any_nesting_is_moved_and_the_original_is_not():
     batch = make_batch()
-    check(move(batch, torch.device("meta")), "meta")
+    check(move_batch(batch, torch.device("meta")), "meta")
     check(batch, "cpu")
 
 

@@ -53,7 +53,7 @@ def test_stop_at_every_batch_and_continue_on_any_world():
                 assert all(len(loader) == -(-N // (2 * new_world)) for loader in resumed)
                 # the next epoch is whole, of the saved seed
                 for rank, loader in enumerate(resumed):
-                    assert loader.resumed.batches + len(rest[rank]) == len(loader)
+                    assert loader.saved_run.batches + len(rest[rank]) == len(loader)
                     loader.set_epoch(1)
                     assert run(loader)[0] == order_of(1)[2 * rank : 2 * rank + 2]
 
@@ -253,7 +253,7 @@ def test_batches_that_the_loop_holds_back_do_not_count():
 
     loader = shards(make, 1)[0]
     run(loader, 3)
-    loader.held_by_consumer = lambda: 1
+    loader.count_prefetched_batches = lambda: 1
     resumed = shards(make, 1)[0]
     save_and_load(loader, resumed)
     assert run(resumed)[0] == [4, 5]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero3.strategies.data.order import RowPlan, batches_before, stream_rows, take
+from lightning_zero3.strategies.data.order import RowPlan, batches_before, read_cell, stream_rows
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "accelerate.json").read_text())["vectors"]
 WORLDS = range(1, 17)
@@ -19,7 +19,7 @@ def of_kind(kind):
 def cut(plan, items):
     """Every rank's batches, cells without items left out."""
     return [
-        [cell for row in range(plan.rows) if (cell := take(items, plan, row, rank))]
+        [cell for row in range(plan.rows) if (cell := read_cell(items, plan, row, rank))]
         for rank in range(plan.world)
     ]
 
@@ -107,7 +107,7 @@ def test_global_order_is_the_same_on_every_world():
             for n in (0, 1, 7, 16, 50):
                 plan = RowPlan(n, 3, world, tail)
                 rows = [
-                    [i for rank in range(world) for i in take(range(n), plan, row, rank)]
+                    [i for rank in range(world) for i in read_cell(range(n), plan, row, rank)]
                     for row in range(plan.rows)
                 ]
                 assert [i for row in rows for i in row] == list(range(n))
@@ -137,14 +137,19 @@ def test_continued_on_another_world_exactly_the_rest_remains(tail):
         n, batch, world = rng.randint(1, 90), rng.randint(1, 5), rng.randint(1, 16)
         before = RowPlan(n, batch, world, tail)
         rows = rng.randint(0, before.rows)
-        handed = before.handed_over(rows)
+        handed = before.items_after(rows)
         first = {
-            i for row in range(rows) for r in range(world) for i in take(range(n), before, row, r)
+            i
+            for row in range(rows)
+            for r in range(world)
+            for i in read_cell(range(n), before, row, r)
         }
         assert first == set(range(handed))
         after = RowPlan(n, rng.randint(1, 5), rng.randint(1, 16), tail, start=handed)
         cells = [
-            take(range(n), after, row, r) for row in range(after.rows) for r in range(after.world)
+            read_cell(range(n), after, row, r)
+            for row in range(after.rows)
+            for r in range(after.world)
         ]
         rest = [i for cell in cells for i in cell]
         repeats = len(rest) - (n - handed)
@@ -158,7 +163,7 @@ def test_lengths_add_up_when_an_epoch_is_continued():
         for n in (1, 8, 26, 27, 31):
             plan = RowPlan(n, 2, world)
             for rows in range(plan.rows + 1):
-                rest = plan.continued(plan.handed_over(rows))
+                rest = plan.continue_at(plan.items_after(rows))
                 assert [batches_before(rest, r) for r in range(world)] == [rows] * world
 
 
@@ -181,7 +186,7 @@ def test_a_stream_resumes_from_every_row():
                 for k, row in enumerate(whole[:-1]):
                     begin = row.mark or 0
                     again = stream_rows(counted(begin), shape, lambda: read, lambda: head, begin)  # noqa: B023
-                    rest = [r.cells for r in again][row.skip :]
+                    rest = [r.cells for r in again][row.rows_to_skip :]
                     assert rest == [r.cells for r in whole[k + 1 :]]
                 assert not whole or whole[-1].mark == n
 

@@ -93,7 +93,7 @@ AT_ONCE |= {
     for rank in (0, 1)  # rank 0 serves what the other asks
 }
 ALONE = (
-    "look for what one rank does alone, as under `if trainer.is_global_zero:` (a forward, a load, a"
+    "(1) code that one rank runs alone, as under `if trainer.is_global_zero:` (a forward, a load, a"
     " save)"
 )
 DIVERGENCES = [Fault("other order", "forward", 1, 3), Fault("skipped unit", "forward", 0, 2)]

@@ -5,13 +5,15 @@
 import re
 import warnings
 from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from helpers.recorded import Net
 from helpers.tracking import needs_cuda, on_cuda
-from lightning_zero3.callbacks.graphs.device import CudaGraphs, telling_waits
+from lightning_zero3.callbacks.graphs import source_lines
+from lightning_zero3.callbacks.graphs.device import CudaGraphs, report_waits
 from lightning_zero3.callbacks.graphs.source_lines import describe_line, user_line
 from lightning_zero3.callbacks.graphs.watch import Watch
 
@@ -156,7 +158,7 @@ def modes(monkeypatch):
 def test_each_wait_is_told_with_its_line_and_other_warnings_go_on(modes):
     lines = []
     with pytest.warns(UserWarning) as others:
-        with telling_waits(lambda frame: lines.append(describe_line(user_line(frame)))):
+        with report_waits(lambda frame: lines.append(describe_line(user_line(frame)))):
             for _ in range(2):
                 warnings.warn(WAIT, stacklevel=1)
             warnings.warn("something else", stacklevel=1)
@@ -205,3 +207,7 @@ def test_an_allocator_that_tells_nothing_of_pools(monkeypatch):
     for backend, nbytes in (("native", 3), ("cudaMallocAsync", 0)):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
         assert graphs.pool_nbytes() == nbytes
+
+
+def test_the_engine_is_known_by_modules_that_exist():
+    assert all(find_spec(name) for name in source_lines._ENGINE)

@@ -172,5 +172,5 @@ def test_a_hook_that_replaces_arguments_is_an_error():
         RuntimeError, match="A step pre-hook of AdamW replaces arguments, which a graph cannot"
     ):
         optimizer.step()
-    captured.remove()
+    captured.uninstall()
     optimizer.step()

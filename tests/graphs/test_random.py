@@ -83,7 +83,7 @@ class Device:
     def capture(self, states, program, forward, watched):
         self.kernels = []
         try:
-            with states.following(forward), watched.following(forward):
+            with states.track_calls(forward), watched.track_calls(forward):
                 program()
             return self.kernels
         finally:
@@ -125,12 +125,12 @@ def step(device):
 def test_replays_draw_what_eager_steps_draw(monkeypatch):
     device, watched = Device(monkeypatch), RandomStates(torch.cuda)
     forward, backward = step(device)
-    watched.begin()
-    with watched.following(forward=True):
+    watched.note_start()
+    with watched.track_calls(forward=True):
         forward()
-    with watched.following(forward=False):
+    with watched.track_calls(forward=False):
         backward()
-    assert watched.offsets == [4, 16] and watched.place == HOME
+    assert watched.offsets == [4, 16] and watched.position == HOME
 
     states = CapturedRandomStates(torch.device("cuda", 0), watched.offsets)
     forward, backward = step(device)
@@ -138,7 +138,7 @@ def test_replays_draw_what_eager_steps_draw(monkeypatch):
         device.capture(states, forward, True, watched),
         device.capture(states, backward, False, watched),
     )
-    assert watched.place == HOME
+    assert watched.position == HOME
     for seed in (7, 7, 23):  # the user may seed anew between steps
         begin = torch.tensor(
             list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8
@@ -168,24 +168,24 @@ def test_replays_on_a_gpu_draw_what_eager_steps_draw():
     graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
     # a capture leaves the generator's numbers to be written in its stream: replays must come after
     # that
-    graphs.enter()
+    graphs.enter_stream()
     try:
         compare_replays(graphs)
     finally:
-        graphs.leave()
+        graphs.leave_stream()
 
 
 def compare_replays(graphs):
     watched = RandomStates(torch.cuda)
     forward, backward = step(Gpu())
-    watched.begin()
-    with watched.following(forward=True):
+    watched.note_start()
+    with watched.track_calls(forward=True):
         forward()
-    with watched.following(forward=False):
+    with watched.track_calls(forward=False):
         backward()
     pair, captured = graphs.make_pair([], watched.offsets), []
     for graph, program, is_forward in zip(pair, step(Gpu()), (True, False), strict=True):
-        with graph.capture(), watched.following(is_forward):
+        with graph.capture(), watched.track_calls(is_forward):
             captured += program()
     for seed in (7, 7, 23):
         torch.cuda.manual_seed(seed)

@@ -19,10 +19,10 @@ BAD_STEP = 15
 class Counting(CUDAGraphStep):
     """Knows how often it replayed, and whether the last step was a replay."""
 
-    def _remove(self):
+    def _uninstall(self):
         if self._runner is not None:
-            self.replays, self.replayed = self._runner.replays, self._runner._replayed
-        super()._remove()
+            self.replays, self.replayed = self._runner.replays, self._runner._is_replay
+        super()._uninstall()
 
 
 class Spoiled(Net):

@@ -196,7 +196,7 @@ def test_a_place_that_is_no_number_stops_the_trainer_and_is_named(environ, varia
     environ(variables)
     with pytest.raises(
         LaunchError,
-        match=rf"is no whole number \(invalid literal .*Set are: .*{name}={variables[name]}",
+        match=rf"is no whole number \(invalid literal .*Variables set: .*{name}={variables[name]}",
     ):
         make_trainer(2)
 

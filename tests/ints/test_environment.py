@@ -32,7 +32,7 @@ DEVIATIONS = {
     # so all are on this host.
     "rank+world, no LOCAL_RANK": (1, 1, 0, 4, 4, "127.0.0.1", 29500),
     # Lightning: one process.
-    "WORLD_SIZE only": "its rank is unknown: RANK is not set. Set are: WORLD_SIZE=4",
+    "WORLD_SIZE only": "its rank is unknown: RANK is not set. Variables set: WORLD_SIZE=4",
     # Lightning: rank 0 on every node.
     "manual launcher (torchrun vars without TORCHELASTIC_RUN_ID)": (5, 1, 1, 8, 4, "h0", 1),
     # Lightning refuses too, but names 8 tasks on each of 2 nodes as the remedy for 8 tasks.

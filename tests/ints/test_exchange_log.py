@@ -18,7 +18,7 @@ def stepped(rates, times=1):
     exchange_log = ExchangeLog()
     exchange_log.settings = lambda: [("Adam", 0, "lr", rate) for rate in rates]
     for _ in range(times):
-        exchange_log.step([("Adam", 0, "gradients", 4)])
+        exchange_log.record_step([("Adam", 0, "gradients", 4)])
     return exchange_log
 
 
@@ -44,12 +44,12 @@ def test_every_value_counts():
 def test_steps_without_a_backward_are_bounded_and_compared():
     """One of 6000 has another rate."""
     mine, theirs = stepped((-1.0,), 6000), stepped((-1.0,), 2)
-    assert len(mine.stepped) <= 10_000
+    assert len(mine.step_settings) <= 10_000
     theirs.settings = lambda: [("Adam", 0, "lr", -2.0)]
-    theirs.step([("Adam", 0, "gradients", 4)])
+    theirs.record_step([("Adam", 0, "gradients", 4)])
     theirs.settings = lambda: [("Adam", 0, "lr", -1.0)]
     for _ in range(5997):
-        theirs.step([("Adam", 0, "gradients", 4)])
+        theirs.record_step([("Adam", 0, "gradients", 4)])
     assert mine.steps == theirs.steps and mine.digest([]) != theirs.digest([])
     with pytest.raises(DivergenceError, match="a digest of 5001 steps"):
         require_same_settings([mine.all_settings(), theirs.all_settings()])
@@ -59,8 +59,8 @@ def test_steps_without_a_backward_are_bounded_and_compared():
 def test_what_a_value_is_of_counts(note):
     assert ExchangeLog().digest([("w", "written", 1)]) != ExchangeLog().digest([note])
     mine, theirs = ExchangeLog(), ExchangeLog()
-    mine.step([("Adam", 0, "gradient that was assigned to parameter 'v'", 0)])
-    theirs.step([("Adam", 0, "gradient that was assigned to parameter 'w'", 0)])
+    mine.record_step([("Adam", 0, "gradient that was assigned to parameter 'v'", 0)])
+    theirs.record_step([("Adam", 0, "gradient that was assigned to parameter 'w'", 0)])
     assert mine.digest([]) != theirs.digest([])
 
 
@@ -68,9 +68,9 @@ def test_what_was_stored_is_not_forgotten_by_what_is_written():
     """Values of a rank's own, then an exchange: what is stored after it may be made of them."""
     ranks = [ExchangeLog(), ExchangeLog()]
     for rank, exchange_log in enumerate(ranks):
-        exchange_log.wrote("w", torch.tensor(float(rank)), in_step=False)
+        exchange_log.record_write("w", torch.tensor(float(rank)), in_step=False)
         exchange_log.progress[1] += 1
-        exchange_log.wrote("w", torch.tensor(5.0), in_step=True)
-        exchange_log.wrote("w", torch.tensor(5.0), in_step=False)
+        exchange_log.record_write("w", torch.tensor(5.0), in_step=True)
+        exchange_log.record_write("w", torch.tensor(5.0), in_step=False)
     with pytest.raises(DivergenceError, match="'w' was stored between steps"):
         require_same_values([exchange_log.checksums() for exchange_log in ranks])

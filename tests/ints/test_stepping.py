@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_zero3.strategies.optimizers import classify
-from lightning_zero3.strategies.optimizers.classify import Stepping, Tried, stepping
+from lightning_zero3.strategies.optimizers.classify import Stepping, SteppingTrial, find_stepping
 
 
 class InBlocks(torch.optim.SGD):
@@ -108,7 +108,7 @@ def test_what_it_must_see(cls):
         if cls in TENSORS
         else Stepping.ELEMENTS
     )
-    assert stepping(make(cls), CPU) is expected
+    assert find_stepping(make(cls), CPU) is expected
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,19 @@ def test_what_it_must_see(cls):
 def test_it_is_tried_with_the_options_of_its_groups_and_past_their_steps(options, expected):
     layers = [nn.Linear(3, 3) for _ in range(2)]
     groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), **options}]
-    assert stepping(ByOption(groups, lr=0.1), CPU) is expected
+    assert find_stepping(ByOption(groups, lr=0.1), CPU) is expected
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-9, 1e-6, torch.tensor(1e-6)])
 def test_a_warm_up_from_next_to_nothing_shows_nothing_at_first(lr):
     assert (
-        stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=lr, foreach=False), CPU)
+        find_stepping(torch.optim.Adam(nn.Linear(3, 3).parameters(), lr=lr, foreach=False), CPU)
         is Stepping.ELEMENTS
     )
     assert (
-        stepping(ByOption([{"params": nn.Linear(3, 3).parameters(), "trust": True}], lr=lr), CPU)
+        find_stepping(
+            ByOption([{"params": nn.Linear(3, 3).parameters(), "trust": True}], lr=lr), CPU
+        )
         is Stepping.TENSORS
     )
 
@@ -170,29 +172,29 @@ def test_it_is_tried_with_what_it_keeps_on_itself(options, expected):
     for name, value in options.items():
         setattr(optimizer, name, value)
     optimizer.count = lambda: pytest.fail("the trial counted the steps of the optimizer itself")
-    assert stepping(optimizer, CPU) is expected
+    assert find_stepping(optimizer, CPU) is expected
 
 
 @pytest.mark.parametrize("cls", REFUSED)
 def test_refused(cls):
     with pytest.raises(ValueError, match=REFUSED[cls]):
-        stepping(make(cls), CPU)
+        find_stepping(make(cls), CPU)
 
 
 def test_it_is_tried_on_the_device_of_the_shards(monkeypatch):
     optimizer = torch.optim.Adam(nn.Linear(3, 3).parameters(), capturable=True)
     with pytest.raises(ValueError, match="could not be tried on small tensors.*capturable"):
-        stepping(optimizer, CPU)
+        find_stepping(optimizer, CPU)
     # As on a GPU, which torch does not look for in tensors of the host.
     monkeypatch.setattr(
         sys.modules["torch.optim.adam"],
         "_get_capturable_supported_devices",
         lambda *args, **kwargs: ["cpu"],
     )
-    assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+    assert find_stepping(optimizer, CPU) is Stepping.ELEMENTS
     torch.set_default_device("meta")  # a user's, for a large model
     try:
-        assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+        assert find_stepping(optimizer, CPU) is Stepping.ELEMENTS
     finally:
         torch.set_default_device(None)
 
@@ -259,7 +261,9 @@ OF_ELEMENTS = {
 @pytest.mark.parametrize("name", [*RARE, *OF_ELEMENTS])
 def test_what_asks_for_more_than_elements_needs_whole_tensors(name):
     optimizer = Rule(nn.Linear(3, 3).parameters(), lr=0.1, rule=(RARE | OF_ELEMENTS)[name])
-    assert stepping(optimizer, CPU) is (Stepping.TENSORS if name in RARE else Stepping.ELEMENTS)
+    assert find_stepping(optimizer, CPU) is (
+        Stepping.TENSORS if name in RARE else Stepping.ELEMENTS
+    )
 
 
 class WithClosure(torch.optim.SGD):
@@ -304,12 +308,12 @@ def by_loss(parameters, loss):
 
 def test_it_is_tried_with_closures():
     assert (
-        stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, extragradient), CPU)
+        find_stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, extragradient), CPU)
         is Stepping.ELEMENTS
     )
     for move in (sharpness_aware, by_loss):
         with pytest.raises(ValueError, match="combines several parameters"):
-            stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, move), CPU)
+            find_stepping(WithClosure(nn.Linear(3, 3).parameters(), 0.1, move), CPU)
 
 
 class Keeps(torch.optim.SGD):
@@ -347,7 +351,7 @@ class Keeps(torch.optim.SGD):
 def test_it_is_tried_with_methods_and_dicts_that_it_keeps_and_with_required_arguments(
     config, expected
 ):
-    assert stepping(Keeps(nn.Linear(3, 3).parameters(), 0.1, 100, **config), CPU) is expected
+    assert find_stepping(Keeps(nn.Linear(3, 3).parameters(), 0.1, 100, **config), CPU) is expected
 
 
 class OnlyGroups(torch.optim.Optimizer):
@@ -373,7 +377,7 @@ def test_it_is_made_again_from_groups(normalise, expected):
         {"params": list(nn.Linear(3, 3).parameters()), "lr": 0.1, "normalise": on}
         for on in (False, normalise)
     ]
-    assert stepping(OnlyGroups(groups), CPU) is expected
+    assert find_stepping(OnlyGroups(groups), CPU) is expected
 
 
 class Late(torch.optim.SGD):
@@ -386,11 +390,11 @@ class Late(torch.optim.SGD):
 
 def test_an_optimizer_may_begin_late():
     assert (
-        stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=20.5), CPU)
+        find_stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=20.5), CPU)
         is Stepping.ELEMENTS
     )
     with pytest.raises(ValueError, match="Late made no update of small tensors in 200 steps"):
-        stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=1e9), CPU)
+        find_stepping(Late(nn.Linear(3, 3).parameters(), lr=0.1, weight_decay=1e9), CPU)
 
 
 class InState(torch.optim.SGD):
@@ -417,7 +421,7 @@ class InState(torch.optim.SGD):
 @pytest.mark.parametrize("kind", InState.kinds)
 def test_state_that_shards_cannot_be_cut_from_needs_whole_tensors(kind):
     optimizer = InState(nn.Linear(3, 3).parameters(), 0.1, kind)
-    assert stepping(optimizer, CPU) is (
+    assert find_stepping(optimizer, CPU) is (
         Stepping.ELEMENTS if kind in ("a tensor", "a number") else Stepping.TENSORS
     )
 
@@ -438,7 +442,7 @@ class ScheduleFree(torch.optim.SGD):
 
 def test_one_that_must_be_told_to_train_is_told():
     optimizer = ScheduleFree(nn.Linear(3, 3).parameters(), 0.1)
-    assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+    assert find_stepping(optimizer, CPU) is Stepping.ELEMENTS
     assert not optimizer.param_groups[0]["train_mode"]
 
 
@@ -454,7 +458,7 @@ def test_a_trial_leaves_the_optimizer_and_the_hooks_of_all_optimizers_alone():
     optimizer = Rule([{"params": nn.Linear(3, 3).parameters(), **options}], lr=0.1, rule=count)
     handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
     try:
-        assert stepping(optimizer, CPU) is Stepping.ELEMENTS
+        assert find_stepping(optimizer, CPU) is Stepping.ELEMENTS
         assert (seen, optimizer.param_groups[0]["buffer"], optimizer.param_groups[0]["table"]) == (
             [],
             [[None, 0]],
@@ -467,14 +471,14 @@ def test_a_trial_leaves_the_optimizer_and_the_hooks_of_all_optimizers_alone():
 
 
 def test_options_that_turn_a_rule_on_later_are_tried_then(monkeypatch):
-    tried = Tried(ByOption(nn.Linear(3, 3).parameters(), lr=0.1), CPU)
-    group = tried.optimizer.param_groups[0]
+    trial = SteppingTrial(ByOption(nn.Linear(3, 3).parameters(), lr=0.1), CPU)
+    group = trial.optimizer.param_groups[0]
     trials = []
-    find_out = classify._find_out
-    monkeypatch.setattr(classify, "_find_out", lambda *args: trials.append(args) or find_out(*args))
+    find_out = classify._classify
+    monkeypatch.setattr(classify, "_classify", lambda *args: trials.append(args) or find_out(*args))
     for step in range(5):
         group["lr"], group["steps"], group["weight_decay"] = 0.1 / (step + 1), step, 0.1 * step
-        tried.follow()
+        trial.try_new_options()
     # for numbers that were not there or 0; that they change in every step turns nothing on
     assert len(trials) == 2
     group["trust"] = True
@@ -482,11 +486,11 @@ def test_options_that_turn_a_rule_on_later_are_tried_then(monkeypatch):
         ValueError,
         match=r"ByOption steps on shards.* group 0 has trust=True, with which it looks at whole",
     ):
-        tried.follow()
+        trial.try_new_options()
     del group["trust"]
-    tried.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "trust": True})
+    trial.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "trust": True})
     with pytest.raises(ValueError, match="group 1 has trust=True"):
-        tried.follow()
+        trial.try_new_options()
 
 
 def test_options_may_change_where_it_steps_on_whole_tensors():
@@ -494,10 +498,10 @@ def test_options_may_change_where_it_steps_on_whole_tensors():
         {"params": nn.Linear(3, 3).parameters()},
         {"params": nn.Linear(3, 3).parameters(), "trust": True},
     ]
-    tried = Tried(ByOption(groups, lr=0.1), CPU)
-    tried.optimizer.param_groups[0]["trust"] = True
-    tried.follow()
-    assert tried.stepping is Stepping.TENSORS
+    trial = SteppingTrial(ByOption(groups, lr=0.1), CPU)
+    trial.optimizer.param_groups[0]["trust"] = True
+    trial.try_new_options()
+    assert trial.stepping is Stepping.TENSORS
 
 
 class PerDimension(torch.optim.SGD):
@@ -520,7 +524,9 @@ class PerDimension(torch.optim.SGD):
 
 
 def test_one_that_asks_is_not_tried_with_large_tensors():
-    assert stepping(PerDimension(nn.Linear(3, 3).parameters(), lr=0.1), CPU) is Stepping.TENSORS
+    assert (
+        find_stepping(PerDimension(nn.Linear(3, 3).parameters(), lr=0.1), CPU) is Stepping.TENSORS
+    )
 
 
 class SkipsSpikes(torch.optim.SGD):
@@ -561,7 +567,8 @@ def test_it_is_tried_with_gradients_that_are_large_or_not_finite(options):
         ValueError,
         match="combines several parameters.*skips when any gradient is large or not finite",
     ):
-        stepping(SkipsSpikes(nn.Linear(3, 3).parameters(), 0.1, **options), CPU)
+        find_stepping(SkipsSpikes(nn.Linear(3, 3).parameters(), 0.1, **options), CPU)
     assert (
-        stepping(ClipsItself(nn.Linear(3, 3).parameters(), 0.1, **options), CPU) is Stepping.TENSORS
+        find_stepping(ClipsItself(nn.Linear(3, 3).parameters(), 0.1, **options), CPU)
+        is Stepping.TENSORS
     )

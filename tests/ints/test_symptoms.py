@@ -25,7 +25,7 @@ from lightning_zero3.strategies.liveness.diagnosis import (
     Deadlock,
     Standstill,
     Straggler,
-    aligned,
+    align_traces,
 )
 from lightning_zero3.strategies.liveness.position import (
     Activity,
@@ -59,11 +59,14 @@ def test_exchanges_of_one_window_are_compared():
         replace(beat(1), trace=trace)
         for trace in ([7, 3, 5, 9], [7, 3, 5], [7, 3, 6, 9], [8, 4], [])
     ]
-    assert aligned(rounds) == [[3, 5, 9], [3, 5], [3, 6, 9], [], []]
-    said = first_difference(aligned(rounds), "exchange {}".format)
+    assert align_traces(rounds) == [[3, 5, 9], [3, 5], [3, 6, 9], [], []]
+    said = first_difference(align_traces(rounds), "exchange {}".format)
     assert "At exchange 1 of this step rank 0 came to exchange 5, rank 2 to exchange 6." in said
-    assert not first_difference(aligned(rounds[:2] + rounds[3:]), str)
-    assert aligned([replace(beat(1), trace=[-1, 3])] * 2) == [[], []]  # nobody knows since when
+    assert not first_difference(align_traces(rounds[:2] + rounds[3:]), str)
+    assert align_traces([replace(beat(1), trace=[-1, 3])] * 2) == [
+        [],
+        [],
+    ]  # nobody knows since when
 
 
 def test_a_rank_that_waits_for_an_agreement_waits_in_the_engine(monkeypatch):
@@ -82,8 +85,8 @@ def test_a_rank_that_waits_for_an_agreement_waits_in_the_engine(monkeypatch):
     thread = threading.Thread(target=communicator.agree, args=(None,))
     thread.start()
     watch = Watch.__new__(Watch)
-    watch._trained = thread.ident
-    while thread.is_alive() and not any(waits := watch._waits()):
+    watch._training_thread = thread.ident
+    while thread.is_alive() and not any(waits := watch._read_training_thread()):
         time.sleep(0.01)
     assert waits[0] == ENGINE
     gate.set()
@@ -279,14 +282,14 @@ def test_the_place_of_a_killed_process_can_be_read():
         position.begin_step(7)
         position.activity = Activity.BACKWARD
         position.progress[0], position.progress[1] = 2, 99
-        position.leave_words("last words")
+        position.leave_message("last words")
         os.kill(os.getpid(), signal.SIGKILL)
     neighbour = Neighbour(child, int(os.read(reader, 9)), PLACE)
-    assert not neighbour.ended
+    assert not neighbour.has_ended
     os.waitpid(child, 0)
-    assert neighbour.ended
+    assert neighbour.has_ended
     assert neighbour.place() == Place(Activity.BACKWARD, step=7, unit=2, exchanges=99)
-    assert neighbour.words == "last words"
+    assert neighbour.message == "last words"
     neighbour.close()
 
 
@@ -311,7 +314,7 @@ def test_the_end_of_a_process_that_nobody_could_look_into_is_not_called_a_death(
         if told is not None:
             time.sleep(0.3)
             store.set("verdict", json.dumps({"rank": 1, "text": told}))
-        assert watch._known.wait(20)
+        assert watch._verdict_event.wait(20)
         assert (
             known in watch._verdict["text"] and "died without a word" not in watch._verdict["text"]
         )

@@ -18,9 +18,9 @@ def test_every_step_is_run_or_assisted_by_each_rank():
             # Step by step: all run it, some do and are helped, or this rank helps.
             does = []
             for turn in turns:
-                does += ([] if mine == 0 else ["some" if turn.joint else "all"]) + [
+                does += ([] if mine == 0 else ["some" if turn.is_uneven else "all"]) + [
                     "helps"
-                ] * turn.assist
+                ] * turn.assisted_steps
             assert does == ["all"] * least + ["some"] * (mine - least) + ["helps"] * (
                 most - mine
             ), (everyone, rank)
@@ -29,14 +29,17 @@ def test_every_step_is_run_or_assisted_by_each_rank():
 def test_what_was_logged_is_shared_once_and_by_all_in_their_last_turn():
     for everyone in COUNTS:
         for rank in range(len(everyone)):
-            lacking = [turn.lacking for turn in plan_turns(everyone, rank)]
+            lacking = [turn.has_empty_rank for turn in plan_turns(everyone, rank)]
             last = [min(everyone) == 0] if max(everyone) else []
             assert lacking == [False] * (len(lacking) - len(last)) + last, (everyone, rank)
 
 
 def test_examples():
     assert plan_turns([2, 2], 1) == [Turn(), Turn()]
-    assert plan_turns([3, 1], 0) == [Turn(), Turn(joint=True), Turn(joint=True)]
-    assert plan_turns([3, 1], 1) == [Turn(assist=2)]
-    assert plan_turns([0, 2], 0) == [Turn(assist=2, lacking=True)]
-    assert plan_turns([0, 2], 1) == [Turn(joint=True), Turn(joint=True, lacking=True)]
+    assert plan_turns([3, 1], 0) == [Turn(), Turn(is_uneven=True), Turn(is_uneven=True)]
+    assert plan_turns([3, 1], 1) == [Turn(assisted_steps=2)]
+    assert plan_turns([0, 2], 0) == [Turn(assisted_steps=2, has_empty_rank=True)]
+    assert plan_turns([0, 2], 1) == [
+        Turn(is_uneven=True),
+        Turn(is_uneven=True, has_empty_rank=True),
+    ]

@@ -61,14 +61,14 @@ def test_a_host_is_not_known_by_its_name(same):
     with watching(store) as watch:
         until = time.monotonic() + 20
         while (
-            not (1 in watch._unread if same else 1 in watch._neighbours)
+            not (1 in watch._unexplained if same else 1 in watch._neighbours)
             and time.monotonic() < until
         ):
             time.sleep(0.01)
         time.sleep(0.05)
         # Its number is nobody's here: only of a process of this machine does that say that it has
         # ended.
-        assert watch._neighbours == {1: None} and list(watch._unread) == [1] * same
+        assert watch._neighbours == {1: None} and list(watch._unexplained) == [1] * same
 
 
 def test_another_file_in_the_place_of_a_position_tells_nothing():
@@ -77,7 +77,7 @@ def test_another_file_in_the_place_of_a_position_tells_nothing():
         file.write(b"short")
         file.flush()
         neighbour = Neighbour(os.getpid(), file.fileno(), PLACE)
-    assert neighbour.words is None and neighbour.place() == PLACE and not neighbour.ended
+    assert neighbour.message is None and neighbour.place() == PLACE and not neighbour.has_ended
     neighbour.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -158,7 +158,9 @@ def test_the_users_line_is_none_of_this_package(monkeypatch):
     names = {"Seen": type("Seen", (Exception,), {})}
     exec(wait, names)
     with watching(dist.HashStore()) as watch:
-        monkeypatch.setattr(ranks, "_all_gather", partial(names["wait"], watch._waits))
+        monkeypatch.setattr(
+            ranks, "_all_gather", partial(names["wait"], watch._read_training_thread)
+        )
         gatherer = ranks.RankGatherer()
         gatherer._group = object()
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)

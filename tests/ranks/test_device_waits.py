@@ -63,24 +63,24 @@ def test_a_step_is_measured_when_asked_for_and_read_when_the_device_has_passed_i
 
     step()
     assert "join" not in vars(streams[0])  # nobody has asked
-    assert waits.take() is None
+    assert waits.read_share() is None
     step()
     assert all("join" in vars(stream) for stream in streams)
     waits.begin_step(streams)
     assert not any("join" in vars(stream) for stream in streams)
     device.passed = device.now - 0.1
     waits.begin_step(streams)
-    assert waits.take() is None  # the device is still behind
+    assert waits.read_share() is None  # the device is still behind
     device.passed = device.now
     waits.begin_step(streams)
-    assert waits.take() == 1 - 3.0 / 4.0
-    assert waits.take() is None
+    assert waits.read_share() == 1 - 3.0 / 4.0
+    assert waits.read_share() is None
 
 
 def test_what_a_graph_captures_is_not_marked():
     device = Device()
     waits, stream = DeviceWaits(device), SideStream(device, 1.0)
-    waits.take()
+    waits.read_share()
     waits.begin_step([stream])
     mark, device.mark = device.mark, lambda: None
     stream.join(None)
@@ -89,13 +89,13 @@ def test_what_a_graph_captures_is_not_marked():
     waits.begin_step([stream])
     device.passed = device.now
     waits.begin_step([stream])
-    assert waits.take() == 1.0
+    assert waits.read_share() == 1.0
 
 
 def test_a_step_ends_where_a_validation_begins():
     device = Device()
     waits, stream = DeviceWaits(device), SideStream(device, 1.0)
-    waits.take()
+    waits.read_share()
     waits.begin_step([stream])
     device.now += 1.0
     waits.end_step()
@@ -103,7 +103,7 @@ def test_a_step_ends_where_a_validation_begins():
     waits.end_step()
     device.passed = device.now
     waits.begin_step([stream])
-    assert waits.take() == 1.0
+    assert waits.read_share() == 1.0
 
 
 def joins_of_a_step(rank, world_size):
@@ -131,7 +131,7 @@ def joins_of_a_step(rank, world_size):
     waits = DeviceWaits(device)
     found = []
     for _ in range(5):
-        waits.take()
+        waits.read_share()
         waits.begin_step(streams_of(sharded))
         joined.clear()
         started = device.now
@@ -141,7 +141,7 @@ def joins_of_a_step(rank, world_size):
             loss.backward()
         device.now += 6.0  # its own work
         whole, device.passed = device.now - started, device.now
-        found.append((len(joined), whole, waits.take()))
+        found.append((len(joined), whole, waits.read_share()))
         optimizer.step()
     return found
 
@@ -165,7 +165,7 @@ def test_waits_of_a_gpu_are_measured_and_nothing_waits_for_it():
     torch.cuda._sleep(cycles)
     torch.cuda.synchronize()
     for _ in range(9):
-        waits.take()
+        waits.read_share()
         waits.begin_step([stream])
         with stream.fork():
             torch.cuda._sleep(3 * cycles)
@@ -174,12 +174,12 @@ def test_waits_of_a_gpu_are_measured_and_nothing_waits_for_it():
         stream.join(mark)
         assert not torch.cuda.current_stream().query()  # the host is ahead
         torch.cuda.synchronize()
-        shares.append(waits.take())
+        shares.append(waits.read_share())
     measured = [share for share in shares if share is not None]
     assert len(measured) >= 2 and measured == [pytest.approx(1 / 3, abs=0.05)] * len(measured)
     # In a step whose exchanges are captured there is nothing to mark, and no harm to the capture.
     while "join" not in vars(stream):
-        waits.take()
+        waits.read_share()
         waits.begin_step([stream])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -191,7 +191,7 @@ def test_waits_of_a_gpu_are_measured_and_nothing_waits_for_it():
     graph.replay()
     torch.cuda.synchronize()
     waits.begin_step([stream])
-    assert waits.take() == 1.0 and x.tolist() == [2.0] * 4
+    assert waits.read_share() == 1.0 and x.tolist() == [2.0] * 4
 
 
 class SlowGpu(pl.LightningModule):

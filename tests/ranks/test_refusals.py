@@ -97,7 +97,7 @@ def regrouped_beside_lbfgs():
     groups = ParamGroups([optimizer], lambda: engine, CPU)
     groups.start(engine, [{}])
     optimizer.add_param_group({"params": [model[1].weight.requires_grad_()]})
-    groups.follow(engine)
+    groups.apply_edits(engine)
 
 
 def median_of_a_vector():

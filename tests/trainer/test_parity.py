@@ -8,6 +8,7 @@ mistake stands out. In 32 bits kernels sum a joined batch in an order that depen
 ddp computes on each rank what zero3 does.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,8 @@ from helpers.parity import (
     relative,
 )
 
-WORLD_SIZES = [1, 2, 3, 4]
+# The gate runs each feature on one number of ranks in each precision; all of them with --all.
+MAIN = {"64-true": (2, 3, 4, 1), "32-true": (3, 2, 1, 4), "bf16-mixed": (4, 3, 2, 1)}
 IN_BFLOAT16 = ["sgd", "tied", "all_exact"]
 
 # name -> recipe, options of the Trainer
@@ -92,31 +94,50 @@ def one_process(feature: str, precision: str = "32-true") -> Run:
     return fit_here(recipe, "auto", 1, {**options, "precision": precision})
 
 
-@cache
-def on_ranks(world_size: int, kind: str, precision: str) -> dict[str, Run]:
-    names = IN_BFLOAT16 if precision == "bf16-mixed" else FEATURES
-    cases = {name: FEATURES[name] for name in names}
-    return fit_all_on(
-        world_size, {n: (r, kind, {**o, "precision": precision}) for n, (r, o) in cases.items()}
-    )
+def cells(precision: str, features: Iterable[str]) -> list[Any]:
+    """(feature, number of ranks) of all, those of the gate unmarked."""
+    return [
+        pytest.param(
+            (feature, world_size, precision),
+            id=f"{feature}-{world_size}",
+            marks=[] if world_size == MAIN[precision][index % 4] else [pytest.mark.variant],
+        )
+        for index, feature in enumerate(features)
+        for world_size in (1, 2, 3, 4)
+    ]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_feature(feature, world_size):
-    mine, alone = on_ranks(world_size, "zero3", "64-true")[feature], one_process(feature, "64-true")
+@pytest.fixture(scope="module")
+def on_ranks(request):
+    """Runs of a kind, for a cell of the tests in this session. Those of a number of ranks and a
+    precision share processes.
+    """
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [p["cell"] for p in params if len(p.get("cell", ())) == 3]
+
+    @cache
+    def run(kind: str, world_size: int, precision: str) -> dict[str, Run]:
+        options = {"precision": precision}
+        names = [name for name, *rest in wanted if rest == [world_size, precision]]
+        cases = {name: FEATURES[name] for name in names}
+        return fit_all_on(
+            world_size, {n: (r, kind, {**o, **options}) for n, (r, o) in cases.items()}
+        )
+
+    return lambda kind, cell: run(kind, *cell[1:])[cell[0]]
+
+
+@pytest.mark.parametrize("cell", cells("64-true", FEATURES))
+def test_feature(cell, on_ranks):
+    mine, alone = on_ranks("zero3", cell), one_process(cell[0], "64-true")
     assert {value.dtype for value in mine.state.values()} == {torch.float64}
     assert_same_run(mine, alone, rtol=IN_DOUBLE, gradients=IN_DOUBLE)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_feature_in_fp32_against_ddp(feature, world_size):
-    mine, ddp = (
-        on_ranks(world_size, "zero3", "32-true")[feature],
-        on_ranks(world_size, "ddp", "32-true")[feature],
-    )
-    assert_same_run(mine, ddp, gradients=CLIPPED.get(feature, 1e-6))
+@pytest.mark.parametrize("cell", cells("32-true", FEATURES))
+def test_feature_in_fp32_against_ddp(cell, on_ranks):
+    mine, ddp = on_ranks("zero3", cell), on_ranks("ddp", cell)
+    assert_same_run(mine, ddp, gradients=CLIPPED.get(cell[0], 1e-6))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -159,16 +180,12 @@ def test_features_change_the_reference(feature, other):
     assert any((mine.state[name] - plain.state[name]).abs().max() > 1e-3 for name in plain.state)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("feature", IN_BFLOAT16)
-def test_bf16_mixed_against_ddp(feature, world_size):
+@pytest.mark.parametrize("cell", cells("bf16-mixed", IN_BFLOAT16))
+def test_bf16_mixed_against_ddp(cell, on_ranks):
     """Each rank rounds its own activations, so the reference is ddp, which does the same."""
-    mine, ddp = (
-        on_ranks(world_size, "zero3", "bf16-mixed")[feature],
-        on_ranks(world_size, "ddp", "bf16-mixed")[feature],
-    )
+    mine, ddp = on_ranks("zero3", cell), on_ranks("ddp", cell)
     assert_same_run(mine, ddp)
-    full = one_process(feature)
+    full = one_process(cell[0])
     assert relative(mine.losses, full.losses) > 1e-5, "nothing was computed in bfloat16"
     assert relative(mine.losses, full.losses) < 2e-2
     assert all(value.dtype == full.state[name].dtype for name, value in mine.state.items())

@@ -221,8 +221,8 @@ def test_a_signal_is_another_request_after_ten_seconds(monkeypatch, seconds, ask
     # saves and requeues
     monkeypatch.setattr(_SignalConnector, "_slurm_sigusr_handler_fn", lambda *args: None)
     connector = signals.AgreedSignals(Mock(training=True))
-    connector._requeue = True
+    connector._needs_requeue = True
     connector.between_batches()
-    assert not connector._requeue
+    assert not connector._needs_requeue
     connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
-    assert connector._requeue is asked
+    assert connector._needs_requeue is asked

@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
-from lightning_zero3.strategies.optimizers.whole_parameters import OwnedTensors, balance
+from lightning_zero3.strategies.optimizers.whole_parameters import OwnedTensors, assign_owners
 
 
 class ByAdafactor(Lit):
@@ -156,7 +156,7 @@ def test_a_step_moves_each_element_three_times():
 def test_owners_have_about_the_same(world_size):
     numels = {str(k): k * k for k in range(1, 30)}
     load = [0] * world_size
-    for name, owner in balance(numels, world_size).items():
+    for name, owner in assign_owners(numels, world_size).items():
         load[owner] += numels[name]
     assert sum(load) == sum(numels.values())
     assert max(load) - min(load) <= max(numels.values())

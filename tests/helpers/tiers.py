@@ -1,0 +1,94 @@
+"""Which tests run in which tier: `fast`, `gate` or `all` (`bash tests/run --help` says how).
+
+The gate runs every test that stands in no list here, and a tenth of the variants. Times are told in
+docs/TEST_TIMES.md.
+"""
+
+import re
+import zlib
+
+# No training, hardly a process: integers, texts, imports.
+FAST = [
+    "ints/*",
+    "data/test_order.py*",
+    "data/test_seeding.py*",
+    "test_layering.py*",
+    "test_types.py*",
+]
+# With `--all` alone: what takes long and changes rarely.
+LONG = [
+    "behaviours/test_default_device.py*",
+    "behaviours/test_over_a_group.py::test_right_on_two_ranks*",
+    "behaviours/test_table.py::test_other_engines*",
+    "checkpoints/test_example.py*",
+    "data/test_against_accelerate.py::test_random*",
+    "data/test_trainer.py::test_kill_at_every_batch*",
+    "faults/test_elastic.py*",
+    "faults/test_example_restart.py*",
+    "faults/test_two_hosts.py*",
+    "ranks/test_random_gradient_programs.py*",
+    "trainer/test_launched_faults.py*",
+    "trainer/test_parity.py::test_fifty_steps*",
+]
+# The same as something in the gate, in another setting: a tenth of these is drawn for each commit.
+VARIANTS = [
+    "behaviours/test_behaviours.py::test_right_with_a_parameter*",
+    "behaviours/test_in_bfloat16.py*",
+    "behaviours/test_in_debug.py*",
+    "behaviours/test_in_the_trainer.py::test_one_rank*",
+    "behaviours/test_over_a_group.py*",
+    "callbacks/test_allocator_launch.py::test_every_launcher*",
+    "checkpoints/test_sharded.py::test_what_was_saved*[1]",
+    "checkpoints/test_sharded.py::test_what_was_saved*[3]",
+    "checkpoints/test_sharded.py::test_what_was_saved*[4]",
+    "data/test_evaluation.py::test_every_sample*[1]",
+    "data/test_evaluation.py::test_every_sample*[3]",
+    "data/test_evaluation.py::test_every_sample*[4]",
+    "data/test_trainer.py::test_resume_from_every*[1]",
+    "data/test_trainer_streams.py::test_combined*",
+    "data/test_trainer_streams.py::test_streams_resume*[1]",
+    "faults/test_faults.py*",
+    "graphs/test_ranks.py*",
+    "ranks/test_group_communicator.py::test_training_is*-3]",
+    "ranks/test_inductor.py::*[True]",
+    "ranks/test_kept_views.py::test_garbage*",
+    "trainer/test_checkpoint_full.py::test_resumed*-1]",
+    "trainer/test_checkpoint_full.py::test_resumed*-3]",
+    "trainer/test_checkpoint_full.py::test_resumed*-4]",
+    "trainer/test_hybrid.py::test_parity*",
+    "trainer/test_lightning_callbacks.py::test_as_in_one_process*resumed*",
+    "trainer/test_lightning_callbacks.py::test_buffers*[1]",
+    "trainer/test_nonfinite.py::test_every_rank*[1]",
+    "trainer/test_nonfinite.py::test_the_second_run*[1]",
+    "trainer/test_process_group.py::test_a_group_ends*",
+    "trainer/test_process_group.py::test_a_notebook*",
+    "trainer/test_process_group.py::test_sigterm*",
+]
+
+
+def matches(globs: list[str], name: str) -> str | None:
+    """The first of ``globs`` that fits; in these only ``*`` has a meaning, "anything"."""
+    for glob in globs:
+        if re.fullmatch(re.escape(glob).replace(r"\*", ".*"), name, re.DOTALL):
+            return glob
+    return None
+
+
+def belongs(name: str, is_variant: bool, tier: str, commit: str) -> bool:
+    """Whether a test runs in a tier.
+
+    Args:
+        name: "trainer/test_fit.py::test_it[1]", the path below `tests/`.
+        is_variant: the test is marked so, beside those in ``VARIANTS``.
+        tier: "fast", "gate" or "all".
+        commit: draws the tenth, so that a run can be repeated.
+    """
+    if tier == "all":
+        return True
+    if tier == "fast":
+        return matches(FAST, name) is not None
+    if matches(LONG, name):
+        return False
+    if is_variant or matches(VARIANTS, name):
+        return zlib.crc32(f"{commit} {name}".encode()) % 10 == 0
+    return True
