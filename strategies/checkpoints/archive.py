@@ -23,13 +23,11 @@ _DESCRIPTOR_FLAG, _DESCRIPTOR_CRC = 8, 4
 
 def write_checksums(file: Path) -> None:
     """Write the checksum of each record that has none, so that any zip tool can check the file."""
-    with zipfile.ZipFile(file) as archive, open(file, "r+b") as stream:
+    with open(file, "r+b") as stream, zipfile.ZipFile(stream) as archive:
         entry = archive.start_dir
         for record in archive.infolist():
             if record.CRC == 0 and record.file_size:
-                header = record.header_offset
-                lengths = _read_fields(stream, header + _HEADER_LENGTHS, "<HH")
-                start = header + _HEADER_BYTES + sum(lengths)
+                header, start = record.header_offset, find_data(stream, record)
                 checksum = struct.pack("<I", _compute_checksum(stream, start, record.file_size))
                 if record.flag_bits & _DESCRIPTOR_FLAG:
                     crc_offset = start + record.file_size + _DESCRIPTOR_CRC
@@ -39,6 +37,12 @@ def write_checksums(file: Path) -> None:
                     stream.seek(offset)
                     stream.write(checksum)
             entry += _ENTRY_BYTES + sum(_read_fields(stream, entry + _ENTRY_LENGTHS, "<HHH"))
+
+
+def find_data(stream: BinaryIO, record: zipfile.ZipInfo) -> int:
+    """Return the offset of a record's data, which stands behind a header of its own length."""
+    lengths = _read_fields(stream, record.header_offset + _HEADER_LENGTHS, "<HH")
+    return record.header_offset + _HEADER_BYTES + sum(lengths)
 
 
 def damage(file: Path) -> str | None:

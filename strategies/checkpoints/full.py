@@ -8,20 +8,23 @@ the checksums of its records, which :func:`load` compares.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import pickle
+import re
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.serialization import set_default_mmap_options, skip_data
+from torch.serialization import DEFAULT_PROTOCOL, skip_data
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.gather import gather_slices, replace_tensors, tensors_in
 from ..support import profile_range
-from .archive import changed, write_checksums
+from .archive import changed, find_data, write_checksums
 from .storage import begin, commit, remove
 
 
@@ -76,31 +79,72 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
     skeleton = replace_tensors(
         tree, lambda tensor: placeholders.setdefault(id(tensor), _make_placeholder(tensor))
     )
-    with skip_data():
-        torch.save(skeleton, file)
-    if hasattr(os, "posix_fallocate"):
-        # hazard: writing to a mapping of a file that the disk has no room for kills the process
-        with open(file, "r+b") as stream:
-            os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
-    with set_default_mmap_options(mmap.MAP_SHARED):
-        # this function wrote the file, so it names no foreign code
-        mapped = torch.load(file, mmap=True, map_location="cpu", weights_only=False)
-    pairs = list(zip(tensors_in(skeleton, Tensor), tensors_in(mapped, Tensor), strict=True))
-    with zipfile.ZipFile(file) as archive:
-        storage_count = sum("/data/" in name for name in archive.namelist())
-    if storage_count > len({tensor.untyped_storage()._cdata for tensor, _ in pairs}):
+    # hazard: others may put something else under this name. The file is a new one, and from here on
+    # it is known by its descriptor.
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "r+b") as stream:
+        with skip_data():
+            torch.save(skeleton, f"/dev/fd/{descriptor}")
+        size = stream.seek(0, os.SEEK_END)
+        if hasattr(os, "posix_fallocate"):
+            # hazard: writing to a mapping of a file that the disk has no room for kills the process
+            os.posix_fallocate(descriptor, 0, size)
+        mapping = mmap.mmap(descriptor, size)
+        records = _find_records(stream)
+    numbers = _StorageNumbers()
+    numbers.dump(skeleton)
+    tensors = list(tensors_in(skeleton, Tensor))
+    if len(numbers.known) > len({tensor.untyped_storage()._cdata for tensor in tensors}):
         raise CheckpointError(
             "the checkpoint has tensors inside of objects. Put them into dicts or lists in"
             " `on_save_checkpoint`."
         )
     keys = {id(tensor): key for key, tensor in placeholders.items()}
     places = {}
-    for tensor, place in pairs:
+    for tensor in tensors:
+        record = records[numbers.known[tensor.untyped_storage()._cdata]]
+        place = _map_tensor(mapping, *record, tensor)
         if id(tensor) in keys:
             places[keys[id(tensor)]] = place
         else:
             place.copy_(tensor)
     return places
+
+
+class _StorageNumbers(pickle.Pickler):
+    """Numbers storages as ``torch.save`` does, in the order in which pickle comes to them."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=DEFAULT_PROTOCOL)
+        self.known: dict[int, int] = {}  # address of the storage's object -> number of its record
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not (torch.is_storage(obj) or isinstance(obj, torch.TypedStorage)):
+            return None
+        storage = getattr(obj, "_untyped_storage", obj)
+        return self.known.setdefault(storage._cdata, len(self.known))
+
+
+def _find_records(stream: BinaryIO) -> dict[int, tuple[int, int]]:
+    """Return number of each storage in a file of ``torch.save`` -> (offset, size) in bytes."""
+    with zipfile.ZipFile(stream) as archive:
+        return {
+            int(record.filename.rpartition("/")[2]): (find_data(stream, record), record.file_size)
+            for record in archive.infolist()
+            if re.fullmatch(r"[^/]+/data/\d+", record.filename)
+        }
+
+
+def _map_tensor(mapping: mmap.mmap, offset: int, size: int, like: Tensor) -> Tensor:
+    """Return a tensor like ``like`` whose storage is ``size`` bytes of the mapped file."""
+    if size != like.untyped_storage().nbytes():
+        raise CheckpointError("torch.save wrote tensors in another order than is expected")
+    if not size:
+        return like.clone()
+    memory = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset)
+    return torch.empty(0, dtype=like.dtype).set_(
+        memory.untyped_storage(), like.storage_offset(), like.size(), like.stride()
+    )
 
 
 def finish(stage: Path, path: Path) -> None:

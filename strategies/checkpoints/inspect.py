@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
+from .index import INDEX
 from .manifest import Manifest
 from .sharded import ShardedCheckpoint
 from .storage import changed, damage, last_complete
-from .writer import INDEX
 
 DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
+from .index import INDEX, read_index
 from .manifest import changed, damage
-from .writer import INDEX, OTHERS, TRAINER_STATE, put_back, torch_errors
+from .writer import OTHERS, TRAINER_STATE, put_back, torch_errors
 
 
 class ShardedCheckpoint:
@@ -193,60 +189,3 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
-
-
-def read_index(folder: Path) -> Metadata:
-    """Read the index, which is a pickle, without running code that the index names.
-
-    Raises:
-        pickle.UnpicklingError: the index names something that torch does not write there.
-    """
-    with open(folder / INDEX, "rb") as file:
-        return _IndexUnpickler(file).load()
-
-
-# Module -> names of classes and functions that torch writes into an index.
-_INDEX_NAMES = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-
-
-def _foreign(what: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(
-        f"the index names {what}, which torch does not write there. If you trust the source, read"
-        " it with CheckpointOptions(weights_only=False)."
-    )
-
-
-def _member(enumeration: Any, name: str) -> Any:
-    if enumeration is not _MEM_FORMAT_ENCODING:
-        raise _foreign(f"{enumeration!r}.{name}")
-    return _MEM_FORMAT_ENCODING[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Refuse every name but dtypes and those in ``_INDEX_NAMES``."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # Python 3.11.0 to 3.11.3 pickle members of enumerations by getattr
-        if name in _INDEX_NAMES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise _foreign(f"{module}.{name}")

@@ -5,10 +5,14 @@
     folder/step=8.ckpt              complete
     folder/.unfinished/step=9.ckpt  being written; moved up when it is complete
     folder/.removed/...             being deleted
-    folder/last.previous.ckpt       the checkpoint before, while `last.ckpt` is replaced on a file
+    folder/last.zero3-previous.ckpt the checkpoint before, while `last.ckpt` is replaced on a file
                                     system that cannot exchange two names; Lightning's
                                     `ckpt_path="last"` (`ModelCheckpoint._find_last_checkpoints`)
                                     finds it there
+
+Others may write to the folder, too. So the two folders must be this user's own, and no links,
+because what is in them is deleted. An unfinished checkpoint is a new file, or a new folder that
+only this user may open.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
+import stat
 import sys
 import uuid
 import zipfile
@@ -31,6 +37,10 @@ from .manifest import MANIFEST, Manifest
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
 _NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_REMEDY = (
+    "Checkpoints are written and deleted in a folder of this name, which zero3 makes itself. Remove"
+    " it, or save to another folder."
+)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
@@ -45,24 +55,30 @@ def stage_of(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Prepare the place where ``path`` is written first: a free name in a folder that exists."""
+    """Prepare the place where ``path`` is written first: a free name in a folder that exists.
+
+    Raises:
+        CheckpointError: the folder, or what has that name in it, is not this user's own.
+    """
     stage = stage_of(path)
+    _make_own_folder(stage.parent)
     remove(stage)
-    stage.parent.mkdir(parents=True, exist_ok=True)
     return stage
 
 
 def make_folder(path: Path) -> Path:
-    """Call :func:`begin` for a folder and create it."""
+    """Call :func:`begin` for a folder and create it, closed to other users until it is complete."""
     stage = begin(path)
-    stage.mkdir()
+    stage.mkdir(mode=0o700)
     return stage
 
 
 def commit(stage: Path, path: Path) -> None:
     """Move a complete checkpoint to ``path``, and remove the one that had this name before."""
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
-    previous = path.with_name(f"{path.stem}.previous{path.suffix}")
+    if stage.is_dir():  # made by `make_folder`; the folder around it has the modes of all others
+        stage.chmod(stat.S_IMODE(stage.parent.stat().st_mode))
+    previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     if not os.path.lexists(path):
         os.rename(stage, path)
     elif _exchange(stage, path):
@@ -79,21 +95,68 @@ def commit(stage: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; an interruption leaves nothing that looks like a checkpoint."""
+    """Delete a checkpoint; an interruption leaves nothing that looks like a checkpoint.
+
+    Raises:
+        CheckpointError: ``path`` is unfinished and not this user's own, or is no file or folder.
+    """
     if not os.path.lexists(path):
         return
+    is_unfinished = path.parent.name == _UNFINISHED
+    if is_unfinished:
+        _require_own(path.parent)
+        _require_own(path, may_link=True)
     if path.is_symlink() or path.is_file():
         path.unlink()
-        return
-    # an unfinished one does not look like a checkpoint, and a full disk may have no room for a
-    # folder `.removed`
-    if path.parent.name == _UNFINISHED:
+    elif not path.is_dir():
+        raise CheckpointError(f"{path} is no file or folder, so it is not deleted.")
+    elif is_unfinished:
+        # it does not look like a checkpoint, and a full disk may have no room for `.removed`
         shutil.rmtree(path, ignore_errors=True)
-        return
-    rubbish = path.parent / _REMOVED / uuid.uuid4().hex
-    rubbish.parent.mkdir(exist_ok=True)
-    os.rename(path, rubbish)
-    shutil.rmtree(rubbish.parent, ignore_errors=True)
+    else:
+        rubbish = path.parent / _REMOVED
+        _make_own_folder(rubbish)
+        os.rename(path, rubbish / uuid.uuid4().hex)
+        for left in rubbish.iterdir():  # this one, and those of deletions that were interrupted
+            if re.fullmatch("[0-9a-f]{32}", left.name):
+                shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # something else is in it
+            rubbish.rmdir()
+
+
+def _make_own_folder(folder: Path) -> None:
+    """Create a folder of this package unless it is there, and require that it is this user's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    if not _require_own(folder).is_dir():
+        raise CheckpointError(f"{folder} is a file. {_REMEDY}")
+
+
+def _require_own(path: Path, may_link: bool = False) -> Path:
+    """Raise a CheckpointError if ``path`` is a link, a FIFO or the like, or another user's."""
+    found = path.lstat()
+    is_link = stat.S_ISLNK(found.st_mode)
+    if is_link and not may_link:
+        raise CheckpointError(f"{path} is a link to {os.readlink(path)}. {_REMEDY}")
+    if not (is_link or stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+        raise CheckpointError(f"{path} is no file or folder. {_REMEDY}")
+    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(path.parent):
+        raise CheckpointError(f"{path} belongs to another user ({found.st_uid}). {_REMEDY}")
+    return path
+
+
+def _owner_of_new(folder: Path) -> int:
+    """Return who owns what this process makes in ``folder``: a server may map all to one user."""
+    probe = folder / f".{uuid.uuid4().hex}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return os.geteuid()
+    try:
+        return probe.lstat().st_uid
+    finally:
+        probe.rmdir()
 
 
 def retire(path: Path) -> None:

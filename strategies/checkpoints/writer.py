@@ -21,7 +21,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future as Upload
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ from ..state_dicts.collective_errors import (
 )
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
+from .index import INDEX
 from .manifest import MANIFEST, File, Manifest, measure
 from .storage import commit, make_folder, remove, stage_of, sync
 
-INDEX = ".metadata"
 TRAINER_STATE = "meta.pt"
 OTHERS = "others"  # sharded tensors that are neither the model's nor an optimizer's
 _MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
@@ -181,7 +181,8 @@ def saving(path: Path) -> Iterator[None]:
             yield
     except CheckpointError:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            remove(stage_of(path))
+            with suppress(CheckpointError):  # the stage is not ours: that is what the save told
+                remove(stage_of(path))
         raise
 
 

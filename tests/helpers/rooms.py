@@ -86,7 +86,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/launch"
         " strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=10_885,
+        tokens=12_624,
     ),
     Room(
         "strategies/numerics",

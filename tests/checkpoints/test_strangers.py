@@ -1,0 +1,350 @@
+"""Checkpoints and folders of strangers: what a file can do is to be refused."""
+
+import json
+import os
+import pathlib
+import pickle
+import random
+import stat
+import zlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from helpers.parity import trainer
+from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions, Zero3Strategy
+from lightning_zero3.__main__ import main
+from lightning_zero3.strategies.checkpoints import full, storage
+from lightning_zero3.strategies.checkpoints.index import INDEX, read_index
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
+
+CLASSES = [
+    *(cls for cls in vars(dcp_metadata).values() if isinstance(cls, type)),
+    _StorageInfo,
+    pathlib.Path,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+    torch.Size,
+    torch.dtype,
+]
+MODULES = [pathlib, os, pickle, torch, torch.serialization, dcp_metadata]
+
+
+def fit(folder, kind="sharded"):
+    strategy = Zero3Strategy(checkpoint=CheckpointOptions(kind=kind))
+    runner = trainer(strategy, max_steps=1, num_sanity_val_steps=0)
+    runner.fit(BoringModel())
+    runner.save_checkpoint(folder)
+    return runner
+
+
+def sharded(rank, world_size, folder):
+    fit(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A sharded checkpoint, written by another process."""
+    folder = tmp_path_factory.mktemp("stranger") / "model.ckpt"
+    run_ranks(sharded, 1, folder)
+    return folder
+
+
+def copy(checkpoint, to, index):
+    """The checkpoint with another index, whose checksum is right."""
+    to.mkdir()
+    for file in checkpoint.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    (to / INDEX).write_bytes(index)
+    manifest = json.loads((to / "manifest.json").read_text())
+    manifest["files"][INDEX] = {"bytes": len(index), "crc32": zlib.crc32(index)}
+    (to / "manifest.json").write_text(json.dumps(manifest))
+    return to
+
+
+def named(module, name):
+    return b"c" + f"{module}\n{name}\n".encode()
+
+
+def text(value):
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def snapshot():
+    """Attributes of classes and modules that an index can name, by identity."""
+    owners = [*CLASSES, *MODULES]
+    return {
+        (str(owner), name): value for owner in owners for name, value in list(vars(owner).items())
+    }
+
+
+def assert_unchanged(before):
+    after = snapshot()
+    assert after.keys() == before.keys()
+    assert [key for key, value in before.items() if after[key] is not value] == []
+
+
+def test_an_index_that_sets_attributes_of_a_class_is_refused(checkpoint, tmp_path, capsys):
+    mine = tmp_path / "notes.txt"
+    mine.write_text("years of work")
+    path = named("pathlib", "PosixPath")
+    pairs = b"".join(
+        text(key) + path + text(str(value)) + b"\x85R"
+        for key, value in (("name", mine), ("parent", tmp_path))
+    )
+    index = b"\x80\x04" + path + b"N}(" + pairs + b"u\x86b0" + (checkpoint / INDEX).read_bytes()
+    before, bad = snapshot(), copy(checkpoint, tmp_path / "bad.ckpt", index)
+    assert main(["consolidate", str(bad), str(tmp_path / "out.ckpt")]) == 1
+    assert INDEX in capsys.readouterr().err
+    assert_unchanged(before)
+    assert mine.read_text() == "years of work" and not (tmp_path / "out.ckpt").exists()
+
+
+META, FILESYSTEM = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+)
+REFUSED = {
+    "a call of a function": named("os", "system") + text("true") + b"\x85R.",
+    "a call of a method": named("builtins", "getattr")
+    + named("torch", "Size")
+    + text("x")
+    + b"\x86R.",
+    "a state for a class": named(META, "Metadata") + b"}" + text("a") + b"K\x01sb.",
+    "a state for a function": named("torch.serialization", "_get_layout")
+    + b"}"
+    + text("a")
+    + b"K\x01sb.",
+    "an attribute of no field": named(META, "Metadata") + b")\x81}" + text("open") + b"K\x01sb.",
+    "an item of a class": named(META, "_MEM_FORMAT_ENCODING") + text("a") + b"K\x01s.",
+    "an instance of another class": named("collections", "OrderedDict") + b")\x81.",
+    "a name in a module of a module": named("torch.os", "system") + b".",
+    "an extension": b"\x82\x01.",
+    "persistent data": b"Pa\n.",
+    "nothing": b"",
+    "a number": b"K\x01.",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_indexes_are_refused(what, tmp_path):
+    before = snapshot()
+    (tmp_path / INDEX).write_bytes(b"\x80\x04" + REFUSED[what])
+    with pytest.raises(CheckpointError, match="is no index as torch writes it"):
+        read_index(tmp_path)
+    assert_unchanged(before)
+
+
+def placed_in(checkpoint, file):
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = file
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("file", ["../x", "/etc/passwd", "..", "", "a/b", "a\0b"])
+def test_names_of_files_stay_in_the_folder(file, checkpoint, tmp_path):
+    (tmp_path / INDEX).write_bytes(placed_in(checkpoint, file))
+    with pytest.raises(CheckpointError, match="which is no name of a file in the folder"):
+        read_index(tmp_path)
+
+
+def test_a_list_is_no_longer_than_there_are_names(checkpoint, tmp_path):
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    name = next(iter(metadata.planner_data))
+    metadata.planner_data[name] = ("state_dict", 300_000_000)
+    (tmp_path / INDEX).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="is no path"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_an_index_of_torch_is_read_as_torch_reads_it(protocol, checkpoint, tmp_path):
+    expected = dcp.FileSystemReader(checkpoint).read_metadata()
+    (tmp_path / INDEX).write_bytes(pickle.dumps(expected, protocol))
+    found = read_index(tmp_path)
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+    assert found.planner_data == expected.planner_data
+
+
+SNIPPETS = [
+    named("pathlib", "PosixPath"),
+    named(META, "Metadata"),
+    named(META, "MetadataIndex"),
+    named(META, "_MEM_FORMAT_ENCODING"),
+    named(FILESYSTEM, "_StorageInfo"),
+    named("torch", "Size"),
+    named("torch", "float32"),
+    text("name"),
+    text("sizes"),
+    *(bytes([code]) for code in b"}])(0NRb\x81\x85\x86\x87\x94seau.2"),
+    b"h\x00",
+    b"K\x07",
+    b"N}(X\x04\x00\x00\x00nameK\x01u\x86b",
+]
+
+
+def mutate(data, rng):
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(data))
+        kind = rng.randrange(4)
+        if kind == 0:
+            data[place] = rng.randrange(256)
+        elif kind == 1:
+            del data[place : place + rng.randint(1, 8)]
+        elif kind == 2:
+            data[place:place] = b"".join(rng.choices(SNIPPETS, k=rng.randint(1, 5)))
+        else:
+            other = rng.randrange(len(data))
+            data[place:place] = data[other : other + rng.randint(1, 40)]
+    return bytes(data)
+
+
+def test_two_thousand_mutated_indexes_change_nothing(checkpoint, tmp_path):
+    """Each is an error of ours, or has the right types; classes, modules and functions stay."""
+    whole, rng, before = (checkpoint / INDEX).read_bytes(), random.Random(1), snapshot()
+    read = 0
+    for _ in range(2000):
+        (tmp_path / INDEX).write_bytes(mutate(whole, rng))
+        try:
+            assert type(read_index(tmp_path)) is dcp_metadata.Metadata
+            read += 1
+        except CheckpointError:
+            pass
+    assert_unchanged(before)
+    assert 0 < read < 1000
+
+
+# ---- folders that others may write to -------------------------------------------------------------
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.mark),))
+
+
+def test_a_file_that_is_exchanged_while_it_is_written_is_not_unpickled(tmp_path, monkeypatch):
+    mark, stage = tmp_path / "mark", tmp_path / "stage"
+    code, save = Code(), torch.save
+    code.mark = mark
+
+    def save_and_exchange(*args, **kwargs):
+        save(*args, **kwargs)
+        stage.unlink()
+        save({"state_dict": code}, stage)
+
+    monkeypatch.setattr(torch, "save", save_and_exchange)
+    full.reserve({"state_dict": {"a": torch.ones(3)}}, stage)
+    assert not mark.exists()
+
+
+def test_a_file_that_is_there_is_not_written_to(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("x")
+    (tmp_path / "stage").symlink_to(mine)
+    with pytest.raises(FileExistsError):
+        full.reserve({"a": torch.ones(3)}, tmp_path / "stage")
+    assert mine.read_text() == "x"
+
+
+def test_what_is_reserved_is_what_torch_loads(tmp_path):
+    shared = torch.arange(12.0)
+    tree = {
+        "a": shared[2:8].view(2, 3).t(),
+        "b": [shared, torch.tensor(3, dtype=torch.int64)],
+        "empty": torch.empty(0, 4),
+        "nested": {"half": torch.ones(5, dtype=torch.bfloat16), "text": "x"},
+    }
+    full.reserve(tree, tmp_path / "file")
+    found = torch.load(tmp_path / "file", weights_only=True)
+    assert torch.equal(found["a"], tree["a"]) and torch.equal(found["b"][0], shared)
+    assert found["a"].untyped_storage()._cdata == found["b"][0].untyped_storage()._cdata
+    assert found["b"][1] == 3 and found["empty"].shape == (0, 4)
+    assert torch.equal(found["nested"]["half"], tree["nested"]["half"])
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask()
+
+
+def umask():
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("name", [".unfinished", ".removed"])
+def test_links_in_the_place_of_our_folders_are_refused(name, kind, tmp_path):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    (mine / "last.ckpt").mkdir(parents=True)
+    (mine / "last.ckpt" / "precious").write_text("x")
+    (mine / ("0" * 32)).mkdir()
+    theirs.mkdir()
+    if name == ".removed":
+        (theirs / "last.ckpt").mkdir()  # to be replaced, and removed if it cannot be exchanged
+    (theirs / name).symlink_to(mine)
+    if name == ".unfinished":
+        with pytest.raises(CheckpointError, match=r"\.unfinished is a link to .*mine"):
+            fit(theirs / "last.ckpt", kind)
+    else:
+        with pytest.raises(CheckpointError, match=r"\.removed is a link to .*mine"):
+            storage.remove(theirs / "last.ckpt")
+        assert (theirs / "last.ckpt").is_dir()
+    assert (mine / "last.ckpt" / "precious").read_text() == "x" and (mine / ("0" * 32)).is_dir()
+
+
+@pytest.mark.parametrize("what", ["a FIFO", "another user's file", "a file for the folder"])
+def test_what_is_not_ours_is_refused(what, tmp_path):
+    stage = tmp_path / ".unfinished" / "a.ckpt"
+    if what == "a file for the folder":
+        stage.parent.write_text("x")
+    else:
+        stage.parent.mkdir()
+    if what == "a FIFO":
+        os.mkfifo(stage)
+    if what == "another user's file":
+        if os.geteuid():
+            pytest.skip("only root can give a file to another user")
+        stage.write_text("x")
+        os.chown(stage, 12345, -1)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        storage.begin(tmp_path / "a.ckpt")
+    assert stage.parent.exists()
+
+
+def test_a_previous_one_of_the_users_own_is_kept(tmp_path, monkeypatch):
+    path, users = tmp_path / "last.ckpt", tmp_path / "last.previous.ckpt"
+    users.write_text("mine")
+    for can_exchange in (True, False):
+        if not can_exchange:
+            monkeypatch.setattr(storage, "_exchange", lambda a, b: False)
+        for text_ in ("one", "two"):
+            stage = storage.begin(path)
+            stage.write_text(text_)
+            storage.commit(stage, path)
+    assert users.read_text() == "mine" and path.read_text() == "two"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt", "last.previous.ckpt"]
+
+
+def test_an_unfinished_folder_is_closed_and_a_complete_one_is_open(tmp_path):
+    stage = storage.make_folder(tmp_path / "a.ckpt")
+    assert stat.S_IMODE(stage.stat().st_mode) == 0o700
+    storage.commit(stage, tmp_path / "a.ckpt")
+    assert stat.S_IMODE((tmp_path / "a.ckpt").stat().st_mode) == 0o777 & ~umask()
+
+
+def test_only_what_this_package_deletes_is_deleted(tmp_path):
+    (tmp_path / ".removed").mkdir()
+    (tmp_path / ".removed" / "photos").mkdir()
+    (tmp_path / ".removed" / ("a" * 32)).mkdir()  # of a deletion that was interrupted
+    (tmp_path / "old.ckpt").mkdir()
+    storage.remove(tmp_path / "old.ckpt")
+    assert [path.name for path in (tmp_path / ".removed").iterdir()] == ["photos"]
+    assert not (tmp_path / "old.ckpt").exists()
