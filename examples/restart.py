@@ -9,7 +9,6 @@ and ends too. The second attempt finds the checkpoint of step 10.
 
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 import torch
@@ -48,8 +47,9 @@ class Regression(LightningModule):
 
 
 if __name__ == "__main__":
-    # One folder for all processes and attempts.
-    folder = Path(tempfile.gettempdir(), f"restart-{os.environ['TORCHELASTIC_RUN_ID']}")
+    # One folder for all processes and attempts. Not in the shared folder for temporary files, where
+    # others could make one of this name first.
+    folder = Path("restart-checkpoints", os.environ["TORCHELASTIC_RUN_ID"])
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

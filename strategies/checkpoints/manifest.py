@@ -11,6 +11,7 @@ import time
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 _VERSION = 1
@@ -60,17 +61,37 @@ class Manifest:
         Raises:
             ValueError: the manifest is damaged, or another version of this package wrote it.
         """
-        try:
-            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        file = folder / MANIFEST
+        if not os.path.lexists(file):
             return None
-        except ValueError as error:
-            raise ValueError(f"{folder / MANIFEST} is damaged: {error}.") from error
-        if content.pop("version", None) != _VERSION:
-            raise ValueError(f"{folder / MANIFEST} was written by another version of this package.")
-        return cls(
-            **{**content, "files": {name: File(**file) for name, file in content["files"].items()}}
-        )
+        if not file.is_file():  # hazard: reading a FIFO waits for a writer
+            raise ValueError(f"{file} is damaged: it is no file.")
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            version = content.pop("version", None)
+            manifest = cls._parse(content) if version == _VERSION else None
+        except Exception as error:  # of what json, a stranger's or a broken disk's, can hold
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{file} is damaged: {what[:200]!a}.") from error
+        if manifest is None:
+            raise ValueError(f"{file} was written by another version of this package.")
+        return manifest
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> Manifest:
+        """Build a manifest of what JSON holds, and require its types and plain names of files."""
+        files = {name: File(**file) for name, file in content.pop("files").items()}
+        manifest = cls(files=files, **content)
+        counts = [manifest.world_size, manifest.epoch, manifest.global_step]
+        counts += [number for file in files.values() for number in (file.bytes, file.crc32)]
+        if not all(type(number) is int and number >= 0 for number in counts):
+            raise ValueError("a count is no whole number")
+        if type(manifest.saved) not in (int, float) or not 0 <= manifest.saved < 1e11:
+            raise ValueError(f"saved={manifest.saved!r} is no time")
+        for name in files:
+            if name != Path(name).name or name in ("", ".."):
+                raise ValueError(f"{name!r} is no name of a file in the folder")
+        return manifest
 
 
 def measure(file: Path) -> File:

@@ -249,6 +249,8 @@ def unfinished(folder: Path) -> list[Path]:
 
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint by names and sizes, or return None."""
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        return "no file or folder"  # hazard: reading a FIFO waits for a writer
     return manifest.damage(path) if path.is_dir() else archive.damage(path)
 
 
@@ -264,7 +266,7 @@ def changed(path: Path, part: int, parts: int) -> str | None:
 def _is_whole(path: Path) -> bool:
     if path.is_dir():
         return (path / MANIFEST).exists() and damage(path) is None
-    return path.exists() and zipfile.is_zipfile(path)
+    return path.is_file() and zipfile.is_zipfile(path)
 
 
 def _saved(path: Path) -> float:

@@ -24,6 +24,7 @@ from .launchers import (
     Launcher,
     find_launcher,
     first_host,
+    shown_variables,
     tasks_on_node,
 )
 from .world import (
@@ -129,22 +130,7 @@ class _Reader:
 
 def list_variables(environ: Mapping[str, str]) -> str:
     """Return a sentence that lists the variables of launchers that are set."""
-    prefixes = (
-        "MASTER_",
-        "SLURM_N",
-        "SLURM_P",
-        "SLURM_L",
-        "SLURM_STEP_N",
-        "OMPI_COMM",
-        "MV2_COMM",
-        "PMI_",
-        "MPI_LOCAL",
-        "JSM_",
-    )
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
-    listing = ", ".join(
-        f"{k}={environ[k]}" for k in sorted(environ) if k in names or k.startswith(prefixes)
-    )
+    listing = ", ".join(f"{name}={value}" for name, value in shown_variables(environ).items())
     return f"Variables set: {listing or 'none'}."
 
 

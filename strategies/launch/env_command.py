@@ -29,6 +29,7 @@ from rich.table import Table
 
 from .detect import detect
 from .host import cpus_of_numa_node, numa_node_of, online_cpus, visible_devices
+from .launchers import shown_variables
 from .preflight import package_version
 from .rendezvous import open_store
 from .world import LaunchError, World
@@ -38,13 +39,10 @@ DESCRIPTION = (
     " differs"
 )
 
-# Prefixes of variables that decide how processes start, meet, and use the machine.
-_VARIABLES = (
-    *("CUDA_", "FI_", "GLOO_", "JSM_", "KMP_", "LSB_", "MASTER_", "MKL_", "MPI_LOCAL"),
-    *("MV2_COMM_", "NCCL_", "NVIDIA_VISIBLE"),
-    *("OMPI_COMM_", "OMP_", "PET_", "PL_", "PMI_", "PYTORCH_", "SLURM_", "TORCH", "UCX_"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK"),
-    "WORLD_SIZE",
+# Prefixes of the options of libraries that decide how processes meet and use the machine.
+_LIBRARIES = (
+    *("CUDA_", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_VISIBLE_", "OMP_", "PET_", "PL_"),
+    *("PYTORCH_", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_", "UCX_"),
 )
 # Items, ends of names of items, and sections that may differ between ranks without a mark.
 _RANK_ITEMS = (
@@ -129,9 +127,7 @@ def collect(world: World | None) -> Facts:
         "devices": _devices(world),
         "network": {name: _state_of(name) for _, name in socket.if_nameindex()},
         "addresses": {name: _address_of(name) for _, name in socket.if_nameindex()},
-        "variables": {
-            name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)
-        },
+        "variables": shown_variables(os.environ, _LIBRARIES),
     }
 
 

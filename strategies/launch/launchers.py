@@ -24,6 +24,43 @@ class Launcher:
     node_rank: tuple[str, ...] = ()
 
 
+# What may be shown of the environment: these, and options of libraries by their prefixes. Prefixes
+# of launchers would show what users and launchers keep beside them: SLURM_JWT, MASTER_PASSWORD.
+SHOWN_VARIABLES = frozenset(
+    (
+        "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK"
+        " GROUP_WORLD_SIZE NODE_RANK ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_RUN_ID"
+        " TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS LSB_JOBID LSB_HOSTS LSB_MCPU_HOSTS"
+        " JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE"
+        " OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK"
+        " OMPI_COMM_WORLD_LOCAL_SIZE OMPI_COMM_WORLD_NODE_RANK MV2_COMM_WORLD_RANK"
+        " MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE PMI_RANK PMI_SIZE"
+        " MPI_LOCALRANKID MPI_LOCALNRANKS SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE"
+        " SLURM_GPUS_PER_NODE SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES"
+        " SLURM_LAUNCH_NODE_IPADDR SLURM_LOCALID SLURM_NNODES SLURM_NODEID SLURM_NODELIST"
+        " SLURM_NPROCS SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_STEP_ID SLURM_STEPID"
+        " SLURM_STEP_NODELIST SLURM_STEP_NUM_NODES SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE"
+        " SLURM_TASKS_PER_NODE"
+    ).split()
+)
+_SECRET = re.compile("TOKEN|SECRET|KEY|PASS|JWT|COOKIE|CREDENTIAL", re.IGNORECASE)
+
+
+def shown_variables(environ: Mapping[str, str], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the variables that may be shown and sent to other ranks, sorted by name.
+
+    Args:
+        environ: all variables.
+        prefixes: with which options of libraries begin. A name that sounds like a secret's is left
+            out all the same.
+    """
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if (name in SHOWN_VARIABLES or name.startswith(prefixes)) and not _SECRET.search(name)
+    }
+
+
 TORCHRUN = Launcher(
     "torchrun",
     ("TORCHELASTIC_RUN_ID",),

@@ -18,8 +18,14 @@ def test_restart(tmp_path):
         "--max-restarts=1",
         str(EXAMPLE),
     ]
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun, env=environ, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        torchrun,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "Rank 1 died without a word" in done.stderr and "in forward" in done.stderr, done.stderr
     assert sorted(re.findall(r"begins at step (\d+)", done.stdout)) == ["0", "0", "10", "10"]

@@ -71,7 +71,7 @@ ROOMS = [
         "how processes find each other",
         "strategies/collectives",
         f"{_LIGHTNING} rich",
-        tokens=11_936,
+        tokens=11_954,
     ),
     Room(
         "strategies/data",
@@ -86,7 +86,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/launch"
         " strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=12_624,
+        tokens=12_842,
     ),
     Room(
         "strategies/numerics",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero3.strategies.launch.detect import detect
-from lightning_zero3.strategies.launch.launchers import first_host, tasks_on_node
+from lightning_zero3.strategies.launch.detect import detect, list_variables
+from lightning_zero3.strategies.launch.launchers import first_host, shown_variables, tasks_on_node
 from lightning_zero3.strategies.launch.world import Devices, LaunchError, Request
 
 VECTORS = {
@@ -393,3 +393,22 @@ def test_a_kind_of_device_is_all_that_devices_change():
     assert replace(cpu, device_type="xpu", backend="xccl") == detect(
         TORCHRUN, Devices("xpu", 4, "xccl")
     )
+
+
+SECRETS = {
+    "SLURM_JWT": "eyJ-login",
+    "MASTER_PASSWORD": "hunter2",
+    "MASTER_KEY": "k-1",
+    "PMI_SHARED_SECRET": "s-12345",
+    "TORCHSERVE_API_KEY": "k-2",
+    "RANKING_DB_PASSWORD": "p-54321",
+    "NCCL_AUTH_TOKEN": "t-1",
+    "OMP_cookie": "c-1",
+}
+
+
+def test_secrets_are_not_shown():
+    environ = {"RANK": "1", "SLURM_NTASKS": "2", "NCCL_DEBUG": "INFO", **SECRETS}
+    assert list_variables(environ) == "Variables set: RANK=1, SLURM_NTASKS=2."
+    shown = shown_variables(environ, ("NCCL_", "OMP_", "RANK", "SLURM_", "TORCH"))
+    assert shown == {"NCCL_DEBUG": "INFO", "RANK": "1", "SLURM_NTASKS": "2"}

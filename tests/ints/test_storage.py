@@ -228,3 +228,43 @@ def test_what_the_disk_did_not_take_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", partial(fail, errno.EINVAL))
     storage.commit(storage.stage_of(path), path)
     assert path.read_text() == "after"
+
+
+BROKEN = {
+    "a list": "[]",
+    "no files": '{"version": 1}',
+    "brackets": "[" * 100_000,
+    "a file that is a number": '{"version": 1, "files": 3}',
+    "a time that is none": '{"version": 1, "world_size": 1, "epoch": 0, "global_step": 0,'
+    ' "files": {}, "saved": 1e300}',
+    "a count that is none": '{"version": 1, "world_size": "x\\u001b[2J", "epoch": 0,'
+    ' "global_step": 0, "files": {}, "saved": 1}',
+    "a name outside": '{"version": 1, "world_size": 1, "epoch": 0, "global_step": 0, "saved": 1,'
+    ' "files": {"../x": {"bytes": 1, "crc32": 1}}}',
+    "junk": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_neighbours_broken_folder_is_passed_over(what, tmp_path):
+    bad, good = tmp_path / "bad.ckpt", tmp_path / "good.ckpt"
+    for folder in (bad, good):
+        folder.mkdir()
+    (bad / "manifest.json").write_text(BROKEN[what])
+    (good / "a").write_text("x")
+    Manifest(1, 0, 1, {"a": measure(good / "a")}).write(good)
+    assert "is damaged: " in storage.damage(bad) and "\x1b" not in storage.damage(bad)
+    assert storage.last_complete(tmp_path) == good
+    assert storage.choose(good, newest=True).path == good
+    assert storage.choose(bad, newest=True).path == good
+    with pytest.raises(CheckpointError, match=str(bad)):
+        storage.choose(bad, newest=False)
+
+
+@pytest.mark.parametrize("where", ["bad.ckpt", "bad.ckpt/manifest.json"])
+def test_a_fifo_is_no_checkpoint(where, tmp_path):
+    if "/" in where:
+        (tmp_path / "bad.ckpt").mkdir()
+    os.mkfifo(tmp_path / where)
+    assert storage.last_complete(tmp_path) is None
+    assert "no file" in storage.damage(tmp_path / "bad.ckpt")

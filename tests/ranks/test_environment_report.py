@@ -175,7 +175,7 @@ def test_a_timeout_that_is_no_time_is_refused(seconds, capsys):
 
 
 def test_values_are_shown_as_they_are(alone, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NAME", "a[gpu] b[/x]")
+    monkeypatch.setenv("NCCL_HOSTID", "a[gpu] b[/x]")
     code, table = report()
     assert code == 0 and "a[gpu] b[/x]" in table
 
