@@ -21,7 +21,6 @@ from .options import DataOptions, Stage
 from .stream import is_stateful
 
 VERSION = 1
-_END = object()
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,11 @@ class ShardedLoader:
         pairs, wait = iter(self._start_feed(origin)), profile_range("wait for batch")
         while True:
             with wait:
-                batch, position = next(pairs, (None, _END))
-            if position is _END:
+                pair = next(pairs, None)
+            if pair is None:
                 break
+            batch, position = pair
+            del pair
             batches += 1
             if length is None:
                 is_finished = self.feed.is_finished(position)

@@ -94,7 +94,7 @@ def one_process(feature: str, precision: str = "32-true") -> Run:
     return fit_here(recipe, "auto", 1, {**options, "precision": precision})
 
 
-def cells(precision: str, features: Iterable[str]) -> list[Any]:
+def settings(precision: str, features: Iterable[str]) -> list[Any]:
     """(feature, number of ranks) of all, those of the gate unmarked."""
     return [
         pytest.param(
@@ -109,11 +109,11 @@ def cells(precision: str, features: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def on_ranks(request):
-    """Runs of a kind, for a cell of the tests in this session. Those of a number of ranks and a
+    """Runs of a kind, for a setting of the tests in this session. Those of a number of ranks and a
     precision share processes.
     """
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [p["cell"] for p in params if len(p.get("cell", ())) == 3]
+    wanted = [p["setting"] for p in params if "setting" in p]
 
     @cache
     def run(kind: str, world_size: int, precision: str) -> dict[str, Run]:
@@ -124,20 +124,20 @@ def on_ranks(request):
             world_size, {n: (r, kind, {**o, **options}) for n, (r, o) in cases.items()}
         )
 
-    return lambda kind, cell: run(kind, *cell[1:])[cell[0]]
+    return lambda kind, setting: run(kind, *setting[1:])[setting[0]]
 
 
-@pytest.mark.parametrize("cell", cells("64-true", FEATURES))
-def test_feature(cell, on_ranks):
-    mine, alone = on_ranks("zero3", cell), one_process(cell[0], "64-true")
+@pytest.mark.parametrize("setting", settings("64-true", FEATURES))
+def test_feature(setting, on_ranks):
+    mine, alone = on_ranks("zero3", setting), one_process(setting[0], "64-true")
     assert {value.dtype for value in mine.state.values()} == {torch.float64}
     assert_same_run(mine, alone, rtol=IN_DOUBLE, gradients=IN_DOUBLE)
 
 
-@pytest.mark.parametrize("cell", cells("32-true", FEATURES))
-def test_feature_in_fp32_against_ddp(cell, on_ranks):
-    mine, ddp = on_ranks("zero3", cell), on_ranks("ddp", cell)
-    assert_same_run(mine, ddp, gradients=CLIPPED.get(cell[0], 1e-6))
+@pytest.mark.parametrize("setting", settings("32-true", FEATURES))
+def test_feature_in_fp32_against_ddp(setting, on_ranks):
+    mine, ddp = on_ranks("zero3", setting), on_ranks("ddp", setting)
+    assert_same_run(mine, ddp, gradients=CLIPPED.get(setting[0], 1e-6))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -180,12 +180,12 @@ def test_features_change_the_reference(feature, other):
     assert any((mine.state[name] - plain.state[name]).abs().max() > 1e-3 for name in plain.state)
 
 
-@pytest.mark.parametrize("cell", cells("bf16-mixed", IN_BFLOAT16))
-def test_bf16_mixed_against_ddp(cell, on_ranks):
+@pytest.mark.parametrize("setting", settings("bf16-mixed", IN_BFLOAT16))
+def test_bf16_mixed_against_ddp(setting, on_ranks):
     """Each rank rounds its own activations, so the reference is ddp, which does the same."""
-    mine, ddp = on_ranks("zero3", cell), on_ranks("ddp", cell)
+    mine, ddp = on_ranks("zero3", setting), on_ranks("ddp", setting)
     assert_same_run(mine, ddp)
-    full = one_process(cell[0])
+    full = one_process(setting[0])
     assert relative(mine.losses, full.losses) > 1e-5, "nothing was computed in bfloat16"
     assert relative(mine.losses, full.losses) < 2e-2
     assert all(value.dtype == full.state[name].dtype for name, value in mine.state.items())
