@@ -299,15 +299,14 @@ def _read_tf32_matmul() -> str:
 
 
 def _write_tf32_matmul(value: str) -> None:
-    torch.backends.cuda.matmul.fp32_precision = (
-        "none"  # both agree again, whatever was written before
-    )
+    # both agree again, whatever was written before
+    torch.backends.cuda.matmul.fp32_precision = "none"
     torch.backends.cuda.matmul.allow_tf32 = value == "tf32"
     torch.backends.cuda.matmul.fp32_precision = value
 
 
 def _read_tf32_cudnn() -> bool:
-    # (made when torch is imported)
+    # torch makes `conv` when it is imported; its stub lacks it
     return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 

@@ -230,9 +230,8 @@ class GPT(LightningModule):
         self.register_buffer("cos", angles.cos(), persistent=False)  # [length, 32]
         self.register_buffer("sin", angles.sin(), persistent=False)
         self.val_nats = SumMetric().set_dtype(torch.float64)
-        self.progress = (
-            0.0  # how much of this run's budget is used, 0 to 1; the Budget callback sets it
-        )
+        # how much of this run's budget is used, 0 to 1; the Budget callback sets it
+        self.progress = 0.0
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.5 if "embed" in name else width**-0.5)

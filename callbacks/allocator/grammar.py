@@ -358,9 +358,8 @@ def _parse_word(option: Option, text: str) -> str:
 
 
 def _parse_whole(option: Option, text: str) -> int:
-    if len(text) > 20 or not _WHOLE.fullmatch(
-        text
-    ):  # 2**63 has 19 digits; int() refuses thousands of digits
+    # 2**63 has 19 digits; int() refuses thousands of digits
+    if len(text) > 20 or not _WHOLE.fullmatch(text):
         raise _value_error(option, text)
     value = int(text)
     if not option.low <= value <= option.high or (

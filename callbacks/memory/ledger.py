@@ -116,9 +116,8 @@ def _count_bytes(tensors: Iterable[Tensor], device_type: str, seen: set[int]) ->
             continue
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if (
-            address and address not in seen
-        ):  # 0: a freed storage, such as FSDP's gathered parameters have
+        # 0: a freed storage, such as FSDP's gathered parameters have
+        if address and address not in seen:
             seen.add(address)
             total += storage.nbytes()
     return total

@@ -199,7 +199,7 @@ def attach_observer(listener: Any) -> None:
     is_first = not _listeners
     _listeners[:] = [weakref.WeakMethod(listener)]
     if is_first:
-        # (torch's stub lacks it)
+        # torch's stub lacks the function
         torch._C._cuda_attach_out_of_memory_observer(_call_listeners)  # type: ignore[attr-defined]
 
 

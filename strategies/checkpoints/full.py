@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,15 +26,15 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import gather_slices, replace_tensors, tensors_in
 from ..support import profile_range
 from .archive import changed, find_data, write_checksums
-from .storage import begin, commit, remove
+from .storage import begin, commit, discard, stage_of
 
 
 def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     """Write a Lightning checkpoint with the slices of all ranks; collective.
 
     Args:
-        checkpoint: has the same :class:`~.slices.SlicedTensor` on all ranks. Everything else is
-            written as rank 0 has it.
+        checkpoint: has the same :class:`~.state_dicts.slices.SlicedTensor` on all ranks. Everything
+            else is written as rank 0 has it.
         path: of the file. A file that is there is replaced when the new one is complete.
         rank: of this process.
 
@@ -41,13 +42,10 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
         CheckpointError: on all ranks; what was at ``path`` is still there.
     """
     action = f"Saving {path}"
-    stage = path.parent
     places: dict[int, Tensor] = {}
 
     def prepare() -> None:
-        nonlocal stage
-        stage = begin(path)
-        places.update(reserve(checkpoint, stage))
+        places.update(reserve(checkpoint, begin(path)))
 
     try:
         with profile_range("prepare checkpoint"):
@@ -56,10 +54,11 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
             gather_slices(checkpoint, rank, lambda tensor, value: places[id(tensor)].copy_(value))
         places.clear()  # unmap the file
         with profile_range("finish checkpoint"):
-            run_on_all_ranks(action, (lambda: finish(stage, path)) if rank == 0 else _do_nothing)
+            end = partial(finish, stage_of(path), path) if rank == 0 else _do_nothing
+            run_on_all_ranks(action, end)
     except CheckpointError:
-        if rank == 0 and stage != path.parent:
-            remove(stage)
+        if rank == 0:
+            discard(path)
         raise
 
 
@@ -73,27 +72,27 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
     Raises:
         OSError: the disk has no room.
         CheckpointError: a tensor is inside an object other than a dict, list or tuple, where
-            :func:`~.gather.tensors_in` does not find it.
+            :func:`~.state_dicts.gather.tensors_in` does not find it.
     """
     placeholders: dict[int, Tensor] = {}
     skeleton = replace_tensors(
         tree, lambda tensor: placeholders.setdefault(id(tensor), _make_placeholder(tensor))
     )
-    # hazard: others may put something else under this name. The file is a new one, and from here on
-    # it is known by its descriptor.
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    with open(descriptor, "r+b") as stream:
+    # hazard: others may put something else under this name. The file is a new one, and is not
+    # opened again to find the places in it.
+    with open(file, "x+b") as stream:
         with skip_data():
-            torch.save(skeleton, f"/dev/fd/{descriptor}")
+            torch.save(skeleton, stream)
         size = stream.seek(0, os.SEEK_END)
         if hasattr(os, "posix_fallocate"):
             # hazard: writing to a mapping of a file that the disk has no room for kills the process
-            os.posix_fallocate(descriptor, 0, size)
-        mapping = mmap.mmap(descriptor, size)
+            os.posix_fallocate(stream.fileno(), 0, size)
+        mapping = mmap.mmap(stream.fileno(), size)
         records = _find_records(stream)
     numbers = _StorageNumbers()
     numbers.dump(skeleton)
-    tensors = list(tensors_in(skeleton, Tensor))
+    # tensors on the meta device have no record
+    tensors = [tensor for tensor in tensors_in(skeleton, Tensor) if not tensor.is_meta]
     if len(numbers.known) > len({tensor.untyped_storage()._cdata for tensor in tensors}):
         raise CheckpointError(
             "the checkpoint has tensors inside of objects. Put them into dicts or lists in"
@@ -107,7 +106,8 @@ def reserve(tree: Any, file: Path) -> dict[int, Tensor]:
         if id(tensor) in keys:
             places[keys[id(tensor)]] = place
         else:
-            place.copy_(tensor)
+            # as it lies there: a conjugated view says so in the file
+            place.untyped_storage().copy_(tensor.untyped_storage())
     return places
 
 

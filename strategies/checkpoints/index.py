@@ -8,8 +8,8 @@ What was read is then compared with what torch writes: types, sizes and file nam
 
 from __future__ import annotations
 
-import collections
 import io
+import math
 import pathlib
 import pickle
 from collections.abc import Iterator
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import _get_layout
 
 from ..state_dicts.collective_errors import CheckpointError
+from .manifest import is_file_name
 
 INDEX = ".metadata"
 
@@ -52,7 +53,7 @@ _PATHS = ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"
 def _member(enumeration: Any, name: str) -> Any:
     """Stand in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
     if enumeration is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it names {enumeration!r}.{name}")
+        raise pickle.UnpicklingError(f"it names an attribute of a {type(enumeration).__name__}")
     return _MEM_FORMAT_ENCODING[name]
 
 
@@ -60,7 +61,6 @@ def _member(enumeration: Any, name: str) -> Any:
 # own; they become pure ones, which cannot touch a file.
 _CALLABLE: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _member,
-    ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
@@ -85,7 +85,7 @@ def read_index(folder: Path) -> Metadata:
         for fault in _faults(metadata):
             raise pickle.UnpicklingError(fault)
     except Exception as error:  # a broken pickle raises nearly anything
-        what = str(error) if isinstance(error, pickle.UnpicklingError) else repr(error)
+        what = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{INDEX} is no index as torch writes it: {what[:200]!a}. If you trust its source, read"
             " it with CheckpointOptions(weights_only=False)."
@@ -112,22 +112,22 @@ class _IndexUnpickler(pickle._Unpickler):
         arguments = self.stack.pop()
         function = self.stack[-1]
         if type(arguments) is not tuple or not any(function is f for f in _CALLABLE.values()):
-            raise pickle.UnpicklingError(f"it calls {function!r}")
+            raise pickle.UnpicklingError(f"it calls a {type(function).__name__}")
         self.stack[-1] = function(*arguments)
 
     def load_newobj(self) -> None:
         arguments, cls = self.stack.pop(), self.stack.pop()
         if arguments != () or not any(cls is known for known in _STATEFUL):
-            raise pickle.UnpicklingError(f"it makes an instance of {cls!r}")
+            raise pickle.UnpicklingError(f"it makes an instance of a {type(cls).__name__}")
         self.stack.append(object.__new__(cls))
 
     def load_build(self) -> None:
         state, instance = self.stack.pop(), self.stack[-1]
         cls = type(instance)
         if not any(cls is known for known in _STATEFUL):
-            raise pickle.UnpicklingError(f"it changes {instance!r}")
+            raise pickle.UnpicklingError(f"it changes a {cls.__name__}")
         if cls is TensorProperties:
-            instance.__setstate__(state)  # of a tuple, whose values are compared later
+            instance.__setstate__(state)  # of a tuple
         elif type(state) is dict and state.keys() <= {field.name for field in fields(cls)}:
             vars(instance).update(state)
         else:
@@ -182,6 +182,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_chunk(value: Any) -> bool:
+    return type(value) is ChunkStorageMetadata
+
+
 def _tensor_faults(name: str, kind: TensorStorageMetadata) -> Iterator[str]:
     properties, size, chunks = (_get(kind, field) for field in ("properties", "size", "chunks"))
     if (
@@ -192,12 +196,17 @@ def _tensor_faults(name: str, kind: TensorStorageMetadata) -> Iterator[str]:
     if type(size) is not torch.Size or not _is_size(size, len(size)):
         yield f"{name} has no shape"
         return
+    elements = 0
     for chunk in chunks if type(chunks) is list else [None]:
-        if type(chunk) is not ChunkStorageMetadata or not all(
-            _is_size(_get(chunk, field), len(size)) for field in ("offsets", "sizes")
-        ):
+        places = [_get(chunk, field) for field in ("offsets", "sizes")] if _is_chunk(chunk) else []
+        if not places or not all(_is_size(place, len(size)) for place in places):
             yield f"{name} has no chunks"
             return
+        if any(at + n > whole for at, n, whole in zip(*places, size, strict=True)):
+            yield f"{name} has a chunk outside of its shape"
+        elements += math.prod(places[1])
+    if elements != math.prod(size):
+        yield f"{name} has chunks of {elements:,} of {math.prod(size):,} elements"
 
 
 def _place_faults(index: Any, place: Any, tensors: dict[str, Any]) -> Iterator[str]:
@@ -210,7 +219,9 @@ def _place_faults(index: Any, place: Any, tensors: dict[str, Any]) -> Iterator[s
     file, *numbers = (_get(place, field) for field in ("relative_path", "offset", "length"))
     if not all(map(_is_count, numbers)):
         yield f"{index.fqn} has no place"
-    if type(file) is not str or file in ("", ".", "..") or set(file) & set("/\\\0"):
+    if _get(place, "transform_descriptors"):  # torch writes none unless it is told to
+        yield f"{index.fqn} is stored in another form"
+    if not is_file_name(file):
         yield f"{index.fqn} lies in {file!r}, which is no name of a file in the folder"
 
 
@@ -223,7 +234,12 @@ def _path_faults(paths: Any, tensors: dict[str, Any]) -> Iterator[str]:
         return
     for name, path in paths.items():
         # A list cannot be longer than there are names; a larger index would take any memory.
-        if type(path) is not tuple or not all(
-            type(part) is str or (_is_count(part) and part < len(tensors)) for part in path
+        if (
+            type(path) is not tuple
+            or not path
+            or type(path[0]) is not str
+            or not all(
+                type(part) is str or (_is_count(part) and part < len(tensors)) for part in path
+            )
         ):
             yield f"the nesting of {name!r} is no path"

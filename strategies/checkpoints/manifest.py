@@ -89,9 +89,14 @@ class Manifest:
         if type(manifest.saved) not in (int, float) or not 0 <= manifest.saved < 1e11:
             raise ValueError(f"saved={manifest.saved!r} is no time")
         for name in files:
-            if name != Path(name).name or name in ("", ".."):
+            if not is_file_name(name):
                 raise ValueError(f"{name!r} is no name of a file in the folder")
         return manifest
+
+
+def is_file_name(name: Any) -> bool:
+    """Return whether ``name`` is that of a file in a folder, and leads nowhere else."""
+    return type(name) is str and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def measure(file: Path) -> File:

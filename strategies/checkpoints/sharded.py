@@ -114,7 +114,13 @@ class ShardedCheckpoint:
         nested: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
             value = values[name] if name in values else self._tensor(name, kind)
-            set_element(nested, (self._metadata.planner_data or {}).get(name, (name,)), value)
+            path = (self._metadata.planner_data or {}).get(name, (name,))
+            try:
+                set_element(nested, path, value)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.folder}: the index nests {name!r} in what is no container"
+                ) from error
         return nested
 
     def _tensor(self, name: str, kind: Any) -> SavedTensor:
@@ -131,8 +137,8 @@ class ShardedCheckpoint:
         Values are converted to the dtype of the tensor that they are read into.
 
         Args:
-            wanted: pairs of a saved tensor and the tensor or :class:`~.slices.SlicedTensor` to
-                fill.
+            wanted: pairs of a saved tensor and the tensor or
+                :class:`~.state_dicts.slices.SlicedTensor` to fill.
         """
         # a tensor may be wanted twice, and a round has one target for each name
         rounds: list[dict[str, Tensor]] = [{}]

@@ -10,9 +10,9 @@
                                     `ckpt_path="last"` (`ModelCheckpoint._find_last_checkpoints`)
                                     finds it there
 
-Others may write to the folder, too. So the two folders must be this user's own, and no links,
-because what is in them is deleted. An unfinished checkpoint is a new file, or a new folder that
-only this user may open.
+Others may write to the folder, too. What is in `.unfinished` and `.removed` is deleted, so these
+two must be no links, and are open to this user alone. Where they are another user's, this user's
+have other names (`.unfinished-1000`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 def stage_of(path: Path) -> Path:
     """Return where the checkpoint of ``path`` is written before it is complete."""
-    return path.parent / _UNFINISHED / path.name
+    return _own_folder(path.parent / _UNFINISHED) / path.name
 
 
 def begin(path: Path) -> Path:
@@ -62,27 +62,27 @@ def begin(path: Path) -> Path:
     """
     stage = stage_of(path)
     _make_own_folder(stage.parent)
-    remove(stage)
+    if os.path.lexists(stage):
+        _require_own(stage, may_link=True)
+        _delete(stage)
     return stage
 
 
 def make_folder(path: Path) -> Path:
-    """Call :func:`begin` for a folder and create it, closed to other users until it is complete."""
+    """Call :func:`begin` for a folder and create it."""
     stage = begin(path)
-    stage.mkdir(mode=0o700)
+    stage.mkdir()
     return stage
 
 
 def commit(stage: Path, path: Path) -> None:
     """Move a complete checkpoint to ``path``, and remove the one that had this name before."""
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
-    if stage.is_dir():  # made by `make_folder`; the folder around it has the modes of all others
-        stage.chmod(stat.S_IMODE(stage.parent.stat().st_mode))
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     if not os.path.lexists(path):
         os.rename(stage, path)
     elif _exchange(stage, path):
-        remove(stage)
+        _delete(stage)
     else:
         # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
@@ -94,67 +94,86 @@ def commit(stage: Path, path: Path) -> None:
         stage.parent.rmdir()
 
 
+def discard(path: Path) -> None:
+    """Delete what a failed save of ``path`` has left, unless it is not this user's own."""
+    stage = stage_of(path)
+    with suppress(CheckpointError, OSError):  # the save's own error is the one to raise
+        _require_own(stage.parent)
+        _delete(stage)
+
+
 def remove(path: Path) -> None:
-    """Delete a checkpoint; an interruption leaves nothing that looks like a checkpoint.
+    """Delete a checkpoint if it is there; an interruption leaves nothing that looks like one.
 
     Raises:
-        CheckpointError: ``path`` is unfinished and not this user's own, or is no file or folder.
+        CheckpointError: ``path`` is no file or folder.
     """
-    if not os.path.lexists(path):
-        return
-    is_unfinished = path.parent.name == _UNFINISHED
-    if is_unfinished:
-        _require_own(path.parent)
-        _require_own(path, may_link=True)
+    if os.path.lexists(path):
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif not path.is_dir():
         raise CheckpointError(f"{path} is no file or folder, so it is not deleted.")
-    elif is_unfinished:
+    elif path.parent.name.startswith(_UNFINISHED):
         # it does not look like a checkpoint, and a full disk may have no room for `.removed`
         shutil.rmtree(path, ignore_errors=True)
     else:
-        rubbish = path.parent / _REMOVED
+        rubbish = _own_folder(path.parent / _REMOVED)
         _make_own_folder(rubbish)
         os.rename(path, rubbish / uuid.uuid4().hex)
-        for left in rubbish.iterdir():  # this one, and those of deletions that were interrupted
-            if re.fullmatch("[0-9a-f]{32}", left.name):
-                shutil.rmtree(left, ignore_errors=True)
-        with suppress(OSError):  # something else is in it
+        with suppress(OSError):  # something else is in it, or another job has just removed it
+            for left in rubbish.iterdir():  # this one, and those of interrupted deletions
+                if re.fullmatch("[0-9a-f]{32}", left.name):
+                    shutil.rmtree(left, ignore_errors=True)
             rubbish.rmdir()
 
 
+def _own_folder(folder: Path) -> Path:
+    """Return ``folder``; if it is another user's, a name beside it with this user's number."""
+    if not os.path.lexists(folder) or _is_own(folder):
+        return folder
+    return folder.with_name(f"{folder.name}-{os.geteuid()}")
+
+
 def _make_own_folder(folder: Path) -> None:
-    """Create a folder of this package unless it is there, and require that it is this user's."""
+    """Create a folder for this user alone, unless it is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
     if not _require_own(folder).is_dir():
         raise CheckpointError(f"{folder} is a file. {_REMEDY}")
 
 
 def _require_own(path: Path, may_link: bool = False) -> Path:
     """Raise a CheckpointError if ``path`` is a link, a FIFO or the like, or another user's."""
-    found = path.lstat()
-    is_link = stat.S_ISLNK(found.st_mode)
-    if is_link and not may_link:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode) and not may_link:
         raise CheckpointError(f"{path} is a link to {os.readlink(path)}. {_REMEDY}")
-    if not (is_link or stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+    if not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise CheckpointError(f"{path} is no file or folder. {_REMEDY}")
-    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(path.parent):
-        raise CheckpointError(f"{path} belongs to another user ({found.st_uid}). {_REMEDY}")
+    if not _is_own(path):
+        raise CheckpointError(f"{path} belongs to another user. {_REMEDY}")
     return path
 
 
-def _owner_of_new(folder: Path) -> int:
-    """Return who owns what this process makes in ``folder``: a server may map all to one user."""
-    probe = folder / f".{uuid.uuid4().hex}"
+def _is_own(path: Path) -> bool:
+    """Return whether this user owns ``path``, or whoever owns what this user makes beside it.
+
+    A file server may give all files to one user.
+    """
+    owner = path.lstat().st_uid
+    if owner == os.geteuid():
+        return True
+    probe = path.parent / f".{uuid.uuid4().hex}"
     try:
         probe.mkdir()
     except OSError:
-        return os.geteuid()
+        return False
     try:
-        return probe.lstat().st_uid
+        return probe.lstat().st_uid == owner
     finally:
         probe.rmdir()
 
@@ -244,7 +263,7 @@ def choose(path: Path, newest: bool) -> Choice:
 
 def unfinished(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder`` whose save did not finish."""
-    return sorted((folder / _UNFINISHED).glob("*"))
+    return sorted(folder.glob(f"{_UNFINISHED}*/*"))
 
 
 def damage(path: Path) -> str | None:

@@ -16,6 +16,7 @@ from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_slices
 from ..state_dicts.slices import SavedTensor, SlicedTensor
 from . import full
+from .manifest import is_file_name
 from .storage import commit, make_folder
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
     files = [path]
     if path.suffix == ".json":
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        for name in weight_map.values():
+            if not is_file_name(name):
+                raise CheckpointError(f"{path} names {name!r}, which is no file in its folder.")
         files = sorted({path.parent / name for name in weight_map.values()})
     tensors = {}
     for file in files:
@@ -186,7 +190,7 @@ def save_weights(state: Mapping[str, Any], path: Path, max_file_bytes: int, rank
     """Write a state dict as safetensors files with an index; collective.
 
     Args:
-        state: has the same :class:`~.slices.SlicedTensor` on all ranks.
+        state: has the same :class:`~.state_dicts.slices.SlicedTensor` on all ranks.
         path: of the folder; a folder that is there is replaced when all is written.
         max_file_bytes: the most bytes of a file.
         rank: of this process. Rank 0 writes.

@@ -21,7 +21,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future as Upload
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from .index import INDEX
 from .manifest import MANIFEST, File, Manifest, measure
-from .storage import commit, make_folder, remove, stage_of, sync
+from .storage import commit, discard, make_folder, stage_of, sync
 
 TRAINER_STATE = "meta.pt"
 OTHERS = "others"  # sharded tensors that are neither the model's nor an optimizer's
@@ -77,8 +77,8 @@ def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
     """Split a Lightning checkpoint into sharded tensors and ``meta.pt``; collective.
 
     Args:
-        checkpoint: as Lightning makes it, with a :class:`~.slices.SlicedTensor` for each sharded
-            tensor, wherever the tensor stands.
+        checkpoint: as Lightning makes it, with a :class:`~.state_dicts.slices.SlicedTensor` for
+            each sharded tensor, wherever the tensor stands.
         path: of the directory that is going to be written.
 
     Raises:
@@ -181,8 +181,7 @@ def saving(path: Path) -> Iterator[None]:
             yield
     except CheckpointError:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            with suppress(CheckpointError):  # the stage is not ours: that is what the save told
-                remove(stage_of(path))
+            discard(path)
         raise
 
 
@@ -268,7 +267,7 @@ class _Writer(FileSystemWriter):
         if not (self._stage / MANIFEST).is_file():
             raise CheckpointError(
                 f"{self._stage} was created by rank 0 and is not there. All ranks must see the same"
-                " file system."
+                " file system, as the same user."
             )
         written = _Written(super().write_data(plan, planner).wait())
         written.files = _measured(self._stage.glob(f"{plan.storage_data.prefix}*"))

@@ -299,9 +299,8 @@ class Cursor:
         if get_worker_info() is not None:
             seed_cpu(self.get_seed(self.items_read))
             return next(self.items)
-        with scoped(
-            self.get_seed(self.items_read)
-        ):  # the main process needs its own generators back
+        # the main process needs its own generators back
+        with scoped(self.get_seed(self.items_read)):
             return next(self.items)
 
     def make_mark(self) -> Mark:

@@ -28,9 +28,10 @@ visit
 Read layout, partition, shards, chunk and unit for what there is; engine, hooks, runs,
 saved_tensors, backward, reduction and gradients for what happens in a step; access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, held_gradients,
-kept_views (that outlive their weights' use), agreement (what the ranks compare), uneven (that
-some ranks do not run), one_rank, debug, and the small ones: clearing, huge_pages, forward_order,
-segments, streams, module_tree.
+kept_views (views of weights that outlive their use), agreement (what the ranks compare), uneven
+(steps that some ranks do not run), one_rank, debug, graph_replay (what a captured graph does to
+units), memory_ledger, transforms (torch.func), lifted (full precision where autocast is off), and
+the small ones: clearing, huge_pages, forward_order, segments, streams, module_tree.
 """
 
 from ..residency import (

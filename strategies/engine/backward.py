@@ -52,9 +52,8 @@ class Backward:
         # all visits, its own or not.
         self.coming: deque[int] = deque()
         self.active = False  # a pass has begun and not ended
-        self.opened = self._ended = (
-            False  # all ranks end one, whatever this one has to differentiate; and have
-        )
+        # all ranks end one, whatever this one has to differentiate; and have
+        self.opened = self._ended = False
         self.thread = get_ident()  # whose backwards may begin a pass, or fail it
         self.told = watch_runs(self)
         if self._reducer.whole:

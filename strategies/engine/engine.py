@@ -83,9 +83,8 @@ class Zero3Engine:
     groups: list[FlatGroup]
     differing: list[str]  # names whose initial value on this rank was not rank 0's
     _stepping: Optimizer | None = None  # an optimizer's own `step` has begun
-    _lost: ResidencyError | None = (
-        None  # why what a pass that failed had changed is lost, to be raised
-    )
+    # why what a pass that failed had changed is lost, to be raised
+    _lost: ResidencyError | None = None
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(

@@ -38,9 +38,8 @@ class Held:
     tensor: Tensor  # all of it, as an ordinary tensor
     since: tuple[int, ...]  # when it had the gradient's values, see `Gradients.since`
     stale: bool = False  # they have changed since
-    seen: int | None = (
-        None  # fingerprint of its values then, if it may be changed without a word to the engine
-    )
+    # fingerprint of its values then, if it may be changed without a word to the engine
+    seen: int | None = None
     addressed: bool = False  # as long as it is the gradient, because somebody has its address
 
 

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN_BYTES = 16  # vectorised kernels fall back to slow paths on less
-REGION_BYTES = (
-    256  # regions of the arena start like fresh allocations of the CUDA caching allocator
-)
+# regions of the arena start like fresh allocations of the CUDA caching allocator
+REGION_BYTES = 256
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -75,9 +75,8 @@ class Reducer:
 
     # by number of the parameter: where its gradient goes, of the parameter's shape
     views: list[Tensor]
-    written: (
-        bytearray  # by number of the parameter: there is a gradient already where the next one goes
-    )
+    # by number of the parameter: there is a gradient already where the next one goes
+    written: bytearray
     # by index of the unit: the memory of its range is its own, until its gradients are sent
     claimed: bytearray
     whole = False  # gradients stay where autograd's are put
@@ -90,9 +89,8 @@ class Reducer:
     # cleared gradients keep their memory: somebody has its address, or a device's allocator might
     # cut it up
     lasting: bool
-    inspect: Callable[[Unit, Tensor], None] | None = (
-        None  # looks at a unit's gradients before they are sent
-    )
+    # looks at a unit's gradients before they are sent
+    inspect: Callable[[Unit, Tensor], None] | None = None
 
     def __init__(
         self,

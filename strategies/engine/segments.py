@@ -21,9 +21,8 @@ class Segment:
     start: int
     stop: int
     parameter: nn.Parameter = field(repr=False)
-    shown: bool = (
-        False  # the engine has shown a gradient of it, which the user may have cleared since
-    )
+    # the engine has shown a gradient of it, which the user may have cleared since
+    shown: bool = False
 
     def view(self, flat: Tensor) -> Tensor:
         """The segment's range of another flat tensor of the group."""

@@ -136,12 +136,10 @@ class FlatGroup:
         self.allocated: Tensor | None = None  # the memory of `grad`
         self.looked = 0  # `written_by_others` when the elements that no parameter owns were zero
         self.over: list[str] = []  # see `FlatGradient.over`
-        self.uncounted = (
-            0  # writes to it that are the engine's, less those to gradients that were freed
-        )
-        self.owner: tuple[Optimizer, dict[str, Any]] | None = (
-            None  # whose state is cut along with the segments
-        )
+        # writes to it that are the engine's, less those to gradients that were freed
+        self.uncounted = 0
+        # whose state is cut along with the segments
+        self.owner: tuple[Optimizer, dict[str, Any]] | None = None
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors, zeroed: padding must never hold NaN."""

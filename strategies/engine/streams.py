@@ -29,7 +29,7 @@ class Stream:
     """A stream beside the compute stream; none on the CPU, where nobody forks."""
 
     def __init__(self, device: torch.device) -> None:
-        # whether waiting inside fork() holds up the side stream, not the host
+        # whether work runs beside the host: a wait inside fork() then holds up this stream alone
         self.on_device = device.type == "cuda"
         if self.on_device:
             # High priority: a collective that waits behind compute kernels delays every rank.

@@ -60,9 +60,8 @@ class Arena:
     holders: list[Unit] = field(default_factory=list)
     # those among them whose memory no other unit may take
     in_use: list[Unit] = field(default_factory=list)
-    spilled: tuple[Unit, Tensor] | None = (
-        None  # what was gathered for single reads, while another one has the memory
-    )
+    # what was gathered for single reads, while another one has the memory
+    spilled: tuple[Unit, Tensor] | None = None
 
 
 class Mark:
@@ -78,9 +77,8 @@ class Unit:
 
     phase: Phase
     region: range  # bytes of the arena that its slot may take; other units share them
-    memory: (
-        Tensor  # [bytes] there, in a storage of its own: torch counts the tensors that share one
-    )
+    # [bytes] there, in a storage of its own: torch counts the tensors that share one
+    memory: Tensor
     storage: int  # its address; see count_viewers
     usual: int  # how many view it when nobody does but the engine
     pins: int  # uses that have not ended
@@ -90,9 +88,8 @@ class Unit:
     in_arrays: list[Alias]  # of its weights, those of which the user made arrays
     # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
     lent: bool
-    spread: dict[str, Tensor] | None = (
-        None  # name -> full value, in a transform, see transforms.py; {}: written since
-    )
+    # name -> full value, in a transform, see transforms.py; {}: written since
+    spread: dict[str, Tensor] | None = None
     # tells ranks that have nothing to run what is gathered
     announce: Callable[[Unit, Exchange], None] | None
     note_kept: Callable[[Unit, bool], None]  # see kept_views.py

@@ -173,9 +173,8 @@ class FlatParameter(nn.Parameter):
 
     whose = ""  # of which parameters
     over = ()  # it never is
-    asked: Callable[[nn.Parameter], None] | None = (
-        None  # to be called, with this tensor, before somebody looks at its gradient
-    )
+    # to be called, with this tensor, before somebody looks at its gradient
+    asked: Callable[[nn.Parameter], None] | None = None
     cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away
     writing: Callable[[], None] | None = None  # ... before somebody writes to its values
     written: Callable[[], None] | None = None  # ... when its gradient was changed in place

@@ -134,9 +134,8 @@ def _wrap_methods() -> None:
         _wrap(Tensor, name, _asked, slice(1))
     _wrap(BackwardCFunction, "register_hook", _hooked)  # for hooks of modules' backwards, too
     Tensor.data = _Data(Tensor.data)
-    Tensor.__init__ = (
-        _initialized  # the constructor, whose `__new__` torch.compile must find as it was
-    )
+    # the constructor, whose `__new__` torch.compile must find as it was
+    Tensor.__init__ = _initialized
 
 
 class _Wrapped:

@@ -103,13 +103,11 @@ class ShardedCopy(Tensor):
     """
 
     parameter: nn.Parameter | None = None  # whose whole gradient it is, if it is one
-    held: Any = (
-        None  # if it is that, or a view of one: its memory, see `engine.held_gradients.Held`
-    )
+    # if it is that, or a view of one: its memory, see `engine.held_gradients.Held`
+    held: Any = None
     told: str = ""  # for errors: what it is, and what to do instead of what it cannot bear
-    read: tuple[nn.Parameter, tuple[int, int]] | None = (
-        None  # if it is of a value: whose, and its age then
-    )
+    # if it is of a value: whose, and its age then
+    read: tuple[nn.Parameter, tuple[int, int]] | None = None
 
     @classmethod
     def of(

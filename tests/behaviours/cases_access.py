@@ -1064,9 +1064,8 @@ class SiblingWrittenInGathered(Case):
 class MovedToDouble(Case):
     """`model.double()` after set-up"""
 
-    refused = (
-        "'stem.weight'.* was read outside a step"  # by `Module.double`, which would replace it
-    )
+    # by `Module.double`, which would replace it
+    refused = "'stem.weight'.* was read outside a step"
     refused_on_one = (
         r"'stem\.weight'.* was set to .*torch\.float64.*in `__init__` or `configure_model`"
     )

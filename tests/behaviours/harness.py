@@ -103,9 +103,8 @@ class Case:
 
     refused: str | None = None  # pattern of the error with which zero3 declines on several ranks
     refused_on_one: str | None = None  # the same on one rank, where nothing is sharded
-    refused_by_one = (
-        False  # the rank at fault raises, and the others wait for it until they are ended
-    )
+    # the rank at fault raises, and the others wait for it until they are ended
+    refused_by_one = False
     ddp_options: dict[str, Any] = {}  # what torch's documentation says to give DDP for such a model
     methods: tuple[str, ...] = ()  # of units, which run like a forward: FSDP2 is told of them
     # it takes addresses or arrays, or sends between ranks as gloo does on the host alone: not on

@@ -21,9 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 4  # a busy machine is no hang
-AT_ONCE = (
-    3  # runs of two ranks each: they wait for each other, and for time-outs, more than they compute
-)
+# runs of two ranks each: they wait for each other, and for time-outs, more than they compute
+AT_ONCE = 3
 TOGETHER = 20  # cases in one run
 TABLE, README = ROOT / "docs" / "BEHAVIOURS.md", ROOT / "README.md"
 ENGINES = ("zero3", "ddp", "fsdp2")

@@ -21,6 +21,7 @@ from lightning_zero3 import CheckpointOptions, Zero3Strategy
 from lightning_zero3.__main__ import main
 from lightning_zero3.strategies.checkpoints import full, storage
 from lightning_zero3.strategies.checkpoints.index import INDEX, read_index
+from lightning_zero3.strategies.checkpoints.weights import open_weights
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 CLASSES = [
@@ -154,13 +155,51 @@ def test_names_of_files_stay_in_the_folder(file, checkpoint, tmp_path):
         read_index(tmp_path)
 
 
-def test_a_list_is_no_longer_than_there_are_names(checkpoint, tmp_path):
+def too_long_a_list(metadata):
+    metadata.planner_data[next(iter(metadata.planner_data))] = ("state_dict", 300_000_000)
+
+
+def no_path(metadata):
+    metadata.planner_data[next(iter(metadata.planner_data))] = ()
+
+
+def size_without_chunks(metadata):
+    kind = next(k for k in metadata.state_dict_metadata.values() if hasattr(k, "chunks"))
+    kind.size, kind.chunks = torch.Size([10**12]), []
+
+
+def chunk_outside(metadata):
+    kind = next(k for k in metadata.state_dict_metadata.values() if hasattr(k, "chunks"))
+    kind.chunks[0].offsets = torch.Size([1] * len(kind.size))
+
+
+def compressed(metadata):
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (too_long_a_list, "is no path"),
+        (no_path, "is no path"),
+        (size_without_chunks, "has chunks of 0 of 1,000,000,000,000 elements"),
+        (chunk_outside, "has a chunk outside of its shape"),
+        (compressed, "is stored in another form"),
+    ],
+)
+def test_claims_are_compared_with_each_other(change, words, checkpoint, tmp_path):
     metadata = pickle.loads((checkpoint / INDEX).read_bytes())
-    name = next(iter(metadata.planner_data))
-    metadata.planner_data[name] = ("state_dict", 300_000_000)
+    change(metadata)
     (tmp_path / INDEX).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="is no path"):
+    with pytest.raises(CheckpointError, match=words):
         read_index(tmp_path)
+
+
+def test_a_safetensors_index_names_files_of_its_folder_alone(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match="is no file in its folder"):
+        open_weights(tmp_path, weights_only=True)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -263,6 +302,7 @@ def test_what_is_reserved_is_what_torch_loads(tmp_path):
         "b": [shared, torch.tensor(3, dtype=torch.int64)],
         "empty": torch.empty(0, 4),
         "nested": {"half": torch.ones(5, dtype=torch.bfloat16), "text": "x"},
+        "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
     }
     full.reserve(tree, tmp_path / "file")
     found = torch.load(tmp_path / "file", weights_only=True)
@@ -270,6 +310,7 @@ def test_what_is_reserved_is_what_torch_loads(tmp_path):
     assert found["a"].untyped_storage()._cdata == found["b"][0].untyped_storage()._cdata
     assert found["b"][1] == 3 and found["empty"].shape == (0, 4)
     assert torch.equal(found["nested"]["half"], tree["nested"]["half"])
+    assert found["conjugated"].tolist() == [1 - 2j, 3 + 1j]
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask()
 
 
@@ -333,11 +374,30 @@ def test_a_previous_one_of_the_users_own_is_kept(tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt", "last.previous.ckpt"]
 
 
-def test_an_unfinished_folder_is_closed_and_a_complete_one_is_open(tmp_path):
+def test_an_unfinished_checkpoint_is_closed_and_a_complete_one_is_open(tmp_path):
     stage = storage.make_folder(tmp_path / "a.ckpt")
-    assert stat.S_IMODE(stage.stat().st_mode) == 0o700
+    assert stat.S_IMODE(stage.parent.stat().st_mode) == 0o700
     storage.commit(stage, tmp_path / "a.ckpt")
     assert stat.S_IMODE((tmp_path / "a.ckpt").stat().st_mode) == 0o777 & ~umask()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_users_who_share_a_folder_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_exchange", lambda a, b: False)
+    for name in (".unfinished", ".removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("b" * 32)).mkdir()
+        os.chown(tmp_path / name, 12345, -1)
+    path = tmp_path / "a.ckpt"
+    for _ in range(2):  # the second replaces the first, which is removed
+        stage = storage.make_folder(path)
+        assert stage == tmp_path / ".unfinished-0" / "a.ckpt"
+        storage.commit(stage, path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".removed", ".unfinished", "a.ckpt"]
+    assert all((tmp_path / name / ("b" * 32)).is_dir() for name in (".unfinished", ".removed"))
+    os.chown(path, 12345, -1)  # another user's complete one may be replaced
+    stage = storage.make_folder(path)
+    storage.commit(stage, path)
 
 
 def test_only_what_this_package_deletes_is_deleted(tmp_path):

@@ -33,18 +33,16 @@ class Outcome:
     # rank -> the last words of its error, "" for none
     said: dict[int, str] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
-    seconds: float | None = (
-        None  # from the fault to the end of the last process; None if it did not happen
-    )
+    # from the fault to the end of the last process; None if it did not happen
+    seconds: float | None = None
     workers: int = 0  # processes that the ranks had started
     orphans: int = 0  # ranks and workers that are left ORPHANS_S after the last rank's end
     hung: bool = False
     resumed: bool = False
     # rank -> the step where each attempt began to train
     begun: dict[int, list[int]] = field(default_factory=dict)
-    difference: float | None = (
-        None  # largest of any loss after the resume, from the run without a fault
-    )
+    # largest of any loss after the resume, from the run without a fault
+    difference: float | None = None
 
 
 def run(fault: Fault, timeout: float = LIMIT_S) -> Outcome:

@@ -45,14 +45,14 @@ ROOMS = [
         "parameters whose values are elsewhere",
         packages="torch numpy",
         private_to="strategies/engine",
-        tokens=11_409,
+        tokens=11_401,
     ),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives strategies/residency",
         "torch numpy",
-        tokens=42_926,
+        tokens=42_902,
     ),
     Room(
         "strategies/state_dicts",
@@ -78,7 +78,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy",
-        tokens=17_619,
+        tokens=17_615,
     ),
     Room(
         "strategies/checkpoints",
@@ -86,7 +86,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/launch"
         " strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=12_842,
+        tokens=13_030,
     ),
     Room(
         "strategies/numerics",
@@ -146,7 +146,7 @@ ROOMS = [
         "where memory goes, and who took it",
         "strategies/engine callbacks/allocator",
         _LIGHTNING,
-        tokens=14_322,
+        tokens=14_320,
     ),
     Room(
         "callbacks/timing",
@@ -167,7 +167,7 @@ ROOMS = [
         "precision and workspaces of CUDA's libraries",
         "callbacks/allocator",
         _LIGHTNING,
-        tokens=1_783,
+        tokens=1_781,
     ),
     Room(
         "callbacks",

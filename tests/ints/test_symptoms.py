@@ -63,10 +63,11 @@ def test_exchanges_of_one_window_are_compared():
     said = first_difference(align_traces(rounds), "exchange {}".format)
     assert "At exchange 1 of this step rank 0 came to exchange 5, rank 2 to exchange 6." in said
     assert not first_difference(align_traces(rounds[:2] + rounds[3:]), str)
+    # nobody knows since when
     assert align_traces([replace(beat(1), trace=[-1, 3])] * 2) == [
         [],
         [],
-    ]  # nobody knows since when
+    ]
 
 
 def test_a_rank_that_waits_for_an_agreement_waits_in_the_engine(monkeypatch):
