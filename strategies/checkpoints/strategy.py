@@ -22,6 +22,7 @@ from typing_extensions import override
 from ..data import DataHooks
 from ..engine import Zero3Engine, compare_notes, home_of
 from ..launch.process_strategy import ProcessStrategy
+from ..optimizers.param_groups import ParamGroups
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_on_rank_zero
 from ..state_dicts.gradients import load_gradients, sliced_gradients
@@ -66,7 +67,7 @@ class CheckpointStrategy(ProcessStrategy):
     _trainer: pl.Trainer
     _data: DataHooks
     _checkpoints: CheckpointOptions
-    _groups: Any  # ParamGroups; its room may not be imported here
+    _groups: ParamGroups
     # loaded gradients of an accumulation window that goes on, until training starts
     _loaded_gradients: Mapping[str, Tensor] | None = None
     _background: BackgroundSave | None = None  # while the model is trained
@@ -149,7 +150,8 @@ class CheckpointStrategy(ProcessStrategy):
         owned = self._groups.owned_tensors(index)
         for remark in remarks_on_methods(optimizer):
             rank_zero_warn(remark)
-        return sliced_optimizer_state(self.engine, index, optimizer, owned and owned.state)
+        state = None if owned is None else owned.state
+        return sliced_optimizer_state(self.engine, index, optimizer, state)
 
     @override
     def save_checkpoint(
@@ -496,8 +498,9 @@ class CheckpointStrategy(ProcessStrategy):
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             owned = self._groups.owned_tensors(index)
+            set_state = None if owned is None else owned.set_state
             more_reads, remarks = load_optimizer_state(
-                self.engine, index, optimizer, state, owned and owned.set_state
+                self.engine, index, optimizer, state, set_state
             )
             reads += more_reads
             for remark in (*remarks, *remarks_on_methods(optimizer)):

@@ -22,7 +22,7 @@ from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import full, sharded
+from lightning_zero3.strategies.checkpoints import full, index
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 from lightning_zero3.strategies.state_dicts.slices import SavedTensor
 
@@ -221,15 +221,13 @@ class Attribute:
 
 def test_members_of_one_enumeration_are_read_and_no_other_attribute():
     def read(thing):
-        return sharded._IndexUnpickler(io.BytesIO(pickle.dumps(thing))).load()
+        return index._IndexUnpickler(io.BytesIO(pickle.dumps(thing))).load()
 
     assert (
         read(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"))
         is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
     )
-    with pytest.raises(
-        pickle.UnpicklingError, match=r"Metadata'>.__init__, which torch does not write"
-    ):
+    with pytest.raises(pickle.UnpicklingError, match="it names an attribute of a type"):
         read(Attribute(Metadata, "__init__"))
 
 

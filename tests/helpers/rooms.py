@@ -83,10 +83,10 @@ ROOMS = [
     Room(
         "strategies/checkpoints",
         "files: sharded, full, atomic",
-        "strategies/support strategies/engine strategies/state_dicts strategies/launch"
-        " strategies/data",
+        "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
+        " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=13_030,
+        tokens=13_052,
     ),
     Room(
         "strategies/numerics",

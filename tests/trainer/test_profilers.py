@@ -61,7 +61,7 @@ def advanced(rank, world_size):
     for action, profile in profiler.records.items():
         profile.create_stats()
         found[action] = {
-            (file.rpartition("/")[2], name): calls[0]
+            (file.rpartition("/")[0].rpartition("/")[2], name): calls[0]
             for (file, _, name), calls in profile.stats.items()
         }
     return found, profiler.text
@@ -70,6 +70,6 @@ def advanced(rank, world_size):
 def test_the_advanced_profiler_looks_into_the_engine():
     for found, summary in run_ranks(advanced, 2, timeout=60):
         step = found["[Strategy]Zero3Strategy.training_step"]
-        assert step["zero3.py", "training_step"] == 6
-        assert step["unit.py", "gather"] >= 6 * 3  # of each block
-        assert "[Strategy]Zero3Strategy.training_step" in summary and "unit.py" in summary
+        assert step["strategies", "training_step"] == 6
+        assert sum(times for (folder, _), times in step.items() if folder == "engine") >= 6 * 3
+        assert "[Strategy]Zero3Strategy.training_step" in summary
