@@ -3,11 +3,11 @@ resumed on other ones.
 """
 
 import torch
-from checkpoints.runs import Shuffled, Watch, full_weights
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
+from checkpoints.runs import Shuffled, Watch, full_weights
 from helpers.parity import trainer, zero3
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.data import DataOptions

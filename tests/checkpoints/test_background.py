@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints.runs import Shuffled
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checkpoints.runs import Shuffled
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoints.runs import Shuffled, flip, full_weights
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from checkpoints.runs import Shuffled, flip, full_weights
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks

@@ -1,8 +1,8 @@
 """``python -m lightning_zero3``: what the commands print and do, against what torch reads."""
 
 import torch
-from checkpoints.runs import Whole, flip, train
 
+from checkpoints.runs import Whole, flip, train
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, relative, trainer
 from helpers.ranks import run_ranks

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.runs import Whole, flip, full_weights, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from checkpoints.runs import Whole, flip, full_weights, train
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks

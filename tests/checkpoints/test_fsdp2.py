@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from checkpoints.runs import no_gradients, train
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
+from checkpoints.runs import no_gradients, train
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, relative, trainer
 from helpers.ranks import run_ranks

@@ -10,10 +10,10 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from checkpoints.runs import Shuffled, full_weights
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from checkpoints.runs import Shuffled, full_weights
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from checkpoints.runs import Shuffled, full_weights
 from lightning.pytorch import Callback
 from torch import nn
 from torchmetrics.classification import BinaryConfusionMatrix
 
+from checkpoints.runs import Shuffled, full_weights
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions

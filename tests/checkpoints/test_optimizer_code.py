@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from checkpoints.runs import Shuffled, optimizer_states
 
+from checkpoints.runs import Shuffled, optimizer_states
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions

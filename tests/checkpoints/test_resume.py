@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints.runs import Shuffled, Watch, full_weights, optimizer_states, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from checkpoints.runs import Shuffled, Watch, full_weights, optimizer_states, train
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.checkpoints import CheckpointOptions

@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 import torch
-from checkpoints import elastic
-from checkpoints.runs import Whole, train
 from lightning.pytorch import Callback
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checkpoints import elastic
+from checkpoints.runs import Whole, train
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, assert_tensors_close, relative, zero3
 from helpers.ranks import run_ranks

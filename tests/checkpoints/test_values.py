@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checkpoints.runs import Shuffled, full_weights
 
+from checkpoints.runs import Shuffled, full_weights
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints.runs import full_weights, no_gradients
 from lightning.pytorch import Callback
 from safetensors.torch import load_file, save_file
 
+from checkpoints.runs import full_weights, no_gradients
 from helpers.models import Lit, Recipe, TinyLm, make
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks

@@ -12,9 +12,9 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.data_loader import skip_first_batches as accelerates_skip
 from accelerate.state import PartialState
-from data.datasets import Indices, Stream, as_list, shards
 from torch.utils.data import DataLoader, RandomSampler
 
+from data.datasets import Indices, Stream, as_list, shards
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.data import (
     DataOptions,

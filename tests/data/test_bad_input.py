@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from data.datasets import Indices, StatefulStream, Stream, shards
 from torch.utils.data import BatchSampler, DataLoader
 
+from data.datasets import Indices, StatefulStream, Stream, shards
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 

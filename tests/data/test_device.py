@@ -5,8 +5,8 @@ from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
-from data.datasets import Indices, make_loader
 
+from data.datasets import Indices, make_loader
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 from lightning_zero3.strategies.data.device import DeviceFeed, move_batch
 

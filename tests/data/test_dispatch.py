@@ -5,9 +5,9 @@ from collections import namedtuple
 
 import pytest
 import torch
-from data.datasets import Indices, StatefulStream, Stream, make_loader, row_major
 from torch.utils.data import DataLoader, IterableDataset
 
+from data.datasets import Indices, StatefulStream, Stream, make_loader, row_major
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 from lightning_zero3.strategies.data.dispatch import pack, unpack

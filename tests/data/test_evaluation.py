@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from data.datasets import Indices, SizedStream, Stream, make_loader, row_major
-from data.trainers import Recorder, make_trainer
 from lightning.pytorch.utilities import CombinedLoader
 
+from data.datasets import Indices, SizedStream, Stream, make_loader, row_major
+from data.trainers import Recorder, make_trainer
 from helpers.models import ForceField
 from helpers.parity import RTOL, trainer
 from helpers.ranks import run_ranks

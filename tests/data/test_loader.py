@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 import torch
-from data.datasets import Counted, Indices, Stream, as_list, make_loader, row_major, shards
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
+from data.datasets import Counted, Indices, Stream, as_list, make_loader, row_major, shards
 from lightning_zero3.strategies.data import NoBatch, skip_first_batches
 
 pytestmark = pytest.mark.timeout(100)

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from data.datasets import Indices
-from data.trainers import plain
 from torch.utils.data import DataLoader, RandomSampler
 
+from data.datasets import Indices
+from data.trainers import plain
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
 from lightning_zero3.strategies.support import random_states

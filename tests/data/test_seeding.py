@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from data.datasets import Augmented, make_loader, shards
 from torch.utils.data import DataLoader, IterableDataset
 
+from data.datasets import Augmented, make_loader, shards
 from lightning_zero3.strategies.data.seeding import SampleKey, sample_seed
 
 pytestmark = pytest.mark.timeout(100)

@@ -4,6 +4,9 @@ import itertools
 import pickle
 
 import pytest
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
 from data.datasets import (
     CONTEXT,
     FlaggedStream,
@@ -15,8 +18,6 @@ from data.datasets import (
     row_major,
     shards,
 )
-from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 pytestmark = [
     pytest.mark.timeout(100),

@@ -5,10 +5,10 @@ import warnings
 from functools import partial
 
 import pytest
-from data.datasets import Indices, make_loader, row_major
-from data.trainers import fit, fit_and_resume, order_of
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from data.datasets import Indices, make_loader, row_major
+from data.trainers import fit, fit_and_resume, order_of
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)

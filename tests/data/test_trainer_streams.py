@@ -4,10 +4,10 @@ import itertools
 from functools import partial
 
 import pytest
-from data.datasets import FlaggedStream, Indices, StatefulStream, make_loader, row_major
-from data.trainers import fit_and_resume
 from lightning.pytorch.utilities import CombinedLoader
 
+from data.datasets import FlaggedStream, Indices, StatefulStream, make_loader, row_major
+from data.trainers import fit_and_resume
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)

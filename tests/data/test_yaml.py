@@ -1,9 +1,9 @@
 """The options of the data from a YAML file, through the Lightning CLI."""
 
 import pytest
-from data.trainers import Recorder
 from lightning.pytorch.cli import LightningCLI
 
+from data.trainers import Recorder
 from lightning_zero3 import DataOptions
 
 CONFIG = """

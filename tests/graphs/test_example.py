@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from graphs.make_table import CASES, STRATEGIES, TABLE, line, row
 
+from graphs.make_table import CASES, STRATEGIES, TABLE, line, row
 from helpers.tracking import needs_cuda
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda_graph.py"

@@ -15,15 +15,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from graphs.test_recapture import NeverTheSame
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from trainer.test_ends import Model
 
+from graphs.test_recapture import NeverTheSame
 from helpers.parity import trainer
 from helpers.ranks import free_port, run_ranks
 from helpers.recorded import Net, assert_same, assert_same_run, fit
@@ -33,6 +32,7 @@ from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
 from lightning_zero3.callbacks.graphs.software_graph import SoftwareGraph
 from lightning_zero3.callbacks.memory.figures import GIB
 from lightning_zero3.strategies.collectives import DivergenceError
+from trainer.test_ends import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 

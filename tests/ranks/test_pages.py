@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import test_memory
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.engine.huge_pages import advise_huge_pages
+from ranks import test_memory
 
 pytestmark = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(),

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
-from trainer.test_process_group import Model, left_of
 
 from helpers.parity import trainer
 from helpers.ranks import run_ranks
+from trainer.test_process_group import Model, left_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

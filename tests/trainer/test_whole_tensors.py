@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from behaviours.trainer_states import MomentaInADict
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from behaviours.trainer_states import MomentaInADict
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, full_state, relative, trainer, zero3
 from helpers.ranks import run_ranks
