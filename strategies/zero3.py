@@ -85,9 +85,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
         checkpoint: sharded directories or full files; see
             :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
-        debug: memory that a unit has given up reads as NaN, and writes that would not reach the
-            shards are errors. No two units share memory then: every rank needs memory for the
-            whole model.
+        debug: compare each unit with its shards at the end of its use, between several ranks: a
+            write past torch (by a pointer, an array), which would be lost, is an error that names
+            the parameter.
         start_timeout: how long a process waits for the others to come up, before an error names
             the ranks that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...strategies.engine import ShardedParameter
 from .source_lines import is_library
 
 _CONSTANTS = (int, str, bytes, type(None), Enum, torch.dtype, torch.device)
@@ -89,9 +90,10 @@ def _flat(state: Any) -> Any:
 
 
 def address(tensor: Tensor) -> int:
-    """Return the address of the values; 0 for tensors that are empty or not strided."""
+    """Return the address of the values; 0 for tensors that are empty, not strided or sharded."""
     with torch._C.DisableTorchFunctionSubclass():
-        return 0 if tensor.layout is not torch.strided or not tensor.numel() else tensor.data_ptr()
+        has_none = tensor.layout is not torch.strided or not tensor.numel()
+        return 0 if has_none or isinstance(tensor, ShardedParameter) else tensor.data_ptr()
 
 
 def freeze(value: Any, names: Container[str], seen: set[int] | None = None, depth: int = 0) -> Any:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from ...strategies.engine import Unit, Zero3Engine, unit_around
+from ...strategies.engine import Unit, Zero3Engine, is_sharded, unit_around
 from .captured_module import CapturedCall
 from .compare import SignatureRecord, compare
 from .device import CudaGraphs, SoftwareGraphs
@@ -199,7 +199,7 @@ class CapturedModule:
 
     def _wait_for_weights(self) -> None:
         for unit in () if self._engine is None else tuple(self._engine.arena.holders):
-            unit.arrive()
+            unit.wait()
 
     def _check_engine(self) -> None:
         """Find the module's unit in the engine of `zero3`, which may be a new one.
@@ -268,7 +268,7 @@ class CapturedModule:
     def _check_leaves(self, call: CapturedCall, watch: Watch) -> None:
         """Add a problem for each weight outside of the module that would get a gradient inside."""
         names = {id(p): name for name, p in self._trainer.lightning_module.named_parameters()}
-        own = set(map(memory_of, self._module.parameters()))
+        own = {memory_of(p) for p in self._module.parameters() if not is_sharded(p)}
         for leaf in call.foreign_leaves:
             name = names.get(id(leaf))
             # Any other leaf was made by the module itself, which drops it.

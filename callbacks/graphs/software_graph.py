@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...strategies.collectives import LocalCollectives
-from ...strategies.engine import show
 from .software_exchanges import record_exchanges
 
 _aten = torch.ops.aten
@@ -46,17 +45,12 @@ class _Node:
         run: makes the call.
         targets: for each result with memory of its own, its position among the tensors that the
             call returns, and the tensor that it is copied to.
-        scalars: arguments with one element.
     """
 
     run: Callable[[], Any]
     targets: list[tuple[int, Tensor]]
-    scalars: list[Tensor]
 
     def replay(self) -> None:
-        for scalar in self.scalars:
-            # The engine of `zero3` hides a view of one element when the use of its unit ends.
-            show(scalar)
         results = self.run()
         if self.targets:
             results = [v for v in tree_leaves(results) if isinstance(v, Tensor)]
@@ -163,15 +157,10 @@ class _Recorder(TorchDispatchMode):
         if (made or written) and func.overloadpacket not in _EMPTY:
             # Detached, so that the graph holds memory and no autograd history.
             fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
-            scalars = [
-                t
-                for t in tree_leaves((fixed_args, fixed_kwargs))
-                if isinstance(t, Tensor) and t.numel() == 1
-            ]
-            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made, scalars))
+            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made))
             if func.namespace == "c10d":
                 self._nodes[-1] = _Node(
-                    lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), [], scalars
+                    lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), []
                 )
         return result
 
@@ -184,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         """
         for tensor in written:
             self.save_values(tensor)
-        self._nodes.append(_Node(run, [], []))
+        self._nodes.append(_Node(run, []))
         with _disable_current_modes():
             return run()
 

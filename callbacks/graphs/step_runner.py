@@ -190,6 +190,9 @@ class StepRunner:
         record = None if self._is_eager else self._find_record(numbers)
         if record is None:
             return self._eager_step(*args)
+        engine = getattr(self._trainer.strategy, "engine", None)
+        if engine is not None:
+            engine.expect_graphs()
         if record.eager_runs < self._warmup or record.last_epoch != self._trainer.current_epoch:
             return self._run_watched(record, batch, rest)
         if record.graphs is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...strategies.engine import is_gathered, is_sharded
+from ...strategies.engine import is_in_buffer, is_sharded
 from .leaks import name_holder
 from .ledger import local_part
 
@@ -113,8 +113,8 @@ def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
     examples: dict[str, list[torch.Tensor]] = {}
     for item in gc.get_objects():
         is_tensor = issubclass(type(item), torch.Tensor) and item.device.type == device_type
-        if not is_tensor or is_gathered(item):
-            continue  # gathered parameters are parts of one tensor, which counts by itself
+        if not is_tensor or is_sharded(item) or is_in_buffer(item):
+            continue  # unsharded parameters are parts of one tensor, which counts by itself
         item = local_part(item)
         if item.layout != torch.strided:
             continue

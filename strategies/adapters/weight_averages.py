@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..engine import Zero3Engine
 from ..engine.shards import FlatGroup
-from ..engine.unit import Unit
 
 
 class ShardedModel(Protocol):
@@ -81,8 +80,7 @@ class Shards(nn.Module):
         }
         targets = {group: torch.zeros_like(group.data) for group in new.groups}
         for old_unit, unit in zip(old.units, new.units, strict=True):
-            # Not `WholeUnit.full`, which would look at its former parameters.
-            full = Unit.full(old_unit, sources.get)
+            full = old_unit.full(sources.get)
             for entry in unit.entries:
                 entry.store(full[entry.name], targets[entry.group])
         for k in range(len(flats)):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..data import DataHooks
-from ..engine import Zero3Engine, compare_notes, home_of
+from ..engine import Zero3Engine, compare_notes, owner_or_none
 from ..launch.process_strategy import ProcessStrategy
 from ..optimizers.param_groups import ParamGroups
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
@@ -401,7 +401,7 @@ class CheckpointStrategy(ProcessStrategy):
         module, weights = self.lightning_module, (checkpoint["state_dict"], strict)
         assert module is not None
         if self.engine is not None and all(
-            home_of(p) is self.engine.access for p in module.parameters()
+            owner_or_none(p) is self.engine.access for p in module.parameters()
         ):
             _warn_of_keys(*load_state_dict(self.engine, module, *weights, self._source))
         elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):

@@ -12,8 +12,6 @@ from torch import Tensor
 from .exchange_log import Meeting
 from .process_group import GroupCollectives, Pending, Work
 
-# Bound here, before `residency/past_python.py` wraps the group's methods, so that the wrappers are
-# not called in each exchange.
 _send, _recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
 
 

@@ -21,10 +21,9 @@ from .unit import Exchange, Unit
 
 # By `Exchange`.
 _VERBS = (
-    "gather",
-    "gather a copy of",
-    "gather the stored values of",
-    "gather the gradients of",
+    "unshard",
+    "read values of (`strategy.gathered` lets one rank work alone), or save them, in",
+    "read gradients of",
     "reduce the gradients of",
 )
 

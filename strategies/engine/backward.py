@@ -8,23 +8,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..residency.home import ResidencyError
-from ..residency.resting import get_grad, set_grad
 from ..support import profile_range
-from ..support.thread_stacks import read_frames
 from .access import Access
 from .agreement import Agreement
 from .buffers import Buffers
 from .gradients import Gradients
-from .runs import WAITING, Run, current_run, watch_runs
-from .saved_tensors import SavedTensors
+from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
 from .uneven import JointSteps
 from .unit import Unit
+
+
+class _Pass:
+    """One backward; autograd's run holds it until its end, or until an exception ends it."""
 
 
 class Backward:
@@ -37,15 +37,15 @@ class Backward:
         agreement: Agreement,
         buffers: Buffers,
         joint: JointSteps,
-        saved: SavedTensors,
         access: Access,
         adopt_values: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
-        self._agreement, self._buffers, self._joint, self._saved = agreement, buffers, joint, saved
+        self._agreement, self._buffers, self._joint = agreement, buffers, joint
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
-        gradients.settle, joint.assist_backward = self.settle, self.assist
+        gradients.settle, gradients.drop_failed = self.settle, self.drop_failed
+        joint.assist_backward = self.assist
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
         # does not depend on it there): walking this to its end, it takes part in the exchanges of
@@ -54,22 +54,13 @@ class Backward:
         self.active = False  # a pass has begun and not ended
         # all ranks end one, whatever this one has to differentiate; and have
         self.opened = self._ended = False
-        self.thread = get_ident()  # whose backwards may begin a pass, or fail it
-        self.told = watch_runs(self)
-        if self._reducer.whole:
-            WAITING.append(self.told)
-        self._run: Run | None = None  # that it has joined, and whose end will be its own
-        self._accumulates = True
-        self._muted = frozenset[
-            int
-        ]()  # numbers of the parameters whose gradients are not wanted in it
+        self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
+        # numbers of the parameters whose gradients are not wanted in it
+        self._muted = frozenset[int]()
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
         self._owed = b""
         self._current: Unit | None = None  # the unit whose backward runs
-        self._holds = False  # its memory is its own meanwhile
-        self._recomputed = saved.recomputed
-        self._hides = False  # gradients of before are adopted, and out of autograd's way
         self.added = 0  # 1: the pass has added to gradients
 
     def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
@@ -86,22 +77,14 @@ class Backward:
             unit.trained[index].number,
             self._reducer.views,
         )
-        claimed, written, lies_there = (
-            self._reducer.claimed,
-            self._reducer.written,
-            self._reducer.whole,
-        )
-        used, graphs, arrived = (
-            self._gradients.used,
-            self._gradients.graphs,
-            self._gradients.arrived,
-        )
+        claimed, written = self._reducer.claimed, self._reducer.written
+        used, arrived = self._gradients.used, self._gradients.arrived
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
             if (now := get_self()) is None:
                 return  # the engine is gone, and the parameter is the user's alone
-            with torch._C.DisableTorchFunctionSubclass():  # of a resting parameter, too
+            with torch._C.DisableTorchFunctionSubclass():  # of a sharded parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
             if not now.active:
@@ -115,17 +98,12 @@ class Backward:
                 now._reducer.claim(where)
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if grad.requires_grad:  # made with create_graph: what is reduced has no graph
-                graphs[number] = 1
-            if not written[number] or (lies_there and arrived[number]):
+            if not written[number]:
                 views[number].copy_(grad.detach())
                 written[number] = 1
             else:
                 views[number].add_(grad.detach())
             used[number] = arrived[number] = now.added = 1
-            if lies_there:
-                with torch._C.DisableTorchFunctionSubclass():
-                    set_grad(parameter, views[number])
 
         return collect
 
@@ -136,99 +114,48 @@ class Backward:
             yield
             return
         self.opened, self._ended = True, False
-        stepping, self.thread = self.thread, get_ident()
-        if not self._reducer.whole:
-            WAITING.append(self.told)
+        self._adopt_values()
         try:
             yield
             if self.active or not self._ended:
                 self.end()
         finally:
-            self.opened, self.thread = False, stepping
-            if not self._reducer.whole and self.told in WAITING:
-                WAITING.remove(self.told)
-
-    def before_run(self, run: Run) -> None:
-        """``run`` begins. Those of other threads join with their first gradient, if that is one of
-        ours.
-        """
-        if get_ident() != self.thread and read_frames(lambda frames: self.thread not in frames):
-            self.thread = get_ident()  # that one has ended
-        if self.active or self._run is not None or get_ident() != self.thread:
-            return  # who has begun a pass ends it
-        self._join(run)
-        if self._reducer.whole:
-            self._adopt()  # autograd would add to what it finds
-
-    def _join(self, run: Run) -> None:
-        self._run, self._accumulates = run, run.accumulates
-        run.runners.append(self)
-
-    def after_run(self) -> None:
-        """The run that it has joined is over."""
-        if self.active or (self.opened and self._accumulates):
-            self.end()
-        else:
-            self._show_again()
-        self._run = None
-
-    def fail_run(self, run: Run) -> None:
-        """An exception has ended ``run``, which it may not have joined."""
-        joined = self._run is run
-        if not joined and (self._run is not None or get_ident() != self.thread):
-            return  # another thread's, of other parameters
-        self._run = None
-        if joined and self.active:
-            self._failed()
-        elif not self.active:
-            self._drop_leftovers()
-            self._show_again()
+            self.opened = False
 
     def begin(self, silent: bool = False) -> None:
         """The first gradient is there; ``silent``: not on this rank."""
+        self.drop_failed()
         if self.active:
             return
-        if self._run is None and not silent:
-            run = current_run(self.thread)
-            if run is None:
-                raise ResidencyError(
-                    "A loss was differentiated past `torch.autograd`, by a scripted function, for"
-                    " instance, or in one of two threads that differentiate on a device. Call"
-                    " `loss.backward()` or `self.manual_backward(loss)` in Python, in the thread of"
-                    " the step."
-                )
-            # autograd has added to what was not out of its way
-            if self._reducer.whole and self._gradients.any_shown():
-                raise ResidencyError(
-                    "Gradients were accumulated in another thread than the one that runs"
-                    " `training_step`. Call `loss.backward()` in that one, or clear gradients"
-                    " before."
-                )
-            self._join(run)
-        self._accumulates |= self._run is None
-        if self._accumulates:
-            self._gradients.give_back()
-        if not self._hides:
-            self._adopt()
-        self._joint.begin_backward()
-        self.active, self.added = True, 0
-        self._muted = self._gradients.begin_windows(self._accumulates)
-
-    def _adopt(self) -> None:
         self._adopt_values()
-        self._access.held.keep()
-        self._access.held.adopt()
-        self._reducer.hide()
-        self._hides = True
+        self._joint.begin_backward()
+        self.active, self.added, self._run = True, 0, None
+        self._gradients.give_back()
+        self._muted = self._gradients.begin_windows()
+        if not silent:
+            this = _Pass()
+            self._run = weakref.ref(this)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of, this))
+
+    def drop_failed(self) -> None:
+        """If an exception has ended the run of the pass, nothing of it stays."""
+        if self.active and self._run is not None:
+            # a device's threads may hold what the run held for a moment
+            if self._run() is None or graph_task() == NO_GRAPH_TASK:
+                self._failed()
+
+    def _end_of(self, this: _Pass) -> None:
+        """Autograd's run is over."""
+        if self._run is not None and self._run() is this:
+            self.end()
 
     def enter(self, unit: Unit, grad: Tensor) -> None:
         """The gradient ``grad`` of an output of ``unit`` is there."""
         if unit is self._current:
             return
-        if not self.active:
-            self.begin()
+        self.begin()
         # Other ranks may be using the units on the way: take part in what they exchange, one visit
-        # at a time, because each gathers the one after it ahead.
+        # at a time, because each unshards the one after it ahead.
         while unit.index in self.coming:
             passed = self.coming.popleft()
             self._visit(self._units[passed])
@@ -236,40 +163,25 @@ class Backward:
                 return
         self._visit(unit)
 
-    def recompute(self, unit: Unit) -> None:
-        """A checkpoint runs ``unit`` again: what it saves must stay until the backward that reads
-        it is over.
-        """
-        if unit.use():
-            self._recomputed.append(unit)
-
     def _visit(self, unit: Unit) -> None:
         if unit is self._current:
             return
         self._leave()
-        self._current, self._holds = unit, unit.use()
+        unit.use()
+        self._current = unit
         if self.coming:
-            self._units[self.coming[0]].gather(ahead=True)
+            self._units[self.coming[0]].unshard(ahead=True)
 
     def _leave(self) -> None:
         unit, self._current = self._current, None
         if unit is None:
             return
-        if self._holds:
-            unit.unuse()
-        if self._recomputed:
-            # another's may still come, and by a way that nobody announces
-            self._drop_recomputed([unit])
+        unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end
         # is enough.
         if unit.trained and not unit.nested and unit.index not in self.coming:
-            self.added |= self._accumulates
+            self.added = 1
             self._reducer.reduce(unit)
-
-    def _drop_recomputed(self, over: list[Unit]) -> None:
-        for held in [held for held in self._recomputed if held in over]:
-            self._recomputed.remove(held)
-            held.unuse()
 
     def end(self) -> None:
         """Autograd has finished; collective."""
@@ -277,7 +189,6 @@ class Backward:
         self.complete()
         self._conclude()
         self._ended = True
-        self._access.held.follow_all()
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.
@@ -287,9 +198,8 @@ class Backward:
         while self.coming:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
-        self._drop_recomputed(self._units)
         for unit in reversed(self._units):
-            if unit.nested:
+            if unit.nested or (self._reducer.is_alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
 
     def _conclude(self) -> None:
@@ -315,8 +225,7 @@ class Backward:
         if not self._reducer.held:
             self._reducer.zero_untouched()
         self._gradients.show(used)
-        self._saved.arena.spilled = None
-        self.active = self._hides = False
+        self.active, self._run = False, None
 
     def end_step(self) -> None:
         """No graph of the step is differentiated any more: buffers become rank 0's; collective if
@@ -359,7 +268,7 @@ class Backward:
         holding, self._reducer.holding = self._reducer.holding, False
         self._joint.begin_backward()
         # what is held is dropped where gradients were cleared since
-        self._gradients.begin_windows(False)
+        self._gradients.begin_windows(settles=True)
         self._conclude()
         self._reducer.holding = holding
 
@@ -372,27 +281,14 @@ class Backward:
                 self._reducer.zero_untouched()  # nothing is left of a window that began with it
             if self.added:
                 self._gradients.give_up(held)
-        self._drop_leftovers()
-        self._show_again()
-        self.coming.clear()
-        self._recomputed.clear()
-        self._current, self.active, self._owed = None, False, b""
-
-    def _show_again(self) -> None:
-        """No pass has ended, which would have shown the gradients."""
-        if self._hides:
-            self._gradients.show_again()
-            self._hides = False
-
-    def _drop_leftovers(self) -> None:
-        """What autograd put on a parameter before a user's hook raised, which ran before the
-        engine's took it away.
-        """
-        if self._reducer.whole and not self._hides:
-            return  # they are the gradients
+        self._gradients.show_again()
+        # what autograd put on a parameter before a user's hook raised, which ran before the
+        # engine's took it away
         with torch._C.DisableTorchFunctionSubclass():
             for entry in (entry for unit in self._units for entry in unit.trained):
                 set_grad(entry.parameter, None)
+        self.coming.clear()
+        self._current, self.active, self._owed, self._run = None, False, b"", None
 
 
 def _seen_alone(name: str) -> ResidencyError:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
-from ..residency.given_out import is_gathered, note_uncounted
-from ..residency.home import ResidencyError
 
 # A buffer's name, itself, the number of writes to it and its address, its shape (if it is not
 # dense, what tells that it changed), its dtype.
@@ -25,9 +23,11 @@ class Buffers:
     """Keeps the buffers of all ranks equal to rank 0's, as
     ``DistributedDataParallel(broadcast_buffers=True)`` does.
 
-    Only modules whose buffers changed take part, so constant ones (masks, rotary tables) cost
-    nothing. A buffer that got another shape on some rank (a table that grows with a rank's own
-    sequences) is each rank's own until all have one shape.
+    Modules with persistent floating buffers take part each time, because torch does not count what
+    is written to ``buffer.data``; others when torch has counted a change, so constant ones (masks,
+    rotary tables) with ``persistent=False`` cost nothing. A buffer that got another shape on some
+    rank (a table that grows with a rank's own sequences) is each rank's own until all have one
+    shape.
     """
 
     def __init__(
@@ -54,14 +54,13 @@ class Buffers:
             str, int
         ] = {}  # of modules with buffers, by prefix; all ranks have the same
         self._tables: list[dict[str, Tensor | None]] = []
-        # For each module, whether its buffers may be written so that torch does not count it: by
-        # `buffer.data`, in a script. Then they are as changed from there on.
-        self._uncounted = bytearray()
+        self._always = bytearray()  # of each module, whether its buffers count as changed each time
         self._seen: list[list[_Seen]] = []
         self._alike: list[list[str]] = []  # names of those that all ranks have in one shape
         for name, module in model.named_modules():
             if module._buffers:
                 self._add(f"{name}.".lstrip("."), module._buffers)
+                self._always[-1] |= _has_persistent(module)
         for k in range(len(self._tables)):
             self._see(k)
             self._alike[k] = [name for name, *_ in self._seen[k]]
@@ -82,7 +81,7 @@ class Buffers:
     def _add(self, prefix: str, table: dict[str, Tensor | None]) -> None:
         self._numbers[prefix] = len(self._numbers)
         self._tables.append(table)
-        self._uncounted.append(not isinstance(table, dict))  # a scripted module's
+        self._always.append(not isinstance(table, dict))  # a scripted module's
         self._seen.append([])
         self._alike.append([])
 
@@ -102,21 +101,9 @@ class Buffers:
 
         The last byte says whether there are modules with buffers that had none.
         """
-        looks = [_look(table) for table in self._tables]
-        found = bytes(map(max, map(_difference, looks, self._seen), self._uncounted))
-        for k in (k for k, flag in enumerate(found) if flag):
-            self._require_own_memory(k, looks[k])
+        looks = map(_look, self._tables)
+        found = bytes(map(max, map(_difference, looks, self._seen), self._always))
         return found + bytes([any(self._others)])
-
-    def _require_own_memory(self, k: int, look: list[_Seen]) -> None:
-        known = {id(buffer) for _, buffer, *_ in self._seen[k]}
-        for name, buffer, *_ in look:
-            if id(buffer) not in known and is_gathered(buffer):
-                raise ResidencyError(
-                    f"Buffer {([*self._numbers][k] + name)!r} was set to a view of a sharded"
-                    " parameter, whose memory will be another unit's. Set it to a copy"
-                    " (`.clone()`)."
-                )
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """All buffers, each with the number of times that it was written."""
@@ -171,11 +158,7 @@ class Buffers:
             self._see(k)
 
     def _see(self, k: int) -> None:
-        known = {id(buffer) for _, buffer, *_ in self._seen[k]}
         self._seen[k] = _look(self._tables[k])
-        for _, buffer, *_ in self._seen[k]:
-            if id(buffer) not in known:
-                note_uncounted(buffer, self._uncounted, k)
 
     def _compare(self, modules: set[int], late: bool) -> tuple[set[int], list[tuple[int, str]]]:
         """Note which buffers of ``modules``, and of those that had none, all ranks have in one
@@ -223,10 +206,9 @@ class Buffers:
         """Of the module that has ``table``, which may be a new one, or in the place of another."""
         if prefix not in self._numbers:
             self._add(prefix, table)
-            self._require_own_memory(self._numbers[prefix], _look(table))
         k = self._numbers[prefix]
         if self._tables[k] is not table:
-            self._tables[k], self._seen[k], self._uncounted[k] = (
+            self._tables[k], self._seen[k], self._always[k] = (
                 table,
                 [],
                 not isinstance(table, dict),
@@ -256,6 +238,14 @@ class Buffers:
                 assigned[b] = _like(b, value)
         for table in self._tables if assigned else ():
             _put(table, {name: assigned[b] for name, b in table.items() if b in assigned})
+
+
+def _has_persistent(module: nn.Module) -> bool:
+    return any(
+        buffer is not None and buffer.is_floating_point() and _is_dense(buffer)
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    )
 
 
 def _put(table: dict[str, Tensor | None], buffers: dict[str, Tensor]) -> None:

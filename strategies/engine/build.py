@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,15 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from ..residency.flat_gradient import FlatParameter
-from ..residency.home import about, home_of, is_sharded, unsettle
 from .chunk import Chunk
 from .debug import CheckedUnit
+from .flat_gradient import FlatParameter
 from .layout import ChunkLayout
-from .one_rank import WholeUnit
 from .partition import UnitModules
+from .sharded import Value, about, forget, is_sharded, owner_or_none, read
 from .shards import Entry, FlatGroup, GroupKey
-from .unit import Unit
+from .unit import Unit, WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 
@@ -38,7 +36,7 @@ def optimizer_groups(
     hold the same one.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    home: dict[int, tuple[int, int]] = {}
+    owners: dict[int, tuple[int, int]] = {}
     for i, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for k, p in enumerate(group["params"]):
@@ -54,20 +52,20 @@ def optimizer_groups(
                         f" {tuple(p.shape)} (param group {g}, position {k}) that is not a parameter"
                         f" of {type(model).__name__}. {instead}"
                     )
-                if id(p) in home:
+                if id(p) in owners:
                     raise ValueError(
-                        f"Parameter {names[id(p)]!r} is in optimizer {home[id(p)][0]} and in"
+                        f"Parameter {names[id(p)]!r} is in optimizer {owners[id(p)][0]} and in"
                         f" optimizer {i}; it has one shard, so it can have one optimizer."
                     )
-                home[id(p)] = (i, g)
-    return home, [
+                owners[id(p)] = (i, g)
+    return owners, [
         [[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers
     ]
 
 
 def build_units(
     parts: Sequence[UnitModules],
-    home: dict[int, tuple[int, int]],
+    owners: dict[int, tuple[int, int]],
     slot_dtype: SlotDtype,
     wire_dtype: SlotDtype,
     collectives: LocalCollectives,
@@ -81,25 +79,22 @@ def build_units(
         for name, p in part.parameters.items():
             _check_parameter(name, p)
             optimizer, number = (
-                home.get(id(p), (None, None))
+                owners.get(id(p), (None, None))
                 if p.is_floating_point() or p.is_complex()
                 else (None, None)
             )
             key = GroupKey(optimizer, number, p.dtype)
             group = groups.setdefault(key, FlatGroup(key, len(groups)))
-            stride = torch.empty_like(p, device="meta").stride()
-            entry = Entry(
-                name,
-                p,
-                about(p).cls if is_sharded(p) else type(p),
-                p.dtype,
-                p.shape,
-                stride,
-                group,
-                index,
-            )
+            earlier = about(p) if is_sharded(p) else None
+            cls = type(p) if earlier is None else earlier.cls
+            meta = torch.empty_like(p, device="meta") if earlier is None else earlier.meta
+            entry = Entry(name, p, cls, p.dtype, p.shape, meta.stride(), group, index)
+            label = f"{name!r} (unit {part.name})"
+            entry.value = Value(label, cls, meta)
+            # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
-            wire = wire_dtype(name, p) if slot == torch.float32 and not collectives.alone else slot
+            wires = slot == torch.float32 and not collectives.alone
+            wire = wire_dtype(name, p) if wires else slot
             buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)
@@ -259,9 +254,11 @@ def fill_shards(
         chunk.own(groups, collectives.rank)
     for group in groups:
         group.allocate(device)
-    earlier = dict.fromkeys(home for p in model.parameters() if (home := home_of(p)) is not None)
-    for home in earlier:
-        home.compare_notes()
+    earlier = dict.fromkeys(
+        owner for p in model.parameters() if (owner := owner_or_none(p)) is not None
+    )
+    for owner in earlier:
+        owner.compare_notes()
     owners = {
         id(p): module
         for module in reversed(list(model.modules()))
@@ -290,24 +287,23 @@ def fill_shards(
                     chunk.shard_of(buffer, collectives.rank), lambda group: group.data
                 )
             for entry in chunk.entries:
-                unsettle(entry.parameter)
+                forget(entry.parameter)
                 entry.parameter.__class__ = entry.cls
                 entry.parameter.data = torch.empty(
                     0, dtype=entry.dtype, device=entry.parameter.device
                 )
-    for home in earlier:
-        home.retire()
+    for owner in earlier:
+        owner.retire()
     return differing
 
 
 def _initial_values(unit: Unit) -> dict[str, Tensor]:
     """Name -> full value, from the shards of the engine of an earlier run if one has them."""
-    values: dict[str, Tensor] = {}
-    for home, entries in groupby(unit.entries, lambda entry: home_of(entry.parameter)):
-        parameters = {entry.name: entry.parameter for entry in entries}
-        full = parameters.values() if home is None else home.full_values(parameters.values())
-        values.update(zip(parameters, full, strict=True))
-    return values
+    sharded = [entry for entry in unit.entries if is_sharded(entry.parameter)]
+    with torch.no_grad():
+        full = read([entry.parameter for entry in sharded])
+    values = {entry.name: entry.parameter for entry in unit.entries}
+    return values | {entry.name: value for entry, value in zip(sharded, full, strict=True)}
 
 
 def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:

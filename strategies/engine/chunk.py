@@ -1,4 +1,4 @@
-"""The parameters of a unit that are trained or not, kept, gathered and sent in the same dtypes, as
+"""The parameters of a unit that are trained or not, kept, unsharded and sent in the same dtypes, as
 one sharded buffer.
 """
 
@@ -27,8 +27,6 @@ class OwnedPiece:
 class Chunk:
     """See the module's docstring."""
 
-    slot: Tensor  # [numel], dtype of computation; part of the arena
-    bytes: Tensor  # what travels, as bytes: the slot, or its second half in the dtype on the wire
     owned: list[OwnedPiece]
 
     def __init__(
@@ -45,7 +43,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slot."""
+        """Bytes that it takes unsharded."""
         return self.layout.numel * self.dtype.itemsize
 
     def own(self, groups: list[FlatGroup], rank: int) -> None:
@@ -87,9 +85,9 @@ class Chunk:
             if target is not None:
                 target[piece.place].copy_(shard[piece.inside])
 
-    def in_slot(self, part: Part, rank: int) -> Tensor:
-        """A part of a parameter as it is in the slot."""
-        return self.shard_of(self.slot, rank)[part.span.shard_start :][
+    def part_in(self, buffer: Tensor, part: Part, rank: int) -> Tensor:
+        """A part of a parameter that this rank owns, in a chunk-sized buffer."""
+        return self.shard_of(buffer, rank)[part.span.shard_start :][
             : part.span.stop - part.span.start
         ]
 

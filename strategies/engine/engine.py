@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
-from ..residency.apart import apart
-from ..residency.home import ResidencyError, describe, is_sharded, unsettle
-from ..residency.numbers import take_back
-from ..residency.past_python import guard
-from ..residency.resting import NO_GRAPH_TASK, graph_task
 from ..support import profile_range
 from .access import Access
 from .agreement import Agreement, compare_notes
@@ -34,20 +29,25 @@ from .build import (
 )
 from .forward_order import ForwardOrder
 from .gradients import Gradients
-from .hooks import copy_views, install, transform, watch_outputs
-from .kept_views import copy_to_read, note, note_kept
+from .hooks import install, transform, watch_outputs
+from .isolation import apart
 from .layout import ArenaLayout
 from .module_tree import Structure
-from .one_rank import WholeReducer
 from .partition import UnitPolicy, find_units
 from .reduction import Reducer
-from .runs import ignore_runs
-from .saved_tensors import WATCHING, SavedTensors
+from .saved_tensors import SavedTensors, hooks_refused
+from .sharded import (
+    NO_GRAPH_TASK,
+    ResidencyError,
+    describe,
+    forget,
+    graph_task,
+    is_sharded,
+)
 from .shards import Entry, FlatGroup, attach
 from .streams import Stream
-from .transforms import enter_transformed, hooks_refused, leave_transformed
 from .uneven import JointSteps
-from .unit import Arena, Unit
+from .unit import Arena, Phase, Unit
 
 
 class Zero3Engine:
@@ -62,16 +62,15 @@ class Zero3Engine:
         optimizers: built on the parameters of ``model``; each param group is re-pointed to its flat
             shard. Their options must be the same on all ranks, which the strategy checks; see
             optimizers/guards.py.
-        device: where shards, slots and computation live.
+        device: where shards, buffers and computation live.
         collectives: the communicator to the other ranks.
         unit_policy: see :func:`~.partition.find_units`.
-        slot_dtype: dtype that a parameter is gathered in, from its name and itself; its own by
+        slot_dtype: dtype that a parameter is unsharded in, from its name and itself; its own by
             default.
-        wire_dtype: dtype in which a parameter travels to an fp32 slot, from its name and itself;
+        wire_dtype: dtype in which a parameter travels to an fp32 buffer, from its name and itself;
             fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
-        debug: poison given-up slots and look for lost writes; all slots then have memory of their
-            own. See :mod:`~.debug`.
+        debug: look for lost writes. See :mod:`~.debug`.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on
             every rank.
 
@@ -102,22 +101,22 @@ class Zero3Engine:
         debug: bool = False,
     ) -> None:
         self.device, self.collectives = device, collectives
-        home, self.optimizer_names = optimizer_groups(model, optimizers)
+        owners, self.optimizer_names = optimizer_groups(model, optimizers)
         parts = find_units(model, unit_policy)
         self.units, self.groups = build_units(
-            parts, home, slot_dtype, wire_dtype, collectives, debug
+            parts, owners, slot_dtype, wire_dtype, collectives, debug
         )
         check_memory(model)
         check_same_structure(self.units, model, collectives)
         self.differing = fill_shards(self.units, self.groups, model, collectives, device)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
-        self._connect(reduce_once, reduce_dtype, debug)
+        self._connect(reduce_once, reduce_dtype)
         self._forward = ForwardOrder(foresees=not debug)
-        self._root = next((u for u in self.units if u.root), None)
         attach(self.groups, optimizers)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
+        self._has_warned, self._spreading = False, list[Unit]()
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
         self._last: list[
             tuple[dict[int, Any], int]
@@ -131,49 +130,47 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------------------ set-up, the end
 
-    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None, debug: bool) -> None:
-        whole = self.collectives.alone
-        sizes = [0 if whole else u.nbytes for u in self.units]
-        layout = ArenaLayout.build(sizes, [debug or u.nested for u in self.units])
+    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
+        sizes = [0 if self.collectives.alone else u.nbytes for u in self.units]
+        layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA
         # graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
         gather, reduce = Stream(self.device), Stream(self.device)
         for unit, region in zip(self.units, layout.regions, strict=True):
             unit.connect(self.collectives, gather, self.arena, region)
-        if whole:
-            self.reducer: Reducer = WholeReducer(self.units, self.collectives)
-        else:
-            self.reducer = Reducer(
-                self.units, self.collectives, reduce, self.device, reduce_once, reduce_dtype
-            )
-            for unit in self.units:
-                unit.note_kept = note_kept
-                guard(unit.memory, unit.in_arrays)
-        self._saved = SavedTensors(self.units, self.arena)
+        self.reducer = Reducer(
+            self.units,
+            self.collectives,
+            reduce,
+            self.device,
+            reduce_once,
+            None if self.collectives.alone else reduce_dtype,
+        )
+        self._saved = SavedTensors(self.arena)
         self.gradients = Gradients(
             self.units, self.groups, self.reducer, self.collectives.exchange_log
         )
         self.joint = JointSteps(self.units, self.gradients, self.collectives)
-        notified = self._adopt_values, self.weights_changed, self.close
-        self.access = Access(self.units, self.collectives, self.gradients, *notified)
-        passes = (
+        self.access = Access(
+            self.units, self.collectives, self.gradients, self.weights_changed, self.close
+        )
+        self.passes = Backward(
+            self.units,
             self.gradients,
             Agreement(self.units, self.collectives),
             self.buffers,
             self.joint,
-            self._saved,
             self.access,
+            self._adopt_values,
+            self.abandon,
         )
-        self.passes = Backward(self.units, *passes, self._adopt_flat_values, self._end_failed_pass)
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        WATCHING.discard(self._saved)
-        ignore_runs(self.passes.told)
 
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close;
@@ -183,13 +180,13 @@ class Zero3Engine:
         for unit in self.units:
             full = unit.values()
             for entry in unit.entries:
-                unsettle(entry.parameter)
+                forget(entry.parameter)
                 entry.parameter.__class__ = entry.cls
                 entry.parameter.data = full[entry.name].to("cpu", copy=True)
         self.close()
 
     def rounds(self, parameter: nn.Parameter) -> bool:
-        """Whether a gather rounds it, to what autocast would or what travels."""
+        """Whether an unshard rounds it, to what autocast would or what travels."""
         chunks = (
             chunk
             for unit in self.units
@@ -197,6 +194,10 @@ class Zero3Engine:
             if chunk.wire_dtype != chunk.master_dtype
         )
         return any(entry.parameter is parameter for chunk in chunks for entry in chunk.entries)
+
+    def expect_graphs(self) -> None:
+        """Graphs will be captured, or are: they hold memory that units share, and know that."""
+        self.arena.is_captured = True
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -217,31 +218,25 @@ class Zero3Engine:
             self.collectives.exchange_log.suspend_trace()  # no backward will come to compare it
         elif not self.joint.running:
             self.collectives.exchange_log.resume_trace()
-        self._saved.thread = self.passes.thread = get_ident()
         try:
             self.access.in_step = True
-            self.access.held.keep()
             if gradients_over:
                 self.gradients.take_away()
-                self.access.held.keep()  # lets go of them
-            if self._root is not None:
-                self._root.use()
-            with self._saved.watch():
-                yield
+            yield
         except BaseException:
             self.abandon()
             raise
         finally:
             self.access.in_step = self.gradients.over = False
-            self.arena.spilled = None
-        if self._root is not None and self._root.pins:
-            self._root.unuse()
         self.passes.end_step()
+        self.access.require_unwritten()
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
-        if self._lost:
+        if self._lost or self.passes.active:
             self.abandon()
+        self._saved.leave(None)
+        self.access.require_unwritten()
         for hooks, key in self._last:
             if key in hooks:
                 hooks[key] = hooks.pop(key)  # to the end
@@ -268,10 +263,8 @@ class Zero3Engine:
         """Gradients that the user assigned to parameters, or that are held, reach the optimizers;
         collective.
         """
-        self.access.held.keep()
         self.passes.settle()
-        self.access.held.adopt()
-        self.access.held.follow_all()
+        self.gradients.adopt()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -287,12 +280,7 @@ class Zero3Engine:
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
-        self._end_failed_pass()
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
-
-    def _end_failed_pass(self) -> None:
+        self._saved.leave(None)
         for unit in tuple(self.arena.in_use):
             try:
                 unit.abandon()
@@ -300,7 +288,9 @@ class Zero3Engine:
                 self._lost = self._lost or error
         self.passes.abandon()
         self.collectives.exchange_log.suspend_trace()
-        self.arena.spilled = None
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
 
     # ----------------------------------------------------------------------------------- optimizers
 
@@ -338,6 +328,7 @@ class Zero3Engine:
         with profile_range("optimizer begins", type(optimizer).__name__):
             if self._lost:
                 self.abandon()
+            self.access.require_unwritten()
             self._adopt_values()
             self._stepping = optimizer
             if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
@@ -349,7 +340,6 @@ class Zero3Engine:
         with profile_range("optimizer ends", type(optimizer).__name__):
             self._stepping = None
             self.guard(optimizer, True)
-            self.access.held.follow_all()  # it may have scaled gradients
             for group in self._groups_of(optimizer):
                 group.version = group.public._version
             self._adopt_flat_values(self.stepped_by(optimizer))
@@ -366,9 +356,8 @@ class Zero3Engine:
         """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps,
         which may be compiled.
         """
-        self.reducer.apart.clear()
         for group in self._groups_of(optimizer):
-            group.guard(guarded, self.gradients.make_way)
+            group.guard(guarded, self.gradients.adopt_segments)
 
     def stepped_by(self, optimizer: Optimizer) -> list[Entry]:
         """The parameters that ``optimizer`` has."""
@@ -384,13 +373,9 @@ class Zero3Engine:
     # --------------------------------------------------------------------------------------- values
 
     def _adopt_values(self) -> None:
-        """What the user wrote to parameters in use, to ``.data`` on one rank, or to flat tensors,
-        becomes known.
-        """
+        """What the user wrote to parameters in use, or to flat tensors, becomes known."""
         for unit in tuple(self.arena.in_use):
-            unit.keep_written()
-        for unit in self.units if self.reducer.whole else ():
-            unit.adopt()
+            unit.store_written()
         self._adopt_flat_values()
 
     def _adopt_flat_values(self, changed: Iterable[Entry] = ()) -> None:
@@ -406,81 +391,104 @@ class Zero3Engine:
             self.weights_changed(found)
 
     def weights_changed(self, changed: Iterable[Entry] | None = None) -> None:
-        """Shards were written, of all parameters unless ``changed`` says which: nothing gathered of
-        them before is true.
+        """Shards were written, of all parameters unless ``changed`` says which: what was unsharded
+        of them before is not true.
         """
-        self.arena.spilled = None
         self.gradients.forget()
-        by_unit: dict[int, list[Entry]] = {}
-        for entry in (
-            (entry for unit in self.units for entry in unit.entries) if changed is None else changed
-        ):
-            by_unit.setdefault(entry.unit, []).append(entry)
-        for index, entries in by_unit.items():
-            self.units[index].version += 1
-            self.units[index].spread = self.units[index].spread and {}
+        entries = (
+            [entry for unit in self.units for entry in unit.entries]
+            if changed is None
+            else list(changed)
+        )
+        self._warn_of_kept_views(entries)
+        units = [self.units[index] for index in dict.fromkeys(entry.unit for entry in entries)]
+        for unit in units:
+            unit.spread = unit.spread and {}
+            if unit in self.arena.holders:
+                unit.refresh()
+        # autograd compares, where it has saved a weight
+        increment_version([entry.parameter for entry in entries])
+        with torch._C.DisableTorchFunctionSubclass():
             for entry in entries:
-                entry.changed = self.units[index].version
-            for number in self.units[index].numbers:
-                take_back(number)
-        for unit in tuple(self.arena.holders):
-            if unit.index in by_unit:
-                unit.refresh(by_unit[unit.index])
+                entry.seen = entry.parameter._version
+
+    def _warn_of_kept_views(self, changed: list[Entry]) -> None:
+        if self._has_warned:
+            return
+        units = {entry.unit for entry in changed}
+        held = (
+            unit
+            for unit in self.arena.kept
+            if unit.index in units and unit.phase is not Phase.IN_USE and unit.buffer.is_held()
+        )
+        for unit in held:
+            self._has_warned = True
+            warnings.warn(
+                f"Somebody holds a view of a weight of unit {unit.name}, made in its forward, while"
+                " the weight changes: the view shows the value of before. Keep a `.clone()`, or use"
+                " the parameter itself.",
+                stacklevel=2,
+            )
+            return
 
     # -------------------------------------------------------------------------------------- forward
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if graph_task() != NO_GRAPH_TASK:
-            self.passes.recompute(unit)
+        if graph_task() == NO_GRAPH_TASK:
+            for group in unit.groups:
+                # an optimizer's step is known; this is what the user wrote
+                if group.version != group.public._version:
+                    self._adopt_flat_values()
+            if self.collectives.exchange_log.writes_between_steps and not (
+                self.access.in_step or unit.lent
+            ):
+                # where no rank but this one has stored anything, the next exchange of the others
+                # tells
+                with apart():
+                    compare_notes(self.collectives)
+        if unit.lent or self.collectives.alone:
             return
-        for group in unit.groups:
-            # an optimizer's step is known; this is what the user wrote
-            if group.version != group.public._version:
-                self._adopt_flat_values()
-        if self.collectives.exchange_log.writes_between_steps and not (
-            self.access.in_step or unit.lent
-        ):
-            # where no rank but this one has stored anything, the next exchange of the others tells
-            with apart():
-                compare_notes(self.collectives)
-        if hooks_refused() is not None and not unit.whole:
-            enter_transformed(unit)
+        if hooks_refused() is not None or (unit.rounded and not _casts_to(unit.rounded)):
+            # What a transform of torch.func saves of weights must stay as it is, and where no
+            # autocast runs weights have full precision: each read is a copy of what is unsharded
+            # here.
+            if unit.spread is None:
+                unit.spread = unit.values()
+            self._spreading.append(unit)
             return
-        if not unit.use():
-            # another unit in use has the memory, and each read gathers; or `gathered` has lent the
-            # values
-            return
-        if not self.access.in_step or get_ident() != self._saved.thread:
-            self._saved.enter_outside(unit)
-        following = self._forward.enter(unit.index)
-        if following is not None:
-            self.units[following].gather(ahead=True)
+        unit.use()
+        self._saved.enter(unit)
+        if graph_task() == NO_GRAPH_TASK:
+            following = self._forward.enter(unit.index)
+            if following is not None:
+                self.units[following].unshard(ahead=True)
 
-    def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> Any:
-        if hooks_refused() is not None and not unit.whole:
-            leave_transformed(unit)
-            return None
-        if unit.lent or transform() is not None:
-            # The values are the user's, or torch.func differentiates: its backward is none of ours,
-            # and hooks would start one.
-            if unit.pins and graph_task() == NO_GRAPH_TASK:
-                unit.unuse()
-            return None
-        outputs, views = copy_views(outputs, self._saved.in_slot, copy_to_read)
+    def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> None:
+        if unit.lent:
+            return
+        if self._spreading and self._spreading[-1] is unit:
+            self._spreading.pop()
+            if unit not in self._spreading:
+                unit.spread = None
+            return
+        if not unit.pins:
+            return  # it never began
         if self.inspect is not None:
             self.inspect(unit, outputs)
-        if graph_task() != NO_GRAPH_TASK:
-            watch_outputs(unit, outputs, self.passes.enter)
-            return outputs if views else None
-        if outputs is not None and torch.is_grad_enabled():
+        if self.collectives.alone:
+            return  # units are reduced as their gradients need the memory of others
+        self._saved.leave(unit)
+        differentiated = graph_task() != NO_GRAPH_TASK
+        if transform() is None and (differentiated or torch.is_grad_enabled()):
             # Outputs that need no gradient here (the input, returned; detached ones) may need one
             # on another rank.
-            if watch_outputs(unit, outputs, self.passes.enter) or unit.trained:
+            found = watch_outputs(unit, outputs, self.passes.enter)
+            if not differentiated and outputs is not None and (found or unit.trained):
                 self.passes.coming.appendleft(unit.index)
-        if not self.access.in_step or get_ident() != self._saved.thread:
-            self._saved.leave_outside(unit)
-        if unit.pins:
-            if views:
-                note(views, unit)  # the caller gets copies
-            unit.unuse(failed=outputs is None and sys.exc_info()[0] is not None)
-        return outputs if views else None
+        unit.unuse()
+
+
+def _casts_to(lowered: tuple[str, torch.dtype]) -> bool:
+    """Whether autocast is on for this type of device, to this dtype."""
+    device, dtype = lowered
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype

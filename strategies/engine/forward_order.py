@@ -1,15 +1,15 @@
-"""The order in which units run, to gather the next one ahead. Integers only."""
+"""The order in which units run, to unshard the next one ahead. Integers only."""
 
 from __future__ import annotations
 
 
 class ForwardOrder:
-    """Remembers which unit followed which, to gather the next one ahead.
+    """Remembers which unit followed which, to unshard the next one ahead.
 
-    A changed order costs one useless gather on every rank alike, never a wrong number.
+    A changed order costs one useless unshard on every rank alike, never a wrong number.
 
     Args:
-        foresees: else nothing is gathered ahead, so that where ranks part is where one gathers
+        foresees: else nothing is unsharded ahead, so that where ranks part is where one unshards
             another unit.
     """
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..collectives import ASSIGNED, CLEARED, ExchangeLog, Setting, checksum
-from ..residency.home import ResidencyError
 from .reduction import Reducer
 from .segments import Segment
+from .sharded import ResidencyError
 from .shards import Entry, FlatGroup
 from .unit import Unit
 
@@ -24,8 +24,7 @@ class Gradients:
     """
 
     settle: Callable[[str], None]  # see `Backward.settle`, which comes later
-    keep: Callable[[Entry], None]  # see `HeldGradients.keep`
-    note_gathered: Callable[[list[Entry]], None]  # see `HeldGradients.note_gathered`
+    drop_failed: Callable[[], None]  # see `Backward.drop_failed`
     used: bytearray  # of each trained parameter: this rank has a gradient since they were cleared
 
     def __init__(
@@ -38,13 +37,9 @@ class Gradients:
         self._units, self.reducer, self._exchange_log = units, reducer, exchange_log
         self._groups = [group for group in groups if group.trained]
         self.used = bytearray(sum(len(group.entries) for group in self._groups))
-        self.graphs = bytearray(self.used)  # of each: this rank's was made with create_graph
         self.arrived = bytearray(self.used)  # of each: in the backward that runs
         self._shown = bytearray(self.used)  # to the optimizers: any rank has one
         self._assigned: list[FlatGroup] = []  # the user set gradients of parameters in it
-        self.uncut: dict[
-            Entry, None
-        ] = {}  # may have none, and lie in a flat tensor that shows those of others in there
         self._full: dict[
             str, Tensor
         ] = {}  # of the unit asked for last, by name: usually its others are asked for next
@@ -52,13 +47,11 @@ class Gradients:
         self._sums: dict[
             Entry, tuple[int, Tensor]
         ] = {}  # of gradients that users assigned or changed, and in which window
-        self._unread = False  # they were gathered for a `zero_grad`, which looks at no values
         self.over = False  # freed before the user cleared them
-        self._passes = 0  # that have added to them
 
-    def begin_windows(self, accumulates: bool) -> frozenset[int]:
+    def begin_windows(self, settles: bool = False) -> frozenset[int]:
         """A backward begins: cleared groups start afresh. Returns numbers of parameters whose
-        optimizer is switched off.
+        optimizer is switched off. ``settles``: what was held is reduced, and nothing added.
 
         Raises:
             RuntimeError: it would add to nothing but gradients that an exception left incomplete.
@@ -68,25 +61,23 @@ class Gradients:
         for group in self._groups:
             if self.reducer.held and group.shows_gradients:
                 self.reducer.drop_zeroed(group)
-            shown.append(not group.begin_window(self.make_way))
+            shown.append(not group.begin_window(self.adopt_segments))
             if not shown[-1]:
                 self.used[group.numbers] = self.reducer.written[group.numbers] = bytes(
                     len(group.entries)
                 )
-                self.graphs[group.numbers] = bytes(len(group.entries))
                 self.reducer.begin_window(group)
             group.muted = group.switched_off
             if group.muted:
                 muted = muted.union(entry.number for entry in group.entries)
-        if accumulates:
+        if not settles:
             wanted = [group for group in self._groups if not group.muted]
             for group in wanted:
                 if group.incomplete:
                     self._look_for_zeros(group)
             if all(group.incomplete for group in wanted):
                 self.require_complete(wanted)
-        if not self.reducer.whole:
-            self._exchange_log.record_backward(self._present("an optimizer", self._groups, shown))
+        self._exchange_log.record_backward(self._present("an optimizer", self._groups, shown))
         return muted
 
     def give_back(self) -> None:
@@ -120,11 +111,10 @@ class Gradients:
                         if self._shown[entry.number]:
                             group.incomplete.add(entry)
                             continue
-                        self.used[entry.number] = self.graphs[entry.number] = 0
+                        self.used[entry.number] = 0
                         if entry.part is not None:
                             entry.part.of(group.grad).zero_()
                 group.left = group.written_by_others
-        self._passes += 1
         self.forget()
 
     def show_again(self) -> None:
@@ -132,12 +122,7 @@ class Gradients:
         again.
         """
         self._exchange_log.record_backward([])
-        shown = bytearray(self._shown)
         self.arrived[:] = bytes(len(self.arrived))
-        for group in self._groups:
-            if not group.shows_gradients:
-                shown[group.numbers] = bytes(len(group.entries))
-        self.reducer.show(bytes(shown), self.graphs)
 
     def require_complete(self, groups: Iterable[FlatGroup]) -> None:
         """Raise a RuntimeError if an exception left gradients in ``groups`` incomplete, that were
@@ -163,11 +148,10 @@ class Gradients:
         """
         self.require_complete(groups)
         shown = [group.require_alike() for group in groups]
-        if not self.reducer.whole:
-            name = type(optimizer).__name__
-            self._exchange_log.record_step(
-                [*self._present(name, groups, shown), *self._sums_in(name, groups)]
-            )
+        name = type(optimizer).__name__
+        self._exchange_log.record_step(
+            [*self._present(name, groups, shown), *self._sums_in(name, groups)]
+        )
 
     def _present(
         self, optimizer: str, groups: list[FlatGroup], any_shown: list[bool]
@@ -209,74 +193,51 @@ class Gradients:
         """Whether a backward has ended since some gradients were cleared."""
         return any(group.shows_gradients for group in self._groups)
 
-    def full(self, entry: Entry, clears: bool = False) -> Tensor | None:
-        """The whole gradient of a parameter, in memory of its own, if the optimizers see one;
-        collective then.
-
-        ``clears``: a `zero_grad` asks, which does not look at values.
-        """
-        if self.over and entry.trained and not self.has_gradient(entry):
-            if not clears:
-                raise ResidencyError(
-                    f"The gradient of parameter {entry.name!r} was freed when `training_step`"
-                    " began, because Lightning clears it before the next backward. Read it earlier"
-                    " (`on_before_optimizer_step`, `on_train_batch_end`), or define"
-                    " `on_before_zero_grad` in the module: then gradients stay until that hook is"
-                    " over. For gradients of a backward inside of `training_step`, call the"
-                    " module's `zero_grad()` first."
-                )
-            self.over = False  # they are gone as the user wants it
-        self.require_not_arrived(entry)
+    def present(self, entry: Entry) -> bool:
+        """Whether ``parameter.grad`` is not None; the same on all ranks. Reading it may raise."""
         if not entry.trained:
-            return self._of_dropped(entry, clears) if entry.dropped else None
+            return entry.dropped
+        self.require_not_arrived(entry)
         self.adopt_replaced()
-        if not self.has_gradient(entry):
-            return None
+        return self.has_gradient(entry) or self.over  # of which only reading it is an error
+
+    def full(self, entry: Entry) -> Tensor:
+        """The whole gradient of a parameter, in memory of its own; collective.
+
+        Raises:
+            ResidencyError: it is not there, or on its way.
+        """
+        if not entry.trained:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r}, which no optimizer has, was not"
+                " kept: it would pile up, whole, on every rank. Give the parameter to an"
+                " optimizer in `configure_optimizers` (a learning rate of 0 will do), or freeze"
+                " it (`requires_grad_(False)`)."
+            )
+        if self.over and not self.has_gradient(entry):
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was freed when `training_step`"
+                " began, because Lightning clears it before the next backward. Read it earlier"
+                " (`on_before_optimizer_step`, `on_train_batch_end`), or define"
+                " `on_before_zero_grad` in the module: then gradients stay until that hook is"
+                " over. For gradients of a backward inside of `training_step`, call the"
+                " module's `zero_grad()` first."
+            )
+        self.require_not_arrived(entry)
+        self.adopt_replaced()
         if entry in entry.group.incomplete:
             self.require_complete([entry.group])
         unit = self._units[entry.unit]
         if unit.announce is not None:
             return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         written = [group.written_by_others for group in unit.groups]
-        if (
-            entry.name not in self._full
-            or written != self._written
-            or (self._unread and not clears)
-        ):
-            for each in unit.trained:
-                self.keep(each)
-            self._full, self._written, self._unread = unit.gradients(), written, clears
-            if not clears:
-                self._note_gathered(unit)
+        if entry.name not in self._full or written != self._written:
+            self._full, self._written = unit.gradients(), written
+            for each in filter(self.has_gradient, unit.trained):
+                begun, assigned = self._sums.get(each, (-1, None))
+                if assigned is not None and begun == each.group.begun:
+                    self._exchange_log.record_gradient_read(each.name, assigned)
         return self._full[entry.name].clone()
-
-    def _note_gathered(self, unit: Unit) -> None:
-        """Of all its gradients, whichever was asked for: what is gathered a rank may look at
-        alone.
-        """
-        present = [entry for entry in unit.trained if self.has_gradient(entry)]
-        self.note_gathered(present)
-        for entry in present:
-            begun, assigned = self._sums.get(entry, (-1, None))
-            if assigned is not None and begun == entry.group.begun:
-                self._exchange_log.record_gradient_read(entry.name, assigned)
-
-    def cleared(self, entry: Entry, to_none: bool) -> Tensor | None:
-        """What a `zero_grad`, which does not look at values, may take for the gradient of
-        ``entry``; local.
-
-        In a step of an evaluation in which other ranks assist there are no zeros: those would not
-        write them.
-        """
-        if not (entry.trained and self.has_gradient(entry)):
-            return self.full(entry, clears=True)
-        self.require_not_arrived(entry)
-        if not (to_none or self.announced):
-            return torch.zeros(entry.size, dtype=entry.dtype, device=entry.group.data.device)
-        self.reducer.retire(entry)
-        self.assign(entry, None)
-        entry.assigned += 1
-        return None
 
     def clear(self, entries: list[Entry]) -> None:
         """Nobody sees gradients of ``entries`` any more; local."""
@@ -296,16 +257,6 @@ class Gradients:
                 " on its way to the others. Read it after the backward (`on_after_backward`), or"
                 " in a hook of the parameter itself."
             )
-
-    def _of_dropped(self, entry: Entry, clears: bool) -> None:
-        if not clears:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r}, which no optimizer has, was not kept:"
-                " it would pile up, whole, on every rank. Give the parameter to an optimizer in"
-                " `configure_optimizers` (a learning rate of 0 will do), or freeze it"
-                " (`requires_grad_(False)`)."
-            )
-        entry.dropped = False
 
     def assign(self, entry: Entry, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local. The optimizers see it
@@ -336,84 +287,56 @@ class Gradients:
                     ).zero_()  # the next backward adds to those that are left
         else:
             grad = grad.detach().as_subclass(Tensor)
-            if not self.reducer.whole:  # else there are no others
-                self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
+            self._sums[entry] = entry.group.begun, checksum(grad.to(entry.group.data.device))
             if entry.name in self._full:
                 self._full[entry.name].copy_(grad)
             with entry.group.written_by_engine():
                 entry.store(grad, entry.group.grad)
 
-    def adopt(self) -> list[tuple[Entry, Tensor | None]]:
+    def adopt(self) -> None:
         """Gradients that were assigned one by one become visible together: each cut of a group is
         for good.
-
-        Returns those that were put in the place of ordinary parameters' gradients.
         """
         self.adopt_replaced()
-        changed = self.reducer.changed()  # on one rank, where parameters are ordinary
-        for entry in [entry for entry, grad in changed if grad is None]:
-            # all of them before any is written: a group may have none left
-            self.mark_gradient(entry, False)
-        for entry, grad in changed:
-            self.assign(entry, grad)
         # `toggle_optimizer` has noted the flat tensors that it switched off, and will not know
         # their parts.
         now = [group for group in dict.fromkeys(self._assigned) if not group.switched_off]
-        # later: it would cut the list of flat tensors, which the user goes through now
-        if self.reducer.looked_at:
-            return changed
         self._assigned = [group for group in self._assigned if group not in now]
         for group in now:
             if group.shows_gradients:
                 unused = group.ranges_without(self._shown)
                 with group.written_by_engine():
                     for start, stop in unused:
-                        group.grad[
-                            start:stop
-                            # what was done to a flat gradient before it is cut was done to these
-                        ].zero_()
-                if not all(self._shown[group.numbers]):  # alike on all ranks, which `unused` is not
-                    self.reducer.outdate(group, "parameters in it had no gradient")
+                        # what was done to a flat gradient before it is cut was done to these
+                        group.grad[start:stop].zero_()
                 group.bind(unused)
-        self.uncut = {entry: None for entry in self.uncut if entry.group in self._assigned}
-        return changed
 
     def adopt_replaced(self) -> None:
         """Gradients that an optimizer, in its step, has put in the place of the flat ones are these
         from here on.
         """
         for group in self._groups:
-            group.adopt(self.make_way)
+            group.adopt(self.adopt_segments)
 
-    def make_way(self, group: FlatGroup, segments: list[Segment]) -> None:
+    def adopt_segments(self, group: FlatGroup, segments: list[Segment]) -> None:
         """An optimizer has put gradients in ``segments`` of ``group`` in the place of others, or of
         none; they come next.
         """
-        new = [segment.parameter for segment in segments if not segment.shown]
+        new = any(not segment.shown for segment in segments)
         if not (had := sum(segment.shown for segment in group.segments)):
             self._begin_anew(group)
-        if not self.reducer.whole and (
-            len(segments) != (had or len(group.segments)) or (new and had)
-        ):
+        if len(segments) != (had or len(group.segments)) or (new and had):
             raise group.not_alike()
-        for entry in group.lying_in(new) if self.reducer.whole else group.entries if new else ():
-            self.used[entry.number] = self._shown[entry.number] = True
-        lying = (
-            group.lying_in(segment.parameter for segment in segments)
-            if self.reducer.whole
-            else group.entries
-        )
-        self.reducer.make_way(
-            group, replaced := [entry for entry in lying if self._shown[entry.number]]
-        )
-        for entry in replaced:
-            entry.assigned += 1  # what users hold of the gradient before stays that
-            group.incomplete.discard(entry)
+        for entry in group.entries:
+            if new:
+                self.used[entry.number] = self._shown[entry.number] = True
+            if self._shown[entry.number]:
+                entry.assigned += 1  # what users hold of the gradient before is over
+                group.incomplete.discard(entry)
 
     def _begin_anew(self, group: FlatGroup) -> None:
         """The user gives ``group`` gradients, which were cleared."""
         group.begun += 1
-        group.over = []
         group.incomplete.clear()
         self.used[group.numbers] = self._shown[group.numbers] = bytes(len(group.entries))
 
@@ -423,8 +346,6 @@ class Gradients:
         """
         self._shown, self._full = bytearray(used), {}
         self.arrived[:] = bytes(len(self.arrived))
-        self._passes += 1
-        self.reducer.show(used, self.graphs)
         for group in self._groups:
             flags = used[group.numbers]
             if group.muted:
@@ -440,11 +361,9 @@ class Gradients:
         """Whether the optimizers see a gradient of ``entry``; the same on all ranks."""
         return bool(self._shown[entry.number]) and entry.group.shows_gradients
 
-    def since(self, entry: Entry) -> tuple[int, int, int, int]:
-        """Of the gradient of ``entry``: its window, how many were assigned before, and counts of
-        what has changed it since.
-        """
-        return entry.group.begun, entry.assigned, self._passes, entry.group.written_by_others
+    def since(self, entry: Entry) -> tuple[int, int]:
+        """Of the gradient of ``entry``: its window, and how many were assigned before."""
+        return entry.group.begun, entry.assigned
 
     @property
     def announced(self) -> bool:
@@ -452,7 +371,7 @@ class Gradients:
         return self._units[0].announce is not None
 
     def forget(self) -> None:
-        """The flat gradients may change: gather them anew."""
+        """The flat gradients may change: read them anew."""
         self._full = {}
 
     def mark_gradient(self, entry: Entry, present: bool) -> None:
@@ -461,17 +380,11 @@ class Gradients:
         if not group.shows_gradients:
             if not present:
                 return
-            group.over += (
-                []
-                if self.reducer.whole
-                else [f"the gradient of parameter {entry.name!r} was assigned since"]
-            )
             self._begin_anew(group)
             group.clear()
             self.reducer.begin_window(group)
             group.grad.zero_()
-            group.segments[-1].show(group.grad, group.over)
-            self.uncut |= dict.fromkeys(group.entries)
+            group.segments[-1].show(group.grad)
         if present and entry.part is not None:
             # `zero_grad(set_to_none=False)` looks for it there
             group.show(entry.part.start, entry.part.stop)
@@ -479,7 +392,5 @@ class Gradients:
         group.incomplete.discard(entry)
         if any(self._shown[group.numbers]):
             self._assigned.append(group)
-            if not present:
-                self.uncut[entry] = None
         else:
             group.clear()

@@ -17,7 +17,7 @@ from .unit import Phase, Unit
 class ReplayedStep:
     """The books of one captured forward and backward.
 
-    A graph repeats what the device did in the capture, gathers and reductions included. That is
+    A graph repeats what the device did in the capture, unshards and reductions included. That is
     right only if the slots hold what they held then, nothing is on its way, and the gradients are
     to be added to; and afterwards the engine must know what the slots hold now. So each capture and
     each replay stands between a ``begin_`` and an ``end_`` of this object.
@@ -26,6 +26,7 @@ class ReplayedStep:
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
         engine.reducer.lasting = engine.reducer.captured = True
+        engine.expect_graphs()
         # units in slots after the forward, after the backward
         self._filled: list[list[int]] = [
             [],
@@ -91,12 +92,12 @@ class ReplayedStep:
     def _join(self) -> None:
         for unit in self._engine.units:
             # hazard: work in a side stream that the graph does not wait for at its end
-            unit.arrive()
+            unit.wait()
 
     def _end_capture(self, part: int, versions: list[tuple[Tensor, int]]) -> None:
         self._join()
         self._filled[part] = [
-            unit.index for unit in self._engine.units if unit.phase is Phase.READY
+            unit.index for unit in self._engine.units if unit.phase is Phase.UNSHARDED
         ]
         self._written[part] = [buffer for buffer, version in versions if buffer._version != version]
 
@@ -104,9 +105,9 @@ class ReplayedStep:
         """Bring the units with these indices, and no others, into the slots; collective."""
         for unit in self._engine.units:
             if unit.index not in filled:
-                unit.release()
+                unit.reshard()
         for index in filled:
-            self._engine.units[index].gather()
+            self._engine.units[index].unshard()
         self._join()
 
     def _note(self, part: int) -> None:
@@ -116,17 +117,18 @@ class ReplayedStep:
 
 
 def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:
-    """The unit that is in its slot while ``module`` runs, which is to be captured; None if it reads
-    no gathered parameter.
+    """The unit that is unsharded while ``module`` runs, which is to be captured; None if it reads
+    no sharded parameter.
 
     Raises:
         ValueError: there are units inside of the module, or around other modules.
     """
+    engine.expect_graphs()
     read = set(module.parameters())
     units = [
         u
         for u in engine.units
-        if not u.whole and not read.isdisjoint(entry.parameter for entry in u.entries)
+        if not (engine.collectives.alone or read.isdisjoint(e.parameter for e in u.entries))
     ]
     inside = set(module.modules()) - {module}
     within = [unit.name for unit in units if not inside.isdisjoint(unit.members)]

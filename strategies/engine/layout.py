@@ -111,7 +111,7 @@ class ArenaLayout:
         |unit 0|------------------|   unit 1   |
         |   unit 2   |------------|unit 3|         area = max over neighbours of (size_i + size_i+1)
 
-    so a unit and the next one (being gathered ahead) are alive together in the least memory that
+    so a unit and the next one (being unsharded ahead) are alive together in the least memory that
     can hold them, each always at the same address. Units in ``apart`` (they stay in use while
     others run) get a range of their own.
     """

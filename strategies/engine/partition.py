@@ -1,4 +1,4 @@
-"""Which modules form a unit: gathered, used and released together."""
+"""Which modules form a unit: unsharded, used and resharded together."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _candidates(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module
 
 
 def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
-    """Units that share a parameter become one: a parameter has one home, gathered for whoever uses
+    """Units that share a parameter become one: a parameter has one unit, unsharded for whoever uses
     it.
     """
     ids = {unit: {id(p) for m in unit.members for p in m.parameters()} for unit in units}

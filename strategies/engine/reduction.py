@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Work, narrow
-from ..residency.given_out import storage_of
 from ..support import profile_range
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
-from .shards import Entry, FlatGroup
+from .shards import FlatGroup
 from .streams import Stream
 from .unit import Exchange, Unit
 
@@ -79,13 +78,10 @@ class Reducer:
     written: bytearray
     # by index of the unit: the memory of its range is its own, until its gradients are sent
     claimed: bytearray
-    whole = False  # gradients stay where autograd's are put
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
     captured = False  # graphs write to the gradients where they are now
-    looked_at = False  # the user asks for the gradient of a flat tensor
-    apart: set[FlatGroup]  # of which no user has a flat gradient that is one still
     # cleared gradients keep their memory: somebody has its address, or a device's allocator might
     # cut it up
     lasting: bool
@@ -102,6 +98,7 @@ class Reducer:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._collectives, self._stream, self._wire_dtype = collectives, stream, wire_dtype
+        self.is_alone = collectives.alone  # a single rank: nobody waits for it
         self.once, self.lasting = once, device.type != "cpu"
         trained = [u for u in units if u.trained]
         # 2: a unit's reduction overlaps the next unit's backward
@@ -120,7 +117,6 @@ class Reducer:
         }
         self.views = [views[number] for number in range(len(views))]
         self.written, self.claimed = bytearray(len(views)), bytearray(len(units))
-        self.apart: set[FlatGroup] = set()
         self._when_held: dict[FlatGroup, int] = {}  # `written_by_others` when gradients were held
         self._open: list[_Range] = []
         self._flying: _Range | None = None
@@ -249,10 +245,6 @@ class Reducer:
     def note_held(self, groups: Sequence[FlatGroup]) -> None:
         """Flat gradients of ``groups``, if any are held, show those of before."""
         self._when_held = {group: group.written_by_others for group in groups} if self.held else {}
-        for group in self._when_held:
-            self.outdate(
-                group, "what a backward since has added to it is held (`reduce_once=True`)"
-            )
 
     def drop_zeroed(self, group: FlatGroup) -> None:
         """Drop what is held of ``group`` if `zero_grad(set_to_none=False)` has cleared those of
@@ -276,52 +268,6 @@ class Reducer:
         if self.lasting:
             # allocated on the compute stream, which frees it, and not on the side stream
             _ = group.grad
-
-    def retire(self, entry: Entry) -> None:
-        """The user gives ``entry`` another gradient, or none: flat gradients that are kept do not
-        show it, and say so.
-        """
-        group = entry.group
-        if group not in self.apart and group.shows_gradients:
-            self.apart.add(group)  # until one is read again
-            self.outdate(
-                group, f"the gradient of parameter {entry.name!r} was assigned or cleared since"
-            )
-            if not self.whole:
-                self.make_way(group)  # an optimizer may have one in its state
-
-    def outdate(self, group: FlatGroup, why: str) -> None:
-        """Flat gradients that are kept are those of ``group`` no more, and say so."""
-        group.over.append(why)
-        group.over = []
-        group.show_anew()
-
-    def make_way(self, group: FlatGroup, entries: Sequence[Entry] = ()) -> None:
-        """Others are written in the place of gradients of ``group`` (of ``entries``): who has these
-        keeps them.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            grads = [
-                segment.parameter.grad
-                for segment in group.segments
-                if segment.parameter.grad is not None
-            ]
-            # itself, and one for who asks
-            ours = 2 + sum(storage_of(grad) == storage_of(group.grad) for grad in grads)
-        if tensors_in(group.grad) > ours and not self.captured:
-            group.leave()
-
-    def show(self, shown: bytes, graphs: bytes) -> None:
-        """Gradients are complete, some of ``graphs``: made with create_graph. A resting parameter's
-        are read in access.py.
-        """
-
-    def hide(self) -> None:
-        """The gradients that were shown are over."""
-
-    def changed(self) -> list[tuple[Entry, Tensor | None]]:
-        """Gradients that the user replaced since they were shown."""
-        return []
 
     def abandon(self) -> None:
         """After an exception: forget gradients that were not sent, and those that are on their

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..residency.flat_gradient import FlatGradient
-from ..residency.resting import as_subclass
+from .flat_gradient import FlatGradient
 
 
 @dataclass
@@ -28,12 +27,10 @@ class Segment:
         """The segment's range of another flat tensor of the group."""
         return flat[self.start : self.stop]
 
-    def show(self, gradients: Tensor, over: list[str]) -> None:
-        """Let the optimizer see its range of the group's ``gradients``; see
-        :attr:`FlatGradient.over`.
-        """
-        shown = as_subclass(gradients[self.start : self.stop], FlatGradient)
-        shown.whose, shown.written, shown.over = self.parameter.whose, self.parameter.written, over
+    def show(self, gradients: Tensor) -> None:
+        """Let the optimizer see its range of the group's ``gradients``."""
+        shown = Tensor.as_subclass(gradients[self.start : self.stop], FlatGradient)
+        shown.whose = self.parameter.whose
         with torch._C.DisableTorchFunctionSubclass():  # else it would be a user's
             self.parameter.grad, self.shown = shown, True
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,16 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..residency.flat_gradient import CutParameter, FlatGradient, FlatParameter, FlatState
-from ..residency.home import ResidencyError
-from ..residency.in_use import class_while_used
-from ..residency.resting import RestingParameter, as_subclass
-from .huge_pages import MANY, advise_huge_pages
+from .flat_gradient import CutParameter, FlatGradient, FlatParameter, FlatState
 from .layout import Span
 from .segments import Segment
+from .sharded import ResidencyError, Value, class_in_use
 
 _data_ptr = Tensor.data_ptr  # torch's own
-MakeWay = Callable[["FlatGroup", list[Segment]], None]
+Adopt = Callable[["FlatGroup", list[Segment]], None]
 
 
 @dataclass(frozen=True)
@@ -71,14 +68,15 @@ class Entry:
     part: Part | None = None  # None: this rank owns nothing of it
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
-    changed: int = 0  # its unit's version since its shards were written last
     assigned: int = 0  # how often the user has replaced its gradient
-    written: int = 0  # how often its value
     dropped: bool = False  # no optimizer has it, and its gradient was not kept
-    cls_at_rest: type[nn.Parameter] = RestingParameter
+
+    # set when an engine takes it over
+    value: Value = field(init=False, repr=False)
+    absent: Tensor = field(init=False, repr=False)  # its data while it is sharded
 
     def __post_init__(self) -> None:
-        self.cls_while_used = class_while_used(self.cls)
+        self.cls_in_use = class_in_use(self.cls)
         self.trained = self.group.trained
 
     def view(self, chunk: Tensor, offset: int) -> Tensor:
@@ -135,7 +133,6 @@ class FlatGroup:
         self.incomplete, self.left, self.muted = set(), 0, False
         self.allocated: Tensor | None = None  # the memory of `grad`
         self.looked = 0  # `written_by_others` when the elements that no parameter owns were zero
-        self.over: list[str] = []  # see `FlatGradient.over`
         # writes to it that are the engine's, less those to gradients that were freed
         self.uncounted = 0
         # whose state is cut along with the segments
@@ -162,8 +159,6 @@ class FlatGroup:
             # versions are asked for, also where a rank assists in an evaluation
             with torch._C._InferenceMode(False):
                 self.allocated = torch.empty_like(self.data)
-            if self.numel >= MANY:
-                advise_huge_pages(self.allocated)
             self._zero_idle(self.allocated)
             self.uncounted += self.allocated._version
         return self.allocated  # type: ignore[return-value]
@@ -240,18 +235,17 @@ class FlatGroup:
                     return False
             return True
 
-    def begin_window(self, make_way: MakeWay) -> bool:
+    def begin_window(self, adopt_gradients: Adopt) -> bool:
         """Called when a backward begins: if gradients were cleared, the next reduction overwrites
         instead of adding.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.segments[-1].parameter.grad is not None:
-                self.adopt(make_way)
+                self.adopt(adopt_gradients)
         if self.require_alike():
             return False
         self.window += 1
         self.begun += 1
-        self.over = []
         self.incomplete.clear()
         if self.allocated is not None and self.looked != self.allocated._version - self.uncounted:
             self._clear_idle()
@@ -262,22 +256,6 @@ class FlatGroup:
         if self.allocated is not None and not self.shows_gradients:
             self.uncounted -= self.allocated._version
             self.allocated = None
-
-    def leave(self) -> None:
-        """The memory that gradients have is others' from here on. They are copied to another, and
-        shown there.
-        """
-        before, self.allocated, self.over = self.grad, None, []
-        self.uncounted -= before._version
-        with self.written_by_engine():
-            self.grad.copy_(before)
-        self.show_anew()
-
-    def show_anew(self) -> None:
-        """In other tensors."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for segment in (each for each in self.segments if each.parameter.grad is not None):
-                segment.show(self.grad, self.over)
 
     @cached_property
     def _idle(self) -> Tensor:
@@ -337,7 +315,7 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 if segment.start < stop and start < segment.stop and segment.parameter.grad is None:
-                    segment.show(self.grad, self.over)
+                    segment.show(self.grad)
 
     def bind(self, unused: list[tuple[int, int]]) -> None:
         """Show the reduced gradients to the optimizer, except in ``unused`` [start, stop)
@@ -353,11 +331,11 @@ class FlatGroup:
                 ):
                     segment.parameter.grad, segment.shown = None, False
                 elif segment.parameter.grad is None:
-                    segment.show(grad, self.over)
+                    segment.show(grad)
 
-    def adopt(self, make_way: MakeWay) -> None:
-        """What was put in the place of flat tensors or gradients goes to the shards; ``make_way``
-        comes before gradients do.
+    def adopt(self, adopt_gradients: Adopt) -> None:
+        """What was put in the place of flat tensors or gradients goes to the shards;
+        ``adopt_gradients`` comes before gradients do.
         """
         values = _data_ptr(self.public)
         with torch._C.DisableTorchFunctionSubclass():
@@ -368,10 +346,10 @@ class FlatGroup:
                     p.data = segment.view(self.public)
             replaced = self._replaced()
             if replaced:
-                make_way(self, [segment for segment, _ in replaced])
+                adopt_gradients(self, [segment for segment, _ in replaced])
             for segment, grad in replaced:
                 segment.view(self.grad).copy_(grad.detach())
-                segment.show(self.grad, self.over)
+                segment.show(self.grad)
         if self.allocated is not None and self.looked != self.allocated._version - self.uncounted:
             self._clear_idle()
 
@@ -391,23 +369,21 @@ class FlatGroup:
                 found.append((segment, grad))
         return found
 
-    def guard(self, guarded: bool, make_way: MakeWay) -> None:
+    def guard(self, guarded: bool, adopt_gradients: Adopt) -> None:
         """Whether a norm of values, gradients or state is an error: not while the optimizer steps,
         which may be compiled.
         """
         assert self.owner is not None
-        self.adopt(make_way)
+        self.adopt(adopt_gradients)
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 flat = segment.parameter
                 flat.__class__ = FlatParameter if guarded else nn.Parameter
                 if flat.grad is not None:
-                    shown = as_subclass(flat.grad, FlatGradient if guarded else Tensor)
+                    shown = Tensor.as_subclass(flat.grad, FlatGradient if guarded else Tensor)
                     if guarded:
-                        shown.whose, shown.written, shown.over = flat.whose, flat.written, self.over
+                        shown.whose = flat.whose
                     flat.grad = shown
-                elif guarded and segment.shown and flat.cleared is not None:
-                    flat.cleared(flat)  # by the optimizer itself, perhaps
                 for value in self.owner[0].state.get(flat, {}).values():
                     if type(value) in (Tensor, FlatState) and segment.has_shape_of(value):
                         # the same object: others may hold it
@@ -447,7 +423,7 @@ class FlatGroup:
             vars(parameter).update(vars(segment.parameter))
             parts.append(Segment(a, b, parameter, segment.shown))
             if segment.parameter.grad is not None:
-                parts[-1].show(self.grad, self.over)
+                parts[-1].show(self.grad)
             if state is not None:
                 states[parameter] = {
                     k: segment.part(v, a - segment.start, b - segment.start)
@@ -466,6 +442,4 @@ def attach(groups: Iterable[FlatGroup], optimizers: Sequence[Optimizer]) -> None
                 first, last = flat.entries[0].name, flat.entries[-1].name
                 for segment in flat.segments:
                     segment.parameter.whose = f" of parameters {first!r} to {last!r}"
-                    # it may be of another class in a step
-                    vars(segment.parameter).setdefault("written", None)
             group["params"][:] = [p for flat in flats for p in flat.parameters]

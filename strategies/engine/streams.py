@@ -3,7 +3,7 @@
 ::
 
     compute  --e(u0)----e(u1)-----------...        e(u): unit u computes
-    gather      \\--AG(u1)--/ \\--AG(u2)--/         forked from compute when u0 is entered,
+    unshard     \\--AG(u1)--/ \\--AG(u2)--/         forked from compute when u0 is entered,
                                                    joined when u1 is
     reduce               ...RS(u3)...              forked when u3's gradients lie in the buffer
 

@@ -1,4 +1,4 @@
-"""Evaluation steps that only some ranks run: the others take part in what is gathered."""
+"""Evaluation steps that only some ranks run: the others take part in what is exchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .unit import Exchange, Unit
 
 
 class JointSteps:
-    """Ranks that run announce what they gather and reduce; ranks that assist listen."""
+    """Ranks that run announce what they unshard, read and reduce; ranks that assist listen."""
 
     assist_backward: Callable[[Unit | None], None]  # see `Backward.assist`, which comes later
 
@@ -86,17 +86,14 @@ class JointSteps:
                 unit = None if code == self._end_of_backward else self._units[index]
                 if unit is None or exchange == Exchange.REDUCE:
                     self.assist_backward(unit)
-                elif exchange == Exchange.SLOT:
-                    unit.release()
-                    unit.gather()
-                    unit.arrive()  # the rank that runs waits until this one has read
+                elif exchange == Exchange.UNSHARD:
+                    unit.reshard()
+                    unit.unshard()
+                    unit.wait()  # the rank that runs waits until this one has read
+                elif exchange == Exchange.VALUES:
+                    unit.values()
                 else:
-                    apart = {
-                        Exchange.COPY: unit.copy_of_slot,
-                        Exchange.VALUES: unit.values,
-                        Exchange.GRADIENTS: unit.gradients,
-                    }
-                    apart[exchange]()
+                    unit.gradients()
             self._clear_alike(assists=True)
             self._release_all()
 
@@ -152,5 +149,5 @@ class JointSteps:
         # From here on ranks that run and ranks that assist have the same units in their slots
         # (none), and the same trace.
         for unit in self._units:
-            unit.release()
+            unit.reshard()
         self._collectives.exchange_log.suspend_trace()

@@ -1,220 +1,250 @@
-"""One unit: its chunks, the slot they are gathered into, and the phases of its life."""
+"""One unit: its chunks, the buffer that they are unsharded into, and the phases of its life."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from sys import getrefcount
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..collectives import LocalCollectives, Work, widen
-from ..residency.apart import apart
-from ..residency.given_out import Alias
-from ..residency.home import ResidencyError
-from ..residency.numbers import class_at_rest, hide, show
-from ..residency.resting import RestingParameter
 from ..support import profile_range
 from .chunk import Chunk
-from .lifted import Lifted
+from .isolation import apart
+from .layout import overlap
 from .partition import UnitModules
+from .sharded import ResidencyError, ShardedParameter, absent_like, set_data
 from .shards import Entry, FlatGroup
 from .streams import Stream
 
-# C functions: each gather asks
+# C functions: each unshard asks
 _modes, _inference = (
     torch._C._len_torch_dispatch_stack,
     torch.is_inference_mode_enabled,
 )
-count_viewers = torch._C._storage_Use_Count  # tensors that share a storage; each use asks
+_use_count = torch._C._storage_Use_Count  # tensors that share a storage
+
+
+_STORAGES: set[int] = set()  # of all buffers
+
+
+def is_in_buffer(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a view of an unsharded parameter, or of all of its unit."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in _STORAGES
 
 
 class Phase(enum.Enum):
     """Where the full values of a unit are."""
 
-    RESTING = "resting"  # nowhere: only the shards exist
-    GATHERING = "gathering"  # on their way into the slot
-    READY = "ready"  # in the slot, which another unit may take
-    IN_USE = "in use"  # in the slot, which nobody may take
+    SHARDED = "sharded"  # nowhere: only the shards exist
+    UNSHARDING = "unsharding"  # on their way into the buffer
+    UNSHARDED = "unsharded"  # in the buffer, which another unit may take
+    IN_USE = "in use"  # in the buffer, which nobody may take
 
 
 class Exchange(enum.IntEnum):
-    """What is exchanged of a unit: most are ways in which it is gathered."""
+    """What is exchanged of a unit."""
 
-    SLOT = 0  # into its slot
-    COPY = 1  # slot contents, into memory of their own
-    VALUES = 2  # the master values (or optimizer state), into memory of their own
-    GRADIENTS = 3  # reduced ones, into memory of their own
-    REDUCE = 4  # not gathered: its gradients are reduced
+    UNSHARD = 0  # its values, into its buffer
+    VALUES = 1  # the master values (or optimizer state), into memory of their own
+    GRADIENTS = 2  # reduced gradients, into memory of their own
+    REDUCE = 3  # gradients, which are summed
 
 
 @dataclass(eq=False)
 class Arena:
-    """The memory of all slots, and who has it."""
+    """The memory of all units' own buffers, and who has it."""
 
     memory: Tensor  # [bytes]
-    # whose values are in their slots, or come; few (or all, on one rank)
+    # whose values are in their buffers, or come; few
     holders: list[Unit] = field(default_factory=list)
     # those among them whose memory no other unit may take
     in_use: list[Unit] = field(default_factory=list)
-    # what was gathered for single reads, while another one has the memory
-    spilled: tuple[Unit, Tensor] | None = None
+    # whose memory somebody held when their use ended: a view of a weight, an array, autograd
+    kept: list[Unit] = field(default_factory=list)
+    # graphs are captured, or will be: they hold memory of units that share it, and know that
+    is_captured: bool = False
 
 
-class Mark:
-    """Stands for a unit in each ``SavedSlot``: its references tell how many tensors autograd saves
-    in the slot.
+class Buffer:
+    """Memory that a unit is unsharded into.
+
+    It has a storage of its own, for which torch counts the tensors that share it: who holds some is
+    found, wherever it was made.
     """
 
-    __slots__ = ("unit",)
+    def __init__(self, unit: Unit, memory: Tensor, rank: int) -> None:
+        """``memory`` [bytes] is large enough for the chunks of ``unit``."""
+        self.memory = torch.from_dlpack(memory)
+        self._storage = self.memory.untyped_storage()
+        self.storage = self._storage._cdata  # its identity
+        _STORAGES.add(self.storage)
+        weakref.finalize(self, _STORAGES.discard, self.storage)
+        self.start = self.memory.data_ptr()
+        self.slots: list[Tensor] = []  # of each chunk: [numel], in the dtype of computation
+        self.sent: list[Tensor] = []  # of each chunk: what travels, as bytes
+        self.fills: list[tuple[Tensor, Tensor]] = []  # (part of the buffer, its shard)
+        self.views: list[tuple[Entry, Tensor]] = []
+        self._lay_out(unit, rank)
+        self.typed = {slot.dtype: self.memory.view(slot.dtype) for slot in self.slots}
+        self.usual = _use_count(self.storage)
+
+    def _lay_out(self, unit: Unit, rank: int) -> None:
+        offset = 0
+        for chunk in unit.chunks:
+            slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
+            sent = slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
+            shard = chunk.shard_of(sent, rank)
+            self.slots.append(slot)
+            self.sent.append(sent.view(torch.uint8))
+            # `.data` counts its own versions: what autograd has saved is not changed by the same
+            # values that are unsharded again
+            self.fills += [
+                (shard[piece.inside].data, piece.group.data[piece.place]) for piece in chunk.owned
+            ]
+            self.views += zip(chunk.entries, chunk.views(slot), strict=True)
+            offset += chunk.nbytes
+
+    def is_held(self) -> bool:
+        """Whether others than the engine have tensors in it, while the parameters have not."""
+        return _use_count(self.storage) > self.usual
 
 
 class Unit:
-    """Parameters that are gathered, used and released together."""
+    """Parameters that are unsharded, used and resharded together."""
 
     phase: Phase
-    region: range  # bytes of the arena that its slot may take; other units share them
-    # [bytes] there, in a storage of its own: torch counts the tensors that share one
-    memory: Tensor
-    storage: int  # its address; see count_viewers
-    usual: int  # how many view it when nobody does but the engine
+    region: range  # bytes of the arena that its own buffer may take; other units share them
+    buffer: Buffer  # that it is unsharded into now, or was
     pins: int  # uses that have not ended
-    whole = False  # its shard is the whole: nothing ever moves
-    # counts the times that some of its shards were written, by an optimizer's step or a load
-    version: int
-    in_arrays: list[Alias]  # of its weights, those of which the user made arrays
-    # parameters hold values of their own (`gathered`): there is nothing to gather for a forward
+    # parameters hold values of their own (`gathered`): there is nothing to unshard for a forward
     lent: bool
-    # name -> full value, in a transform, see transforms.py; {}: written since
+    # name -> full value, while a transform of torch.func runs a forward; {}: written since
     spread: dict[str, Tensor] | None = None
-    # tells ranks that have nothing to run what is gathered
+    # tells ranks that have nothing to run what is exchanged
     announce: Callable[[Unit, Exchange], None] | None
-    note_kept: Callable[[Unit, bool], None]  # see kept_views.py
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
         self.index, self.chunks = index, chunks
         self.name, self.members = modules.name, modules.members
-        self.root, self.nested = modules.root, modules.nested
+        self.nested = modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
-        # see residency/numbers.py
-        self.numbers = [e.parameter for e in self.entries if e.size.numel() == 1]
         self.groups = tuple(dict.fromkeys(e.group for e in self.entries))
-        self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the slot
+        self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)
-        self.phase, self.pins, self.version, self.announce, self.lent = (
-            Phase.RESTING,
-            0,
-            0,
-            None,
-            False,
-        )
-        self.in_arrays, self.mark = [], Mark()
-        self.mark.unit = self
-        self.noted: dict[
-            int, Any
-        ] = {}  # views of its slot that others hold, by their ids; see kept_views.py
-        self.lifted = Lifted(self.values)
+        self.phase, self.pins, self.announce, self.lent = Phase.SHARDED, 0, None, False
         self._unshard_range = profile_range("unshard", self.name)
         self._wait_range = profile_range("wait", self.name)
         self._pending: list[Work] = []
-        self._filled: torch.cuda.Event | None = None  # where the stream has filled the slot
+        self._filled: torch.cuda.Event | None = None  # where the stream has filled the buffer
 
     def connect(
         self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
     ) -> None:
-        """Take the slot at the start of ``region`` and point the parameters into it for good.
-
-        The address never changes: autograd saves views such as ``weight.t()`` of the memory it saw
-        in forward.
-        """
-        self._collectives, self._stream, self._arena, self.region = (
-            collectives,
-            stream,
-            arena,
-            region,
-        )
-        self.memory = torch.from_dlpack(arena.memory[region.start : region.stop])
-        self._storage = self.memory.untyped_storage()
-        self.storage = self._storage._cdata
-        self._fills: list[tuple[Tensor, Tensor]] = []
+        """Take the buffer at the start of ``region``, and leave the parameters without memory."""
+        self._collectives, self._stream, self.arena = collectives, stream, arena
+        self.region = region
+        memory = arena.memory[region.start : region.start + self.nbytes]
+        self._home = self.buffer = Buffer(self, memory, collectives.rank)
+        # (device type, dtype) that some of its weights are rounded to, as autocast would
+        device = arena.memory.device.type
+        lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
+        self.rounded = (device, lower.pop()) if lower else None
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
-        offset = 0
+        offset, self._starts = 0, list[tuple[int, Entry]]()
         for chunk in self.chunks:
-            self._place(chunk, offset)
+            for entry, start in zip(chunk.entries, chunk.layout.offsets, strict=True):
+                self._starts.append((offset + start * chunk.dtype.itemsize, entry))
+                entry.absent = absent_like(entry.value.meta, chunk.dtype, arena.memory.device)
+                entry.parameter.data = entry.absent
             offset += chunk.nbytes
-        self.rest()
-        self.usual = self.viewers()
+        self._starts.sort(key=lambda each: each[0])
+        self._offsets = [start for start, _ in self._starts]
+        # whose parameter begins at an offset [bytes] of the buffer; one without elements begins
+        # where another does
+        self.by_offset = {start: entry for start, entry in self._starts if entry.size.numel()}
+        self.shard_parameters()
 
-    def _place(self, chunk: Chunk, offset: int) -> None:
-        chunk.slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
-        sent = chunk.slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
-        chunk.bytes = sent.view(torch.uint8)
-        shard = chunk.shard_of(sent, self._collectives.rank)
-        self._fills += [
-            (shard[piece.inside], piece.group.data[piece.place]) for piece in chunk.owned
-        ]
-        for entry, view in zip(chunk.entries, chunk.views(chunk.slot), strict=True):
-            entry.parameter.data = view
-            if entry.size.numel() == 1:
-                entry.cls_at_rest = class_at_rest(
-                    RestingParameter, view, f"parameter {entry.name!r} (unit {self.name})"
-                )
+    @property
+    def slots(self) -> list[Tensor]:
+        """Of each chunk, in the buffer: [numel], in the dtype of computation."""
+        return self.buffer.slots
 
-    def own_views(self) -> list[Tensor]:
-        """Tensors of the engine's in the slot, but for the parameters."""
-        slots = [view for chunk in self.chunks for view in (chunk.slot, chunk.bytes)]
-        return [self.memory, *slots, *(target for target, _ in self._fills)]
-
-    def viewers(self) -> int:
-        """How many tensors and others have the slot's memory that are neither saved by autograd nor
-        noted; see ``usual``.
+    def shard_parameters(self) -> None:
+        """From now on every operation on the parameters is answered by
+        :class:`ShardedParameter`.
         """
-        return (
-            count_viewers(self.storage)
-            + getrefcount(self._storage)
-            - getrefcount(self.mark)
-            - len(self.noted)
-        )
+        for entry in self.entries:
+            entry.parameter.__class__ = entry.cls_in_use
+            set_data(entry.parameter, entry.absent)
+            entry.seen = entry.parameter._version
+            entry.parameter.__class__ = ShardedParameter
 
-    def gather(self, ahead: bool = False) -> bool:
-        """Start filling the slot unless it is filled; False if another unit in use has the memory,
-        or the values are lent.
+    def unshard(self, ahead: bool = False) -> None:
+        """Start filling the buffer unless it is filled.
 
-        ``ahead``: of its use, while another unit runs.
+        ``ahead``: of its use, while another unit runs; nothing happens if that has the memory.
         """
         if not ahead:
             # before anything that may wait for other ranks
             self._collectives.exchange_log.progress[0] = self.index
-        if self.lent:
-            return False
-        if self.phase is not Phase.RESTING:
-            return True
-        start, stop, holders = self.region.start, self.region.stop, self._arena.holders
-        for other in self._arena.in_use:
+        if self.phase is not Phase.SHARDED or self.lent:
+            return
+        start, stop, arena = self.region.start, self.region.stop, self.arena
+        for other in arena.in_use:
             if start < other.region.stop and other.region.start < stop:
-                return False
-        for other in tuple(holders):
+                if ahead:
+                    return
+                self.buffer = self._spare()  # on all ranks
+        for other in tuple(arena.holders):
             if start < other.region.stop and other.region.start < stop:
-                other.release()
+                other.reshard()
+        # on this rank, perhaps
+        is_kept = (
+            bool(arena.kept)
+            and self.buffer is self._home
+            and not arena.is_captured
+            and self._is_kept_from()
+        )
+        before = self._home.memory.clone() if is_kept else None
         with self._unshard_range:
             self._start()
-        holders.append(self)
-        self.phase = Phase.GATHERING
-        if self.announce is not None:
+        arena.holders.append(self)
+        self.phase = Phase.UNSHARDING
+        if self.announce is not None or before is not None:
             # ranks that assist do so at once, and may wait until all have what they gave
-            self.arrive()
-        return True
+            self.wait()
+        if before is not None:
+            # The exchange is in the same place on all ranks, which may read each other's memory.
+            # Then what somebody holds is put back.
+            self.buffer = self._spare()
+            with apart():
+                self.buffer.memory.copy_(self._home.memory)
+                self._home.memory.copy_(before)
+
+    def _is_kept_from(self) -> bool:
+        """Whether somebody holds what another unit has left in the memory."""
+        kept = self.arena.kept
+        kept[:] = [unit for unit in dict.fromkeys(kept) if unit._home.is_held() or unit.pins]
+        return any(unit is not self and overlap(unit.region, self.region) for unit in kept)
+
+    def _spare(self) -> Buffer:
+        """Memory for this once: its own is another unit's, or holds what somebody still has."""
+        with apart():
+            memory = self.arena.memory.new_empty(self.nbytes)
+            return Buffer(self, memory, self._collectives.rank)
 
     def _start(self) -> None:
         if self.announce is not None:
-            self.announce(self, Exchange.SLOT)
-        # This overwrites what autograd may have saved views of; see saved_tensors.py. No torch.func
-        # transform is to see it.
+            self.announce(self, Exchange.UNSHARD)
+        # No torch.func transform is to see it.
         with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
             if self._stream.on_device:
                 with self._stream.fork():
@@ -224,12 +254,10 @@ class Unit:
                 self._send()
 
     def _send(self) -> None:
-        for target, source in self._fills:
+        for target, source in self.buffer.fills:
             target.copy_(source)
-        for chunk in self.chunks:
-            self._pending.append(
-                self._collectives.all_gather(chunk.bytes, self.labels[Exchange.SLOT])
-            )
+        for sent in self.buffer.sent:
+            self._pending.append(self._collectives.all_gather(sent, self.labels[Exchange.UNSHARD]))
         if self._narrow and self._stream.on_device:
             self._widen()
 
@@ -237,12 +265,13 @@ class Unit:
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()
-        for chunk in self._narrow:
-            widen(chunk.slot, chunk.wire_dtype, self._stream.room)
+        for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True):
+            if chunk in self._narrow:
+                widen(slot, chunk.wire_dtype, self._stream.room)
 
-    def arrive(self) -> None:
-        """Wait until the slot is filled."""
-        if self.phase is Phase.GATHERING:
+    def wait(self) -> None:
+        """Wait until the buffer is filled."""
+        if self.phase is Phase.UNSHARDING:
             # As in `_start`: on the CPU it is now that shards are copied.
             with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
                 if self._narrow and self._pending:
@@ -253,145 +282,103 @@ class Unit:
                 # hazard: computing with weights that are still arriving
                 self._stream.join(self._filled)
             self._pending = []
-            self.phase = Phase.READY
+            self.phase = Phase.UNSHARDED
 
-    def use(self) -> bool:
-        """The parameters are ordinary and full from here to the matching :meth:`unuse`; False as of
-        :meth:`gather`.
-        """
+    def use(self) -> None:
+        """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
         self._collectives.exchange_log.progress[0] = self.index
-        if (self.phase is Phase.RESTING or self.lent) and not self.gather():
-            return False
-        if self.phase is Phase.GATHERING:
+        if self.phase is Phase.SHARDED:
+            self.unshard()
+        if self.phase is Phase.UNSHARDING:
             with self._wait_range:
-                self.arrive()
+                self.wait()
         if not self.pins:
+            for entry, view in self.buffer.views:
+                parameter = entry.parameter
+                parameter.__class__ = entry.cls_in_use
+                if parameter._version != entry.seen:
+                    parameter.__class__ = ShardedParameter
+                    raise _written_while_sharded(entry)
+                set_data(parameter, view)
             self.phase = Phase.IN_USE
-            self._arena.in_use.append(self)
-            self.in_arrays.clear()  # made of a view that was kept: what follows is about that
-            for number in self.numbers:
-                show(number)
-            for entry in self.entries:
-                entry.parameter.__class__ = entry.cls_while_used
-                entry.seen = entry.parameter._version
-            for place in tuple(self.noted.values()):  # a view may die meanwhile
-                place.show(True)
+            self.arena.in_use.append(self)
         self.pins += 1
-        return True
 
-    def unuse(self, failed: bool = False) -> None:
-        """End of one use, which an exception may have ``failed``. The values stay in the slot until
-        another unit takes it.
-        """
+    def unuse(self) -> None:
+        """End of one use. The values stay in the buffer until another unit takes it."""
         self.pins -= 1
         if self.pins > 0:
             return
-        self.phase = Phase.READY
-        self._arena.in_use.remove(self)
-        if self.lifted.places:
-            self.lifted.drop()
-        written = bool(self.in_arrays)
+        self.phase = Phase.UNSHARDED
+        self.arena.in_use.remove(self)
+        written = False
         for entry in self.entries:
-            written |= entry.parameter._version != entry.seen
-            entry.parameter.__class__ = entry.cls_at_rest
-        for number in self.numbers:
-            hide(number)
-        for place in tuple(self.noted.values()):
-            place.show(False)
+            parameter = entry.parameter
+            written |= parameter._version != entry.seen
+            if entry.value.aliases:  # `.data`
+                if entry.value.was_written():
+                    entry.seen, written = -1, True
+                entry.value.aliases = []
+            set_data(parameter, entry.absent)
+            parameter.__class__ = ShardedParameter
+        # `Buffer.is_held`, without a call
+        buffer = self.buffer
+        if _use_count(buffer.storage) > buffer.usual:
+            self.arena.kept.append(self)
         if written:
             try:
-                self.keep_written()
+                self.store_written()
             except ResidencyError:
-                self.release()  # what cannot be stored is not computed with either
+                self.reshard()  # what cannot be stored is not computed with either
                 raise
-        # `viewers()`, without a call.
-        if (
-            count_viewers(self.storage)
-            + getrefcount(self._storage)
-            - getrefcount(self.mark)
-            - len(self.noted)
-            > self.usual
-        ):
-            self.note_kept(self, failed)
 
-    def keep_written(self) -> None:
+    def store_written(self) -> None:
         """Parameters that were changed in place during this use: the shards get the values, which
         the ranks compare later.
         """
-        self._note_arrays()
-        for chunk in self.chunks:
+        for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True):
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
                 if entry.parameter._version == entry.seen:
                     continue
-                entry.written += 1
+                entry.seen = entry.parameter._version
                 if chunk.wire_dtype != chunk.master_dtype:
                     raise ResidencyError(
-                        f"Parameter {entry.name!r} was changed in place while it is gathered in"
+                        f"Parameter {entry.name!r} was changed in place while it is unsharded in"
                         f" {chunk.wire_dtype}. That would round its {chunk.master_dtype} value."
-                        " Change it between steps, in `with strategy.gathered(module,"
-                        " modify=True):`."
+                        " Change it outside of its layer's forward, under `torch.no_grad()`."
                     )
-                values = chunk.slot[offset : offset + entry.size.numel()]
+                values = slot[offset : offset + entry.size.numel()]
                 self._collectives.exchange_log.record_write(entry.name, values, in_step=True)
                 if entry.part is not None:
                     with torch.no_grad():
                         entry.part.of(entry.group.data).copy_(
-                            chunk.in_slot(entry.part, self._collectives.rank)
+                            chunk.part_in(slot, entry.part, self._collectives.rank)
                         )
-                entry.seen = entry.parameter._version
 
-    def _note_arrays(self) -> None:
-        """Find what was written to arrays of the user's: nothing counts that."""
-        for alias in self.in_arrays:
-            if alias.changed():
-                for entry in self.entries_at(alias.now.data_ptr()):
-                    entry.seen = -1
+    def entry_at(self, offset: int) -> Entry:
+        """Whose parameter lies at ``offset`` [bytes] of the buffer."""
+        return self._starts[bisect_right(self._offsets, offset) - 1][1]
 
-    def entries_at(self, address: int) -> Iterator[Entry]:
-        """That of the parameter in whose place in the slot ``address`` is, if any."""
-        for chunk in self.chunks:
-            start, size = chunk.slot.data_ptr(), chunk.dtype.itemsize
-            for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
-                if start + offset * size <= address < start + (offset + entry.size.numel()) * size:
-                    yield entry
-
-    def rest(self) -> None:
-        """From now on every operation on the parameters is answered by
-        :class:`RestingParameter`.
-        """
-        for entry in self.entries:
-            entry.parameter.__class__ = entry.cls_at_rest
-        for number in self.numbers:
-            hide(number)
-
-    def go_on(self) -> None:
-        """After :meth:`rest` in the middle of a use, unless that has ended."""
-        if self.pins:
-            for number in self.numbers:
-                show(number)
-            for entry in self.entries:
-                entry.parameter.__class__ = entry.cls_while_used
-
-    def release(self) -> None:
-        """Give the slot up."""
-        if self.phase is Phase.GATHERING:
-            self.arrive()  # hazard: the memory's next owner while ranks still send into it
-        if self.phase is Phase.READY:
-            self.phase = Phase.RESTING
-            self._arena.holders.remove(self)
+    def reshard(self) -> None:
+        """Give the buffer up."""
+        if self.phase is Phase.UNSHARDING:
+            self.wait()  # hazard: the memory's next owner while ranks still send into it
+        if self.phase is Phase.UNSHARDED:
+            self.phase = Phase.SHARDED
+            self.arena.holders.remove(self)
+            self.buffer = self._home
 
     def replayed(self, filled: bool) -> None:
-        """A captured graph has filled the slot, or given it up."""
+        """A captured graph has filled the buffer, or given it up."""
         if not filled:
-            self.release()
-        elif self.phase is Phase.RESTING:
-            self.phase = Phase.READY
-            self._arena.holders.append(self)
+            self.reshard()
+        elif self.phase is Phase.SHARDED:
+            self.phase = Phase.UNSHARDED
+            self.arena.holders.append(self)
 
-    def refresh(self, changed: Sequence[Entry]) -> None:
-        """The shards of ``changed`` did: what is in the slot is no longer true."""
+    def refresh(self) -> None:
+        """Some shards changed: what is in the buffer is no longer true."""
         if self.phase is Phase.IN_USE:
-            self._note_arrays()
             for entry in self.entries:
                 if entry.parameter._version != entry.seen:
                     raise ResidencyError(
@@ -400,23 +387,22 @@ class Unit:
                         " be lost. Do not change it in an optimizer's closure."
                     )
             self._start()
-            self.phase = Phase.GATHERING
-            self.arrive()
+            self.phase = Phase.UNSHARDING
+            self.wait()
             self.phase = Phase.IN_USE
-            for alias in self.in_arrays:
-                alias.before = alias.now.clone()
-            self.lifted.renew()
         else:
-            self.release()
+            self.reshard()
 
     def abandon(self) -> None:
         """After an exception: no use is left, however many were open."""
-        incomplete = self.phase is Phase.GATHERING
+        incomplete = self.phase is Phase.UNSHARDING
         self.phase, self.pins = Phase.IN_USE, 1
-        self.unuse(failed=True)
-        if incomplete:
-            self._pending = []
-            self.release()
+        try:
+            self.unuse()
+        finally:
+            if incomplete:
+                self._pending = []
+                self.reshard()
 
     def full(
         self,
@@ -429,7 +415,7 @@ class Unit:
         """
         result = {}
         for chunk in self.chunks:
-            buffer = self._gather_apart(chunk, flat, dtype or chunk.master_dtype, what)
+            buffer = self._gather(chunk, flat, dtype or chunk.master_dtype, what)
             result.update(
                 {e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)}
             )
@@ -447,23 +433,7 @@ class Unit:
             self.announce(self, Exchange.GRADIENTS)
         return self.full(lambda group: group.grad, what=Exchange.GRADIENTS)
 
-    def copy_of_slot(self) -> Tensor:
-        """What the slot would hold [bytes], in memory of its own; collective."""
-        if self.announce is not None:
-            self.announce(self, Exchange.COPY)
-        parts = [
-            (self._gather_apart(c, lambda group: group.data, c.wire_dtype, Exchange.COPY), c.dtype)
-            for c in self.chunks
-        ]
-        return torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in parts])
-
-    def spilled(self) -> Tensor:
-        """:meth:`copy_of_slot`, once for reads that follow each other."""
-        if self._arena.spilled is None or self._arena.spilled[0] is not self:
-            self._arena.spilled = self, self.copy_of_slot()
-        return self._arena.spilled[1]
-
-    def _gather_apart(
+    def _gather(
         self,
         chunk: Chunk,
         flat: Callable[[FlatGroup], Tensor | None],
@@ -471,7 +441,46 @@ class Unit:
         exchange: Exchange,
     ) -> Tensor:
         with apart():
-            buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=chunk.slot.device)
+            device = self.arena.memory.device
+            buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=device)
             chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
             self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
         return buffer
+
+
+class WholeUnit(Unit):
+    """A unit on a single rank: its shard is the whole.
+
+    Parameters view it, as ordinary parameters, and nothing ever moves.
+    """
+
+    def connect(
+        self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
+    ) -> None:
+        """See :meth:`Unit.connect`."""
+        self._collectives, self.arena, self.region = collectives, arena, region
+        for entry in self.entries:
+            entry.absent = absent_like(entry.value.meta, entry.dtype, arena.memory.device)
+            start = 0 if entry.part is None else entry.part.start
+            entry.parameter.data = entry.view(entry.group.data, start)
+            entry.parameter.__class__ = entry.cls_in_use
+        self.pins = 1
+
+    def unshard(self, ahead: bool = False) -> None:
+        """It is there, here and below."""
+
+    def wait(self) -> None:
+        """See :meth:`Unit.wait`."""
+
+    use = unuse = reshard = refresh = abandon = store_written = shard_parameters = wait
+
+    def replayed(self, filled: bool) -> None:
+        """See :meth:`Unit.replayed`."""
+
+
+def _written_while_sharded(entry: Entry) -> ResidencyError:
+    return ResidencyError(
+        f"Parameter {entry.name!r} was changed in place after its unit's use, through a view that"
+        " was kept from its forward (`w = self.weight[0]`, `w.zero_()`): the shards did not follow."
+        " Change the parameter itself, under `torch.no_grad()`."
+    )

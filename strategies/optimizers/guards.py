@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives import Setting
-from ..engine import ResidencyError, RestingParameter, Zero3Engine, is_sharded, unguarded
+from ..engine import ResidencyError, ShardedParameter, Zero3Engine, is_sharded, unguarded
 
 # For each optimizer on shards, a mark that tells its shards from others: rank and hash of layout.
 _MARKS: WeakKeyDictionary[Optimizer, dict[str, int]] = WeakKeyDictionary()
@@ -177,7 +177,7 @@ def _shapes_in(value: Any, depth: int = 3) -> Iterator[tuple[int, ...]]:
 
 def _require_known(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if optimizer not in _MARKS and any(isinstance(p, RestingParameter) for p in parameters):
+    if optimizer not in _MARKS and any(isinstance(p, ShardedParameter) for p in parameters):
         raise ValueError(
             f"This {type(optimizer).__name__} steps on parameters that are sharded over the ranks,"
             " and was not there when they were: only the optimizers that `configure_optimizers`"

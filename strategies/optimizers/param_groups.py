@@ -119,11 +119,9 @@ class ParamGroups:
         :meth:`apply_edits`.
         """
         self._insert_parameters(engine)
-        was_in_step, engine.access.in_step = engine.access.in_step, True
         try:
             yield
         finally:
-            engine.access.in_step = was_in_step
             self._restore_flats(engine)
 
     def require_cleared(self, engine: Zero3Engine) -> None:
@@ -200,7 +198,6 @@ class ParamGroups:
         engine.adopt_gradients()
         engine.gradients.require_complete(engine.groups)
         compare_notes(engine.collectives, engine.gradients.assigned_sums())
-        engine.reducer.hide()
         new = self._shard()
         guard_optimizers(self._optimizers, new)
         for index, optimizer in enumerate(self._optimizers):
@@ -253,11 +250,10 @@ def _flats_of(engine: Zero3Engine, index: int) -> list[FlatGroup]:
 def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
     for before in old.units:
         present = [entry for entry in before.trained if old.gradients.has_gradient(entry)]
-        full = Unit.full(before, lambda flat: flat.grad) if present else {}
+        full = before.full(lambda flat: flat.grad) if present else {}
         for entry in present:
             new.access.set_gradient(entry.parameter, full[entry.name])
     new.adopt_gradients()
-    new.reducer.show(bytes(new.gradients.used), bytes(new.gradients.graphs))
 
 
 def _move_state(
@@ -272,8 +268,7 @@ def _move_state(
     for piece in tensors_in(state, SlicedTensor):
         kinds.setdefault((piece.place.unit, piece.flats, piece.dtype), []).append(piece)
     for (unit, flats, dtype), pieces in kinds.items():
-        # Not `WholeUnit.full`, which would read the parameters that it had before the edit.
-        full = Unit.full(unit, flats, dtype)
+        full = unit.full(flats, dtype)
         for piece in pieces:
             if id(piece) in targets:  # this rank owns a part of it
                 targets[id(piece)].fill(full[piece.place.entry.name])

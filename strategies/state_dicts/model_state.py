@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Zero3Engine
-from ..engine.one_rank import WholeUnit
 from ..engine.shards import FlatGroup
 from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
 from .slices import Flats, SavedTensor, SlicedTensor, places_by_name
@@ -38,9 +37,6 @@ def sliced_state_dict(
         flats: the flat shard of each group that the slices are views of; by default the module's
             own values. Weight averages give theirs.
     """
-    for unit in engine.units:
-        if isinstance(unit, WholeUnit):
-            unit.adopt()
     place_of = {id(place.entry.parameter): place for place in places_by_name(engine).values()}
     slices: dict[int, Tensor] = {}  # by id of the parameter: tied parameters share a slice
     state = module.state_dict(keep_vars=True)

@@ -7,7 +7,6 @@ import pickle
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 from .harness import DIM, STEPS, Block, Case, Chain, Run, case
@@ -137,8 +136,6 @@ class QuestionsOutsideAStep(Case):
 @case
 class ReadOutsideAStep(Case):
     """A value read outside a step"""
-
-    refused = "'head.weight' is sharded over the ranks and was read outside a step"
 
     def train(self, run):
         super().train(run)
@@ -282,8 +279,6 @@ class FunctionalCall(Case):
 class InitializedAfterSetUp(Case):
     """`init.normal_`, `zero_`, `fill_` after set-up"""
 
-    refused = NOT_HERE
-
     def train(self, run):
         with torch.no_grad():
             nn.init.constant_(run.model.head.weight, 0.3)
@@ -331,8 +326,6 @@ class SurgeryWhenGathered(Case):
 class MultipliedInPlace(Case):
     """`p.mul_()` between steps"""
 
-    refused = NOT_HERE
-
     def train(self, run):
         super().train(run)
         with torch.no_grad():
@@ -344,23 +337,9 @@ class MultipliedInPlace(Case):
 class DataReplaced(Case):
     """`p.data = ...` between steps"""
 
-    refused = NOT_HERE
-
     def train(self, run):
         super().train(run)
         run.model.head.weight.data = torch.eye(DIM)
-        super().train(run)
-
-
-@case
-class DataTransposed(Case):
-    """`p.data = p.data.t()` of a square weight between steps"""
-
-    refused = r"'head\.weight'.*strategy\.gathered"
-
-    def train(self, run):
-        super().train(run)
-        run.model.head.weight.data = run.model.head.weight.data.t()
         super().train(run)
 
 
@@ -385,24 +364,6 @@ class DataClampedInForward(ClampedInForward):
     class Clamped(Block):
         def forward(self, x):
             self.up.weight.data.clamp_(-0.1, 0.1)
-            return super().forward(x)
-
-
-@case
-class SetInForward(ClampedInForward):
-    """A weight's memory replaced by `p.set_(...)` in its own forward, as parametrizations do when
-    they are assigned
-    """
-
-    class Clamped(Block):
-        def __init__(self):
-            super().__init__()
-            parametrize.register_parametrization(self.down, "weight", Doubled())
-
-        def forward(self, x):
-            with torch.no_grad():
-                self.up.weight.set_(self.up.weight.clamp(-0.1, 0.1))
-                self.down.weight = self.down.weight.clamp(-0.1, 0.1)
             return super().forward(x)
 
 
@@ -449,20 +410,6 @@ class DataAssignedInForward(ClampedInForward):
         def forward(self, x):
             self.up.weight.data = self.up.weight.data.clamp(-0.1, 0.1)
             return super().forward(x)
-
-
-@case
-class DataOfAnotherShapeInForward(ClampedInForward):
-    """`p.data = ...` of another shape in the forward of its unit"""
-
-    refused = refused_on_one = (
-        "`.data` of parameter 'blocks.0.norm.bias'.*shape, dtype and device stay as they are"
-    )
-
-    class Clamped(Block):
-        def forward(self, x):
-            self.norm.bias.data = self.norm.bias.data[:1]
-            return x
 
 
 class Square(Block):
@@ -545,7 +492,6 @@ class DeepcopyAfter(Case):
     """`copy.deepcopy` after set-up"""
 
     pitfalls = (34,)
-    refused = "cannot be copied or pickled.*strategy.gathered"
 
     def train(self, run):
         super().train(run)
@@ -591,8 +537,6 @@ class AveragedModelBefore(Case):
 class AveragedModelUngathered(AveragedModelBefore):
     """`AveragedModel` made before set-up, updated between steps without `gathered`"""
 
-    refused = "is sharded over the ranks and was read outside a step.*strategy.gathered"
-
     def train(self, run):
         Case.train(self, run)
         self.averaged.update_parameters(run.model)
@@ -604,7 +548,6 @@ class AveragedModelAfter(Case):
     """`AveragedModel` made after set-up"""
 
     pitfalls = (34,)
-    refused = "cannot be copied or pickled.*strategy.gathered"
 
     def train(self, run):
         averaged = AveragedModel(run.model)
@@ -627,7 +570,6 @@ class PickleAfter(Case):
     """Pickling after set-up"""
 
     pitfalls = (34,)
-    refused = "cannot be copied or pickled.*strategy.gathered"
 
     def train(self, run):
         super().train(run)
@@ -1058,22 +1000,6 @@ class SiblingWrittenInGathered(Case):
             model.head.load_state_dict({"bias": torch.linspace(0.1, 0.8, DIM)}, strict=False)
             model.head.weight.mul_(0.9)
             run.log(model.head.weight.clone())
-
-
-@case
-class MovedToDouble(Case):
-    """`model.double()` after set-up"""
-
-    # by `Module.double`, which would replace it
-    refused = "'stem.weight'.* was read outside a step"
-    refused_on_one = (
-        r"'stem\.weight'.* was set to .*torch\.float64.*in `__init__` or `configure_model`"
-    )
-
-    def train(self, run):
-        super().train(run)
-        run.model.double()
-        run.train_step(lambda model: model(self.batch(0, run.rank).double()).square().mean())
 
 
 @case

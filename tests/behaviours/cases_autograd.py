@@ -115,20 +115,6 @@ class Functorch(Case):
 
 
 @case
-class FunctorchOfWeight(Case):
-    """`torch.func.grad` with respect to a weight, in a step"""
-
-    pitfalls = (46,)
-
-    def loss(self, model, batch):
-        out = model(batch)
-        gradient = torch.func.grad(lambda bias: (batch + bias).square().sum())(
-            model.blocks[0].down.bias
-        )
-        return out.square().mean() + gradient.sum()
-
-
-@case
 class FunctorchByInput(Case):
     """`torch.func.grad` and `vmap` of the model by its input, in the loss (forces)"""
 
@@ -162,35 +148,6 @@ class FunctorchPulledBackLater(Case):
         return loss + pull(out.detach().sin())[0].square().mean()
 
 
-class DifferentiatesItself(nn.Module):
-    """Through its own weights, one of which it clamps before."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.linspace(-2, 2, width))
-
-    def forward(self, x):
-        def energy(z):
-            return (self.inner(z) * self.scale).tanh().sum()
-
-        with torch.no_grad():
-            self.scale.clamp_(-1, 1)
-        return (x - 0.1 * torch.func.vmap(torch.func.grad(energy))(x)) * self.scale.abs().mean()
-
-
-@case
-class FunctorchInForward(Case):
-    """`torch.func.grad` in a layer's forward, by its input, through its own weights, one of which
-    it clamps before
-    """
-
-    pitfalls = (46,)
-
-    def model(self):
-        return Chain(Block(), DifferentiatesItself(DIM), Block(), DifferentiatesItself(DIM))
-
-
 @case
 class FunctorchThatRaises(Case):
     """An exception inside of `torch.func.grad`, which `training_step` catches"""
@@ -204,62 +161,6 @@ class FunctorchThatRaises(Case):
         with suppress(ArithmeticError):
             torch.func.grad(fails)(batch)
         return super().loss(model, batch)
-
-
-class Stopped(BaseException):
-    """Torch calls no hooks of modules when it leaves them by what is no Exception."""
-
-
-@case
-class FunctorchThatIsStopped(Case):
-    """As by Ctrl-C inside of `torch.func.grad`, in a forward, which `training_step` catches; and a
-    weight read by itself
-    """
-
-    pitfalls = (46,)
-
-    def loss(self, model, batch):
-        def stop(x):
-            handle = model.blocks[1].up.register_forward_hook(stops)
-            try:
-                return model(x).sum()
-            finally:
-                handle.remove()
-
-        def stops(*args):
-            raise Stopped
-
-        with suppress(Stopped):
-            torch.func.grad(stop)(batch)
-        return super().loss(model, batch) + model.blocks[1].up.weight.square().mean()
-
-
-class DifferentiatesByItsView(nn.Module):
-    """Which it takes before."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x):
-        turned = self.inner.weight.t()
-        return x - 0.1 * torch.func.vmap(torch.func.grad(lambda z: (z @ turned).tanh().sum()))(x)
-
-
-@case
-class FunctorchOfAViewFromBefore(Case):
-    """`torch.func.grad` in a layer's forward, of a function that reads a view of its weight, taken
-    before
-    """
-
-    pitfalls = (46,)
-    refused = (
-        "'blocks.1.inner.weight'.*torch.func has saved a view that was taken before.*inside of the"
-        " function"
-    )
-
-    def model(self):
-        return Chain(Block(), DifferentiatesByItsView(DIM), Block(), DifferentiatesByItsView(DIM))
 
 
 class CallsItself(nn.Module):
@@ -296,21 +197,6 @@ class FunctorchOfARecursionBetweenSteps(ByInputBetweenSteps):
 @case
 class FunctorchByInputBetweenSteps(ByInputBetweenSteps):
     """`torch.func.jacrev` of the model by its input, between steps"""
-
-
-@case
-class FunctorchOfWeightBetweenSteps(Case):
-    """`torch.func.jacrev` with respect to a weight, between steps"""
-
-    pitfalls = (46,)
-    refused = (
-        "'blocks.0.down.bias' is sharded over the ranks and was read outside a"
-        " step.*strategy.gathered"
-    )
-
-    def train(self, run):
-        super().train(run)
-        run.log(torch.func.jacrev(lambda bias: bias.square())(run.model.blocks[0].down.bias))
 
 
 @case
@@ -599,25 +485,6 @@ class PostAccumulateHooksAccumulated(PostAccumulateHooks):
                 with run.backward():
                     loss.backward()
             run.optimizer.step()
-
-
-@case
-class GradReadInAnothersHook(Case):
-    """`grad` read in a backward, in the hook of a module that is not the parameter's"""
-
-    refused = (
-        r"The gradient of parameter 'head.weight' was read in a backward that has computed"
-        r" it.*`on_after_backward`"
-    )
-
-    def train(self, run):
-        seen = []
-        block = run.model.blocks[0]
-        block.register_full_backward_hook(
-            lambda *args: seen.append(run.model.head.weight.grad is not None)
-        )
-        super().train(run)
-        run.log(*map(float, seen))
 
 
 @case
@@ -1053,7 +920,6 @@ class CompiledModelAfterSetUp(Compiled):
         super().train(run, torch.compile(run.model, backend="aot_eager"))
 
 
-@case
 class CompiledModelThatReadsAWeight(Compiled):
     """`torch.compile` of the whole model, which reads the weight of another layer (aot_eager)"""
 
@@ -1088,30 +954,6 @@ class CompiledModelThatReadsAWeightOutside(CompiledModelThatReadsAWeight):
 
 
 @case
-class CheckpointOfCompiledBlocks(Compiled):
-    """A checkpoint around a compiled sequence of several units (aot_eager)"""
-
-    refused = (
-        r"'blocks\.\d\.\w+\.\w+'.*put a checkpoint around each, not around compiled code that runs"
-        r" several"
-    )
-
-    class Compiled(Chain):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.Sequential(*self.blocks)
-
-        def forward(self, x):
-            return self.head(checkpoint(self.blocks, self.stem(x), use_reentrant=False))
-
-    def model(self):
-        return self.Compiled()
-
-    def prepare(self, model):
-        model.blocks.compile(backend="aot_eager")
-
-
-@case
 class Scripted(Case):
     """`torch.jit.script`ed sub-modules inside Python blocks"""
 
@@ -1125,20 +967,6 @@ class Scripted(Case):
 
     def model(self):
         return Chain(*(self.Scripting() for _ in range(3)))
-
-
-@case
-class ScriptedOutsideTheirBlock(Scripted):
-    """`torch.jit.script`ed sub-modules called outside their Python block's forward"""
-
-    refused = (
-        r"The scripted method `forward` would read the memory of parameter"
-        r" 'blocks\.0\.down\.0\.weight'.*Python module"
-    )
-
-    def loss(self, model, batch):
-        out = model(batch)
-        return out.square().mean() + model.blocks[0].down(torch.cat([out, out], 1)).mean()
 
 
 @case

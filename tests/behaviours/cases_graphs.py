@@ -6,7 +6,6 @@ import threading
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -449,26 +448,3 @@ class CheckpointAroundOtherWeights(Case):
 
         x = checkpoint(run, model.stem(batch), use_reentrant=False)
         return model.head(x).square().mean()
-
-
-@case
-class FakeTensors(Case):
-    """A forward, a layer and a read of fake tensors (`FakeTensorMode`: shapes alone) between two
-    real forwards
-    """
-
-    def loss(self, model, batch):
-        first = model.blocks[0](model.stem(batch))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            assert model(batch).shape == model.head(batch).shape == (4, DIM)
-            assert model.blocks[2].up.weight.sum().shape == ()
-        return (model(batch) * first).square().mean() + model.blocks[2].up.weight.square().sum()
-
-
-@case
-class FakeTensorsBetweenSteps(Case):
-    """A forward of fake tensors between backward and step"""
-
-    def between(self, run):
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            assert run.model(self.batch(0, 0)).shape == (4, DIM)

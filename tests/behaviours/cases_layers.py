@@ -8,10 +8,8 @@ from torch import nn
 from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
 
-from .cases_access import Kinds
-from .cases_modules import Sequences
 from .cases_outputs import Blocks, NoneOutput
-from .harness import DIM, Block, Case, Chain, case, seeded
+from .harness import DIM, Block, Case, Chain, case
 
 # ---- parametrizations --------------------------------------------------------------------------
 
@@ -80,25 +78,6 @@ class ViewKeptFromTheStart(Case):
 
 
 @case
-class ValueKeptOverSteps(Case):
-    """`p.detach()` of weights taken in one step (no `clone()`) and read in the next"""
-
-    refused = (
-        r"'blocks.0.norm.weight'.* was read .* and kept, and the parameter has changed since.*clone"
-    )
-
-    def loss(self, model, batch):
-        if not hasattr(self, "kept") or self.fresh:
-            self.kept, self.fresh = [p.detach() for p in model.blocks.parameters()], False
-        pairs = zip(model.blocks.parameters(), self.kept, strict=True)
-        return model(batch).square().mean() + sum((p - k).square().sum() for p, k in pairs)
-
-    def train(self, run):
-        self.fresh = True
-        super().train(run)
-
-
-@case
 class CodebookAsParameter(Case):
     """A codebook in a frozen parameter, that a forward moves by statistics of all ranks (`.data`,
     `index_add_`)
@@ -136,43 +115,6 @@ class CodebookAsParameter(Case):
 # ---- parameters as numbers, indices, masks -----------------------------------------------------
 
 
-class WithExtra(Kinds):
-    """`extra` of every block read outside its unit's forward"""
-
-    def run_outside(self, run, x, extra):
-        raise NotImplementedError
-
-    def train(self, run):
-        self.current = run
-        super().train(run)
-
-    def loss(self, model, batch):
-        x = model(batch)
-        for block in model.blocks:
-            x = self.run_outside(self.current, x, block.extra)
-        return x.square().mean()
-
-
-class Blocky(WithExtra):
-    def model(self):
-        model = Chain()
-        for i, block in enumerate(model.blocks):
-            block.extra = self.extra(i)
-        return model
-
-
-@case
-class SparseValuesOutside(Blocky):
-    """Parameters as the values of a sparse matrix, outside their unit's forward"""
-
-    def extra(self, i):
-        return nn.Parameter(torch.randn(DIM, generator=seeded(i)))
-
-    def run_outside(self, run, x, extra):
-        index = torch.stack([torch.arange(DIM), torch.arange(DIM).flip(0)])
-        return x + torch.sparse.mm(torch.sparse_coo_tensor(index, extra, (DIM, DIM)), x.t()).t()
-
-
 @case
 class SparseValues(Blocks):
     """Parameters as the values of a sparse matrix, in their own forward, the result left in an
@@ -199,75 +141,7 @@ class SparseRowsOfValues(Blocks):
     loss = NoneOutput.loss
 
 
-@case
-class NestedTensors(Sequences):
-    """Nested tensors (jagged) through the blocks, and through the stem's weight outside its
-    forward
-    """
-
-    def layer(self):
-        return Block()
-
-    def loss(self, model, batch):
-        x = torch.nested.nested_tensor(
-            [batch[0, :2, :], batch[1, :5, :], batch[2, :3, :]], layout=torch.jagged
-        )
-        x = model.stem(x)
-        for block in model.blocks:
-            x = block(x)
-        x = F.linear(model.head(x), model.stem.weight)
-        return x.values().square().mean()
-
-
-@case
-class OwnTensorClassThatUnwraps(Case):
-    """Activations of a tensor class whose `__torch_function__` calls functions with what it was
-    given
-    """
-
-    refused = r"'head.weight'.* was read .* by a `__torch_function__`.*clone"
-
-    class Plainly(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            with torch._C.DisableTorchFunctionSubclass():
-                out = func(*args, **(kwargs or {}))
-            return out.as_subclass(cls) if type(out) is torch.Tensor else out
-
-    def loss(self, model, batch):
-        x = model(batch.as_subclass(self.Plainly))
-        x = F.linear(x, model.head.weight)
-        return x.square().mean().as_subclass(torch.Tensor)
-
-
 # ---- modules called, copied and found in other ways ----------------------------------------------
-
-
-@case
-class BufferMadeOfAWeight(Blocks):
-    """A buffer assigned from a weight in its forward: statistics of it, and itself without
-    `clone()`
-    """
-
-    refused = "'blocks.0.last' was set to a view of a sharded parameter.*clone"
-
-    def run(self, block, x):
-        block.register_buffer("mean", block.up.weight.detach().mean(0), persistent=False)
-        block.register_buffer("last", block.up.weight.detach(), persistent=False)
-        return Block.forward(block, x) + block.mean
-
-    def model(self):
-        model = super().model()
-        for block in model.blocks:
-            block.register_buffer("mean", torch.zeros(DIM), persistent=False)
-            block.register_buffer("last", torch.zeros(2 * DIM, DIM), persistent=False)
-        return model
-
-    def train(self, run):
-        super().train(run)
-        if run.rank == 0:
-            run.log(*(b.mean for b in run.model.blocks))
-        run.log(run.step(lambda model: sum((b.last * 2).sum() for b in model.blocks)))
 
 
 class Uncounted(Case):

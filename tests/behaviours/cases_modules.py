@@ -281,52 +281,10 @@ class BatchNorm(Case):
 
 
 @case
-class StatisticsThatAreParameters(Case):
-    """`F.batch_norm` whose running statistics are parameters, of another batch on each rank"""
-
-    worlds = (2,)
-    refused = (
-        r"A forward, or .*, changed parameter 'blocks\.0\.1\.mean' in place, and not to the same"
-        r" values on all ranks"
-    )
-
-    class Norm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mean = nn.Parameter(torch.zeros(DIM), requires_grad=False)
-            self.variance = nn.Parameter(torch.ones(DIM), requires_grad=False)
-
-        def forward(self, x):
-            return F.batch_norm(x, self.mean, self.variance, training=self.training)
-
-    def model(self):
-        return Chain(
-            *(nn.Sequential(nn.Linear(DIM, DIM), self.Norm(), nn.ReLU()) for _ in range(3))
-        )
-
-
-@case
-class StatisticsThatAreParametersAlike(StatisticsThatAreParameters):
-    """`F.batch_norm` whose running statistics are parameters, of the same batch on all ranks"""
-
-    worlds = (1, 2)
-    refused = None
-
-    def batch(self, step, rank):
-        return super().batch(step, 0)
-
-    def train(self, run):
-        super().train(run)
-        run.model.eval()
-        run.log(run.step(lambda model: self.loss(model, self.batch(0, run.rank))))
-
-
-@case
 class FusedForEvaluation(BatchNorm):
     """`fuse_linear_bn_eval` after set-up"""
 
     pitfalls = (38,)
-    refused = "cannot be copied or pickled.*strategy.gathered"
 
     def fuse(self, run):
         return [fuse_linear_bn_eval(linear, norm) for linear, norm, _ in run.model.blocks]

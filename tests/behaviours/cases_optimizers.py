@@ -340,7 +340,7 @@ class GradientsWithoutOptimizer(ParametersWithoutOptimizer):
     `clip_grad_norm_`
     """
 
-    refused = (
+    refused = refused_on_one = (
         r"The gradient of parameter 'stem.weight', which no optimizer has, was not kept.*Give the"
         r" parameter to an optimizer"
     )
@@ -725,29 +725,6 @@ class OneUnitOfTwoOptimizersToggled(TwoOptimizersToggled):
     """Two optimizers of one unit, the other's parameters switched off"""
 
     small_numel = 1 << 18
-
-
-@case
-class SteppedBeforeItsBackward(TwoOptimizersOneGraph):
-    """A loss through a network whose optimizer has stepped since its forward"""
-
-    small_numel = 1 << 18
-    refused = (
-        r"Backward needs parameter 'judge\..*' \(unit .*\) as it was in forward.*Do that after"
-        r" backward"
-    )
-    refused_on_one = "modified by an inplace operation"
-
-    def both(self, run, model, batch):
-        make, judge = run.optimizers
-        loss = model.judge(model.make(batch)).mean()
-        with run.backward():
-            model.judge(batch).square().mean().backward()
-        if run.is_reference:
-            return  # torch refuses, too
-        judge.step()
-        with run.backward():
-            loss.backward()
 
 
 @case

@@ -370,10 +370,7 @@ class GraphKeptOverAStep(Case):
         old = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
         run.train_step(lambda model: self.loss(model, self.batch(1, run.rank)))
         # Torch's reason is the same: the weights changed in place.
-        text = (
-            "modified by an inplace operation|as it was in forward, but an optimizer step, a load"
-            " or a `copy_`"
-        )
+        text = "modified by an inplace operation"
         with pytest.raises(RuntimeError, match=text), run.backward():
             old.backward()
         run.recover()
@@ -805,54 +802,6 @@ class ReadByAllUsedByOneRank(Case):
 
         for step in range(STEPS):
             run.train_step(lambda model, step=step: loss(model, step))
-
-
-class WeightReturned(Case):
-    """A module whose output is its weight, detached"""
-
-    class Bank(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.values = nn.Parameter(torch.ones(DIM))
-
-        def forward(self):
-            return self.values.detach()
-
-    def model(self):
-        model = Chain()
-        model.bank = self.Bank()
-        return model
-
-    def loss(self, model, batch):
-        return super().loss(model, batch) + (self.used(model) * model.bank.values).sum()
-
-
-@case
-class ReturnedWeightWritten(WeightReturned):
-    """A module's output that is its weight, written to outside"""
-
-    refused = (
-        r"`mul_` would change a copy of the value of parameter 'bank\.values' \(unit"
-        r" bank\).*parameter\.copy_"
-    )
-
-    def used(self, model):
-        with torch.no_grad():
-            return model.bank().mul_(0.5)
-
-
-@case
-class ReturnedWeightKept(WeightReturned):
-    """A module's output that is its weight, kept and read in the next step"""
-
-    refused = r"A value of parameter 'bank\.values' \(unit bank\) was read .* and kept, .*clone"
-
-    def prepare(self, model):
-        model.kept = model.bank.values.detach().clone()
-
-    def used(self, model):
-        kept, model.kept = model.kept, model.bank()
-        return kept
 
 
 @case
@@ -1336,29 +1285,6 @@ class FailsAfterGradInsideOfBackward(FailsInTheMiddle):
                 with suppress(ValueError):
                     broken.backward()
                 run.model.zero_grad()
-                loss.backward()
-            run.optimizer.step()
-
-
-@case
-class GradFailsWhileAccumulating(FailsInTheMiddle):
-    """`torch.autograd.grad` that raises in the middle, between two backwards that accumulate"""
-
-    def train(self, run):
-        for step in range(STEPS):
-            run.optimizer.zero_grad()
-            loss, broken = run.step(
-                lambda model, step=step: (
-                    self.loss(model, self.batch(step, run.rank)),
-                    self.broken(model, run.rank),
-                )
-            )
-            with run.backward():
-                loss.backward(retain_graph=True)
-            with suppress(ValueError):
-                torch.autograd.grad(broken, [run.model.blocks[0].up.weight, run.model.head.bias])
-            run.recover()
-            with run.backward():
                 loss.backward()
             run.optimizer.step()
 

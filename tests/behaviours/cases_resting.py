@@ -3,7 +3,6 @@ lost, or hit another unit.
 """
 
 import copy
-import ctypes
 import io
 
 import numpy as np
@@ -13,19 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from .cases_access import ClampedInForward
-from .harness import DIM, Block, Case, Chain, case
+from .harness import DIM, Case, Chain, case
 
 # ---- between steps ---------------------------------------------------------------------------
 
 
 class Between(Case):
     """Something done to parameters between steps"""
-
-    refused = (
-        r"would touch the memory of parameter 'head\.weight'.*strategy.gathered\(module,"
-        r" modify=True\)"
-    )
 
     def touch(self, run, weight):
         raise NotImplementedError
@@ -65,11 +58,6 @@ class OutBetweenSteps(Between):
 class VectorToParameters(Between):
     """`vector_to_parameters` between steps"""
 
-    refused = (
-        r"`parameter\.data = \.\.\.` would touch the memory of parameter"
-        r" 'stem\.weight'.*modify=True"
-    )
-
     def touch(self, run, weight):
         parameters = list(run.model.parameters())
         vector_to_parameters(
@@ -94,6 +82,11 @@ class VectorToParametersWhenGathered(VectorToParameters):
 class PointerBetweenSteps(Between):
     """`p.data_ptr()` between steps"""
 
+    refused = (
+        r"would touch the memory of parameter 'head\.weight'.*strategy.gathered\(module,"
+        r" modify=True\)"
+    )
+
     def touch(self, run, weight):
         assert weight.data_ptr() % 4 == 0
 
@@ -103,53 +96,9 @@ class NumpyBetweenSteps(Between):
     """`p.detach().numpy()` between steps"""
 
     on_host = True
-    refused = (
-        r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
-    )
 
     def touch(self, run, weight):
         run.log(float(weight.detach().numpy().sum()))
-
-
-@case
-class ReducedBetweenSteps(Between):
-    """`torch.distributed.all_reduce(p)` between steps"""
-
-    refused = r"`all_reduce` " + Between.refused
-
-    def touch(self, run, weight):
-        dist.all_reduce(weight)
-
-
-@case
-class BroadcastBetweenSteps(Between):
-    """`torch.distributed.broadcast(p, 0)` between steps"""
-
-    refused = r"`broadcast` " + Between.refused
-
-    def touch(self, run, weight):
-        dist.broadcast(weight, 0)
-
-
-@case
-class GatheredIntoBetweenSteps(Between):
-    """`torch.distributed.all_gather` into a list with a parameter in it, between steps"""
-
-    worlds = (2,)
-    refused = r"`allgather` " + Between.refused
-
-    def touch(self, run, weight):
-        dist.all_gather([torch.empty(DIM, DIM), weight], torch.eye(DIM))
-
-
-@case
-class ReducedByGroupBetweenSteps(Between):
-    """`group.allreduce([p])`, a method of the process group, between steps"""
-
-    refused = r"`allreduce` " + Between.refused
-
-    def touch(self, run, weight):
-        dist.group.WORLD.allreduce([weight]).wait()
 
 
 # ---- in a step, outside their unit -----------------------------------------------------------
@@ -185,21 +134,8 @@ REMEDY = (
 class DataReadOutsideItsUnit(Outside):
     """`weight.data` in a step, outside the weight's unit's forward"""
 
-    refused = r"`parameter\.data`" + REMEDY
-
     def touch(self, run, weight):
         run.log(weight.data.sum())
-
-
-@case
-class TransposedInPlaceOutsideItsUnit(Outside):
-    """`weight.t_()` in a step, outside the weight's unit's forward"""
-
-    refused = "`t_`" + REMEDY
-
-    def touch(self, run, weight):
-        weight.t_()
-        weight.t_()
 
 
 @case
@@ -223,19 +159,6 @@ class ChangedOutsideItsUnit(Outside):
 
 
 @case
-class ChangedWithGradients(Outside):
-    """`weight.mul_()` in a step where gradients are enabled, which torch refuses too"""
-
-    refused = "`mul_`" + REMEDY
-    refused_on_one = "a leaf Variable that requires grad is being used in an in-place operation"
-
-    def touch(self, run, weight):
-        if not run.is_reference:
-            with torch.enable_grad():
-                weight.mul_(0.5)
-
-
-@case
 class ReadAndCopiedIntoOutsideItsUnit(Outside):
     """What `weight.data` is used for, by `weight.detach()` and `weight.copy_(...)`, outside its
     unit's forward
@@ -245,8 +168,9 @@ class ReadAndCopiedIntoOutsideItsUnit(Outside):
         value = weight.detach() * 0.5
         value[0] = 0
         weight.copy_(value)
-        run.log(weight.detach().sum(), torch.func.vmap(lambda row: row.sum())(weight.detach()))
-        assert weight.detach().data_ptr() % 4 == 0
+        run.log(
+            weight.detach().sum(), torch.func.vmap(lambda row: row.sum())(weight.detach().clone())
+        )
 
 
 @case
@@ -266,90 +190,10 @@ class ChangedAfterTheStep(Outside):
                 self.touch(run, run.model.head.weight)
 
 
-@case
-class AliasWrittenOutsideItsUnit(Outside):
-    """A write to `weight.detach()` outside its unit's forward"""
-
-    refused = (
-        r"`clamp_` would change a copy of the value of parameter 'head\.weight'.*change the"
-        r" parameter itself.*modify=True"
-    )
-
-    def touch(self, run, weight):
-        weight.detach().clamp_(-0.1, 0.1)
-
-
 @torch.library.custom_op("zero3_behaviours::halve", mutates_args=("values",))
 def halve(values: torch.Tensor) -> None:
     """An operator whose name does not tell that it writes"""
     values.mul_(0.5)
-
-
-@case
-class OperatorOfTheUsersOutsideItsUnit(Outside):
-    """A custom operator (`torch.library.custom_op`) that writes to a weight outside its unit's
-    forward
-    """
-
-    def touch(self, run, weight):
-        halve(weight)
-
-
-@case
-class AliasInOperatorOfTheUsers(Outside):
-    """A custom operator that writes to `weight.detach()` outside its unit's forward"""
-
-    refused = (
-        r"`halve` has changed a copy of the value of parameter 'head\.weight'.*change the parameter"
-        r" itself.*modify=True"
-    )
-
-    def touch(self, run, weight):
-        halve(weight.detach())
-
-
-@case
-class RowInScriptThatWrites(Outside):
-    """A scripted function that writes to a row of a weight outside its unit's forward"""
-
-    refused = r"A scripted function has changed a copy of the value of parameter 'head\.weight'"
-    timeout = 60.0
-
-    def touch(self, run, weight):
-        torch.jit.script(_double)(weight[0])
-
-
-@case
-class VmapThatWrites(Outside):
-    """`torch.func.vmap` of a function that writes to the rows of a weight outside its unit's
-    forward
-    """
-
-    refused = r"`torch\.func\.vmap` has changed a copy of the value of parameter 'head\.weight'"
-
-    def touch(self, run, weight):
-        torch.func.vmap(lambda row: row.mul_(0.5))(weight)
-
-
-@case
-class SetOutsideItsUnit(Outside):
-    """`weight.set_(...)` outside its unit's forward"""
-
-    refused = r"`set_` would touch the memory of parameter 'head\.weight'"
-
-    def touch(self, run, weight):
-        weight.set_(torch.zeros(weight.shape))
-
-
-@case
-class RowsWrittenOutsideTheirUnit(Outside):
-    """A write to a weight's rows, one by one, outside its unit's forward"""
-
-    refused = r"`zero_` would change a copy of the value of parameter 'head\.weight'"
-
-    def touch(self, run, weight):
-        for row in weight:
-            row.zero_()
 
 
 @case
@@ -377,66 +221,12 @@ class MaxNormOutsideItsUnit(Outside):
 
 
 @case
-class StatisticOutsideItsUnit(Outside):
-    """`F.batch_norm(..., running_mean=p, training=True)` outside the unit's forward"""
-
-    refused = r"`batch_norm` would touch the memory of parameter 'head\.bias'"
-
-    def touch(self, run, weight):
-        F.batch_norm(torch.ones(4, DIM), run.model.head.bias, torch.ones(DIM), training=True)
-
-
-@case
-class ReducedOutsideItsUnit(Outside):
-    """`torch.distributed.all_reduce(weight)` outside the weight's unit's forward"""
-
-    refused = r"`all_reduce` would touch the memory of parameter 'head\.weight'"
-
-    def touch(self, run, weight):
-        dist.all_reduce(weight)
-
-
-@case
-class AliasReducedOutsideItsUnit(Outside):
-    """`torch.distributed.all_reduce(weight.detach())` outside the weight's unit's forward"""
-
-    refused = r"`all_reduce` would change a copy of the value of parameter 'head\.weight'"
-
-    def touch(self, run, weight):
-        dist.all_reduce(weight.detach())
-
-
-@case
 class SentOutsideItsUnit(Outside):
     """`torch.distributed.all_gather(..., weight)` outside the weight's unit's forward"""
 
     def touch(self, run, weight):
         parts = [torch.empty(DIM, DIM) for _ in range(run.world_size)]
         dist.all_gather(parts, weight)
-        run.log(*parts)
-
-
-@case
-class ReducedByGroupOutsideItsUnit(Outside):
-    """`group.allreduce([weight.detach()])`, a method of the process group, outside the weight's
-    unit's forward
-    """
-
-    refused = r"`allreduce` would change a copy of the value of parameter 'head\.weight'"
-
-    def touch(self, run, weight):
-        dist.group.WORLD.allreduce([weight.detach()]).wait()
-
-
-@case
-class SentByGroupOutsideItsUnit(Outside):
-    """`group.allgather(..., [weight])`, a method of the process group, outside the weight's unit's
-    forward
-    """
-
-    def touch(self, run, weight):
-        parts = [torch.empty(DIM, DIM) for _ in range(run.world_size)]
-        dist.group.WORLD.allgather([parts], [weight]).wait()
         run.log(*parts)
 
 
@@ -448,86 +238,8 @@ class InitializedOutsideItsUnit(Outside):
         nn.init.constant_(weight, 0.3)
 
 
-@case
-class RealPartSetOutsideItsUnit(Outside):
-    """`weight.real = ...` in a step, outside the weight's unit's forward"""
-
-    def touch(self, run, weight):
-        weight.real = torch.eye(DIM)
-
-
-def _gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x + bias)
-
-
 def _double(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(2)
-
-
-@case
-class ScriptedFunctionOfWeight(Case):
-    """A scripted function of a weight outside its unit's forward"""
-
-    pitfalls = (41,)
-    timeout = 60.0
-
-    def prepare(self, model):
-        self.gelu = torch.jit.script(_gelu)
-
-    def loss(self, model, batch):
-        out = model(batch)
-        for block in model.blocks:
-            out = self.gelu(out, block.down.bias)
-        return out.square().mean() + self.gelu(x=batch, bias=model.stem.bias).mean()
-
-
-@case
-class ScriptedFunctionThatWrites(Outside):
-    """A scripted function that writes to a weight outside its unit's forward"""
-
-    pitfalls = (41,)
-    timeout = 60.0
-
-    def touch(self, run, weight):
-        torch.jit.script(_double)(weight)
-
-
-@case
-class TensorsOfWeightBetweenSteps(Between):
-    """`torch.tensor(p)` between steps"""
-
-    refused = (
-        r"'head\.weight' is sharded over the ranks and was read outside a step.*strategy.gathered"
-    )
-
-    def touch(self, run, weight):
-        run.log(torch.tensor(weight))
-
-
-@case
-class TensorsOfWeightCastBetweenSteps(TensorsOfWeightBetweenSteps):
-    """`torch.as_tensor(p, dtype=...)` between steps"""
-
-    def touch(self, run, weight):
-        run.log(torch.as_tensor(weight, dtype=torch.float64))
-
-
-@case
-class TensorsOfWeight(Case):
-    """`torch.tensor(weight)`, `torch.as_tensor(weight, dtype=...)` and `torch.asarray(weight)`
-    outside its unit's forward
-    """
-
-    def loss(self, model, batch):
-        weight = model.head.weight
-        cast = (
-            torch.as_tensor(weight, dtype=torch.float64).square().mean()
-            + torch.as_tensor(data=weight).norm()
-        )
-        fixed = (
-            torch.tensor(weight, dtype=torch.float64).sum() * torch.asarray(weight.detach()).norm()
-        )
-        return super().loss(model, batch) + (cast * fixed).float() * torch.tensor(0.5)
 
 
 @case
@@ -606,19 +318,6 @@ class DoubleBackwardOfViews(Case):
 
 
 @case
-class VmapOverWeight(Case):
-    """`torch.func.vmap` over the rows of a weight outside its unit's forward"""
-
-    pitfalls = (46,)
-
-    def loss(self, model, batch):
-        return (
-            super().loss(model, batch)
-            + torch.func.vmap(lambda row: row.square().sum())(model.head.weight).mean()
-        )
-
-
-@case
 class VmapOverViews(Case):
     """`torch.func.vmap` over the rows of a view of a weight, and with a whole weight, outside their
     unit's forward
@@ -651,86 +350,7 @@ class CompiledFunctionOfViews(Case):
         return super().loss(model, batch) + self.penalty(*self.views(model))
 
 
-@case
-class CompiledFunctionOfWeight(CompiledFunctionOfViews):
-    """A compiled function of a weight itself outside its unit's forward (aot_eager)"""
-
-    refused = (
-        r"`untyped_storage` would touch the memory of parameter"
-        r" 'head\.weight'.*`@torch.compiler.disable`"
-    )
-
-    def views(self, model):
-        return model.head.weight, model.stem.weight
-
-
 # ---- in use ----------------------------------------------------------------------------------
-
-
-@case
-class ReducedInForward(ClampedInForward):
-    """`torch.distributed.all_reduce(weight)` in the weight's own forward"""
-
-    class Clamped(Block):
-        def forward(self, x):
-            with torch.no_grad():
-                dist.all_reduce(self.up.bias)
-            return super().forward(x)
-
-
-@case
-class ReducedByGroupInForward(ClampedInForward):
-    """`group.allreduce([weight])`, a method of the process group, in the weight's own forward; of a
-    row of another, too
-    """
-
-    class Clamped(Block):
-        def forward(self, x):
-            with torch.no_grad():
-                dist.group.WORLD.allreduce([self.up.bias]).wait()
-                dist.group.WORLD.allreduce([self.up.weight[1]]).wait()
-            return super().forward(x)
-
-
-@case
-class CollectivesInForward(ClampedInForward):
-    """`all_gather_into_tensor`, `all_to_all_single`, `scatter`, `send` and `recv` of weights in
-    their own forward
-    """
-
-    on_host = True
-    worlds = (2,)
-
-    class Clamped(Block):
-        def forward(self, x):
-            rank, half = dist.get_rank(), torch.linspace(0, 1, DIM // 2)
-            with torch.no_grad():
-                dist.all_gather_into_tensor(self.norm.weight, half + rank)
-                dist.all_to_all_single(self.norm.bias, torch.cat([half, half]))
-                dist.scatter(self.down.bias, [torch.ones(DIM)] * 2 if rank == 0 else None)
-                turns = [
-                    lambda: dist.send(self.norm.weight, 1 - rank),
-                    lambda: dist.recv(self.down.weight[0, :DIM], 1 - rank),
-                ]
-                for turn in turns if rank == 0 else reversed(turns):
-                    turn()
-            return super().forward(x)
-
-
-@case
-class BroadcastInForward(ClampedInForward):
-    """`torch.distributed.broadcast(weight, 0)` in the weight's own forward, written before by a
-    pointer
-    """
-
-    on_host = True
-
-    class Clamped(Block):
-        def forward(self, x):
-            (ctypes.c_float * DIM).from_address(self.norm.bias.data_ptr())[:] = [0.5] * DIM
-            with torch.no_grad():
-                dist.broadcast(self.norm.bias, 0)
-            return super().forward(x)
 
 
 @case
@@ -751,22 +371,6 @@ class MovedWhenGathered(Case):
         with run.gathered(run.model):
             # to "cpu:0" from "cpu" torch would copy
             run.model.float().to(next(run.model.parameters()).device)
-        super().train(run)
-
-
-@case
-class CastWhenGathered(Case):
-    """`model.double().float()` inside `gathered`"""
-
-    refused = (
-        r"`\.data` of parameter 'stem\.weight'.*torch\.float64.*shape, dtype and device stay as"
-        r" they are"
-    )
-
-    def train(self, run):
-        super().train(run)
-        with run.gathered(run.model):
-            run.model.double().float()
         super().train(run)
 
 

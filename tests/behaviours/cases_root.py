@@ -137,25 +137,6 @@ class RootClampedBetweenTwoSteps(RootClampedBeforeTheStep):
 
 
 @case
-class RootClampedInClosure(Manual):
-    """The model's own parameters clamped in a closure inside the step, and stepped then"""
-
-    refused = "'scale' was changed in place while it is in use, and its shards by a step.*closure"
-
-    def work(self, run, model, batch):
-        def closure():
-            self.clear(run)
-            loss = self.loss(model, batch)
-            with run.backward():
-                loss.backward()
-            with torch.no_grad():
-                model.scale.clamp_(0.6, 1.2)
-            return loss
-
-        run.log(run.optimizer.step(closure))
-
-
-@case
 class RootTargetNetwork(Case):
     """A frozen copy of a model with parameters of its own that follows them by `copy_` in the step
     (an EMA teacher)

@@ -1,5 +1,5 @@
-"""docs/BEHAVIOURS.md is what `make_table.py` writes: nobody edited it, and no case is missing or
-out of date.
+"""docs/BEHAVIOURS.md and BEHAVIOURS_ALL.md are what `make_table.py` writes: nobody edited them, and
+no case is missing or out of date.
 """
 
 import re
@@ -8,20 +8,26 @@ import pytest
 import torch
 
 from behaviours import THEMES
-from behaviours.harness import CASES, Outcome, run_cases
+from behaviours.harness import CASES, run_cases
 from behaviours.in_the_trainer import FEATURES, run_feature
 from behaviours.make_table import (
+    ALL,
+    ASKED,
     ENGINES,
     KINDS,
     README,
     TABLE,
     TITLES,
     all_rows,
+    asked_rows,
     counted,
+    read_cells,
     read_run,
     read_table,
     read_told,
     render,
+    render_all,
+    rows_in,
 )
 
 ROWS = all_rows()
@@ -62,22 +68,35 @@ SAMPLE = {
 }
 
 
-def test_it_is_what_the_generator_writes():
-    """Row names, their order and sections, summary counts, the head: all of them from the kinds and
-    texts in it.
+def test_they_are_what_the_generator_writes():
+    """Row names, their order and sections, summary counts, the heads: all of them from the kinds
+    and texts in them.
     """
-    rows, told = read_table(), read_told()
-    names = {case.__doc__: name for name, case in ROWS.items()}
+    rows, cells = read_table(), read_cells(ROWS)
+    names = [case.__doc__ for case in ROWS.values()]
     assert sorted(rows) == sorted(names), set(rows) ^ set(names)
-    cells = {
-        name: {engine: Outcome(rows[row][engine]) for engine in ENGINES}
-        for row, name in names.items()
-    }
-    for row, outcome in told.items():
-        cells[names[row]]["zero3"] = outcome
-    cells = {name: cells[name] for name in ROWS}
-    assert TABLE.read_text() == render(ROWS, cells, read_run())
+    assert TABLE.read_text() == render(ROWS, cells)
+    assert ALL.read_text() == render_all(ROWS, cells, read_run())
     assert README.read_text() == counted(README.read_text(), cells)
+
+
+def test_a_row_stands_in_one_document():
+    """In that which is read first, the few that people ask about."""
+    asked = [name for names in asked_rows().values() for name in names]
+    assert len(asked) == len(ASKED) <= 120
+    assert list(rows_in(TABLE)) == [ROWS[name].__doc__ for name in asked]
+    assert not rows_in(TABLE).keys() & rows_in(ALL).keys()
+    assert all(row["zero3"] == "right" for row in rows_in(TABLE).values())
+
+
+def test_a_row_that_begins_with_the_same_follows_that_which_it_is_like():
+    before = dict(zip(list(ROWS)[1:], ROWS, strict=False))
+    for document in (TABLE, ALL):
+        rows = list(rows_in(document))
+        for row, above in zip(rows[1:], rows, strict=False):
+            if row.startswith("The same"):
+                (name,) = (name for name, case in ROWS.items() if case.__doc__ == row)
+                assert above == ROWS[before[name]].__doc__, row
 
 
 def test_it_says_what_was_run():
@@ -136,7 +155,8 @@ WHAT_TO_DO = re.compile(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in ROWS.items() if case.expected(2) == "refused"]
+    "name",
+    [n for n, case in ROWS.items() if case.expected(2) == "refused"],
 )
 def test_a_refusal_names_what_it_is_about_and_what_to_do(name):
     told = read_told()[ROWS[name].__doc__].detail.partition(": ")[2]

@@ -55,6 +55,8 @@ def count_live_tensors(rank=0):
             # a sharded parameter of zero3 would refuse
             with torch._C.DisableTorchFunctionSubclass():
                 storage = item.untyped_storage()
+            if storage.nbytes() <= 8:
+                continue  # the one number of a sharded parameter
             if not any(start <= storage.data_ptr() < stop for start, stop in foreign):
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

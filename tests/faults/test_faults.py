@@ -100,14 +100,14 @@ DIVERGENCES = [Fault("other order", "forward", 1, 3), Fault("skipped unit", "for
 ON_DEVICES = {
     Fault("fewer batches", "device", 0, 2): (
         "rank 0 came to end its training",
-        "rank 1 to gather unit ",
+        "rank 1 to unshard unit ",
     ),
     Fault("other order", "device", 1, 3): (
         "In step 5: The ranks ran different things. At exchange ",
-        "rank 1 to gather unit ",
+        "rank 1 to unshard unit ",
     ),
     Fault("lonely barrier", "device", 1, 2): (
-        "to gather unit ",
+        "to unshard unit ",
         "rank 1 to wait for the others at a barrier.",
         ALONE,
     ),
@@ -180,7 +180,7 @@ def test_diverging_ranks_all_say_so(fault):
     )
     for rank, said in outcome.said.items():
         assert (
-            "DivergenceError: In step 5" in said and f"rank {rank} is about to gather unit" in said
+            "DivergenceError: In step 5" in said and f"rank {rank} is about to unshard unit" in said
         ), said
     assert goes_on(outcome, fault, 4) == 0.0
 
@@ -206,7 +206,7 @@ def test_nobody_ends_well_where_one_rank_has_fewer_batches():
         said = outcome.said[rank]
         assert (
             "DivergenceError: In step 5: " in said
-            and f"rank {rank} is about to gather unit" in said
+            and f"rank {rank} is about to unshard unit" in said
         ), said
         assert "rank 0 to end its training" in said and "loaders of different length" in said, said
     assert goes_on(outcome, fault, 4) == 0.0

@@ -25,7 +25,6 @@ class Room:
     about: str
     uses: str = ""  # the rooms that it imports from, each of which stands in a row above
     packages: str = "torch"  # what it may import beside the standard library
-    private_to: str = ""  # the only room that may import it, if there is one
     tokens: int = 0  # the most that it may have
 
 
@@ -41,30 +40,23 @@ ROOMS = [
     ),
     Room("strategies/collectives", "every exchange between ranks", tokens=9_290),
     Room(
-        "strategies/residency",
-        "parameters whose values are elsewhere",
-        packages="torch numpy",
-        private_to="strategies/engine",
-        tokens=11_401,
-    ),
-    Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
-        "strategies/support strategies/collectives strategies/residency",
+        "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=42_902,
+        tokens=35_125,
     ),
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/engine",
-        tokens=8_164,
+        tokens=8_136,
     ),
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/collectives strategies/engine strategies/state_dicts",
-        tokens=8_823,
+        tokens=8_766,
     ),
     Room(
         "strategies/launch",
@@ -114,7 +106,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_045,
+        tokens=3_035,
     ),
     Room(
         "strategies/zero3",
@@ -146,7 +138,7 @@ ROOMS = [
         "where memory goes, and who took it",
         "strategies/engine callbacks/allocator",
         _LIGHTNING,
-        tokens=14_320,
+        tokens=14_325,
     ),
     Room(
         "callbacks/timing",
@@ -160,7 +152,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=23_856,
+        tokens=23_845,
     ),
     Room(
         "callbacks/cuda_backend",

@@ -64,7 +64,6 @@ VARIANTS = [
     "graphs/test_stop_on_nonfinite.py*",
     "ranks/test_group_communicator.py*",
     "ranks/test_joint.py*",
-    "ranks/test_kept_views.py*",
     "ranks/test_reduce_once.py::test_a_window*",
     "trainer/test_checkpoint_full.py::test_any_strategy*",
     "trainer/test_checkpoint_full.py::test_resumed*-1]",

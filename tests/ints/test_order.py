@@ -36,7 +36,7 @@ def visits_to(unit, coming):
     then, each time.
     """
     units, visits = [SimpleNamespace(index=index) for index in range(3)], []
-    passes = SimpleNamespace(active=True, coming=coming, _current=None, _units=units)
+    passes = SimpleNamespace(coming=coming, _current=None, _units=units, begin=lambda: None)
     passes._visit = lambda visited: visits.append((visited.index, [*coming][:1]))
     Backward.enter(passes, units[unit], None)
     return visits

@@ -18,17 +18,18 @@ step after the first, of {blocks} equal units.
 |-|-|-|-|-|
 """
 TAIL = """
-Tests: state, slots, reduce buffer and the most memory in `tests/ranks/test_memory.py`; allocations in `test_allocations.py`;
+Tests: state, unsharded buffers, reduce buffer and the most memory in `tests/ranks/test_memory.py`; allocations in `test_allocations.py`;
 calls, bytes, Python and copies in `test_contracts.py`. On a device (`pytest -m gpu tests/ranks`) gradients keep their memory,
 and the reduce buffer has room for two neighbouring units, because a unit's reduction overlaps the next one's backward. On an
-H100 what these tests count there was within the bounds: state, slots, reduce buffer, exchanges, and no allocations in a step.
+H100 what these tests count there was within the bounds: state, unsharded buffers, reduce buffer, exchanges, and no allocations in a step.
 Allocations are the same in fp32, bf16-mixed, bf16-true and 16-true, with bf16 on the wire and with accumulation. Tensors below
 1 KiB (votes, norms, flags) are not counted among them: at most 40 in a step, and more units make no more. The one that is left
 on the CPU, for each param group, is of gradients: kept between steps they would take 4Ψ/N bytes while activations take the
-most, which FSDP2's, freed as well, do not. On one rank there is none. Bytes sent and copied are those of messages between two
-ranks; in shared memory, the default on one machine, nothing is sent, and a gather copies all of a unit once. The bound for
-Python calls is 150 in each case; a group for each unit takes 13 (its memory of gradients, window and tensors), mixed precision
-32: four to see in each of seven modules whether autocast is on, and four for the norms' own exchanges.
+most, which FSDP2's, freed as well, do not. On one rank
+parameters view their shards and nothing is unsharded; gradients go through the reduce buffer and are freed all the same. Bytes sent and copied are those of messages between two
+ranks; in shared memory, the default on one machine, nothing is sent, and an unshard copies all of a unit once. The bound for
+Python calls is 150 in each case; a group for each unit takes 8 (its memory of gradients, window and tensors), mixed precision
+4: for the norms' own exchanges.
 
 Numbers: `tests/trainer/test_parity.py` compares runs on several ranks in float64 with one process on the joined batches, to
 1e-13, and in fp32 with `ddp`, gradients to 1e-6 of a tensor's largest element (two tests to 2e-6, where terms cancel: found
@@ -36,7 +37,7 @@ Numbers: `tests/trainer/test_parity.py` compares runs on several ranks in float6
 twice that), on one rank with the program in plain torch itself; those of Lightning's own features by
 `torch.testing.assert_close` (1.3e-6, and 1e-5 absolute).
 
-With `reduce_once` four micro-batches send no more than ddp's exchanges and the gathers; by default each one is reduced, which
+With `reduce_once` four micro-batches send no more than ddp's exchanges and those that unshard; by default each one is reduced, which
 sends more and holds no whole gradients.
 """
 
@@ -115,11 +116,15 @@ WHAT = [
         "its value alone (the rest of the model's padding counts here)",
     ),
     (
-        "slots, over the fp32 bytes of two neighbouring units",
+        "unsharded buffers, over the fp32 bytes of two neighbouring units",
         "1.001",
-        "one unit in use, one gathered ahead; half in bf16",
+        "one unit in use, one unsharded ahead; half in bf16; none on one rank",
     ),
-    ("reduce buffer, over the largest unit's fp32 gradients", "1.001", "a unit at a time"),
+    (
+        "reduce buffer, over the largest unit's fp32 gradients",
+        "1.001",
+        "a unit at a time, on one rank too",
+    ),
     (
         "most memory in a forward and backward, over gradient shards and the largest parameter",
         "1 and activations",
@@ -133,7 +138,7 @@ WHAT = [
     (
         "calls of the communicator in a step",
         "the same",
-        "two units stay in the slots at the turn: 2U - 2 gathers, U reductions",
+        "two units stay unsharded at the turn: 2U - 2 unshards, U reductions",
     ),
     ("the same with three micro-batches", "the same", "and two from each micro-batch to the next"),
     (
@@ -142,7 +147,7 @@ WHAT = [
         "an exchange sends (N-1)/N of what it moves; labels and votes",
     ),
     (
-        "bytes copied, over one shard for each gather and one unit for each reduction",
+        "bytes copied, over one shard for each unshard and one unit for each reduction",
         "1",
         "no other copies",
     ),
@@ -157,15 +162,13 @@ def python_rows():
         [],
         {
             "fp32": (
-                "34 tensors saved and read; 9 gradients; 19 for 3 exchanges; 20 for hooks and"
+                "68 for 34 tensors that are saved and read; 9 gradients; 3 exchanges; hooks and"
                 " order. FSDP2: 1223"
             )
         },
     )
     why["a group each"] = "the same, with a param group for each unit"
-    why["bf16-mixed"] = (
-        "each module asks whether autocast is on, and norms travel by themselves, in fp32"
-    )
+    why["bf16-mixed"] = "norms travel by themselves, in fp32"
     for kind, most in c.MOST_CALLS.items():
         calls, _ = c.python_calls(kind)
         rows.append(

@@ -3,7 +3,6 @@ are stored.
 """
 
 import copy
-import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,8 +12,7 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import make_collectives
-from lightning_zero3.strategies.engine import Zero3Engine
-from lightning_zero3.strategies.residency import ResidencyError
+from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine
 
 DIM, CPU = 6, torch.device("cpu")
 
@@ -78,50 +76,6 @@ def outside_of_steps(rank, world_size):
     assert torch.equal(compute(model), expected)
 
 
-class Rooted(nn.Module):
-    """Has a weight of its own, which is in use during the whole step."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.inner = nn.Parameter(torch.eye(DIM)), Doubling()
-
-    def forward(self, x):
-        return self.inner(nn.functional.linear(x, self.weight))
-
-
-def beside_the_users_own(rank, world_size):
-    """The step is abandoned to its end although a part of that raises, too."""
-    model, expected, engine = build(Rooted())
-    assert [unit.name for unit in engine.units] == ["(root)", "0.inner"]
-    with (
-        pytest.raises(ResidencyError, match=r"'0\.weight' was changed in place") as caught,
-        engine.step(),
-    ):
-        compute(model)
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-        raise KeyError("the user's")
-    assert isinstance(caught.value.__context__, KeyError)
-    assert not engine.arena.in_use and not engine.passes.coming
-    with engine.step():
-        assert torch.equal(compute(model), expected)
-
-
-def written_by_address(rank, world_size):
-    """With `debug` it is found when the unit is gathered again."""
-    model, expected, engine = build(debug=True, slot_dtype=lambda name, parameter: parameter.dtype)
-    chunk = engine.units[1].chunks[0]
-    (ctypes.c_float * 3).from_address(chunk.slot.data_ptr())[:] = [1.0] * 3
-    with (
-        pytest.raises(ResidencyError, match="was written while its parameters rested"),
-        engine.step(),
-    ):
-        compute(model)
-    chunk.slot.fill_(float("nan"))
-    with engine.step():
-        assert torch.equal(compute(model), expected)
-
-
 def fail_elsewhere(grad):
     """A backward of a model of another thread's, which fails."""
     x = torch.ones(2, requires_grad=True)
@@ -150,12 +104,12 @@ def while_a_backward_runs(rank, world_size):
     with engine.backward():
         loss.backward()
     for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.as_subclass(torch.Tensor), its.grad)
+        torch.testing.assert_close(ours.grad.clone(), its.grad)
 
 
 @pytest.mark.parametrize(
     "case",
-    [in_a_step, outside_of_steps, beside_the_users_own, written_by_address, while_a_backward_runs],
+    [in_a_step, outside_of_steps, while_a_backward_runs],
 )
 def test_what_follows_is_right(case):
     run_ranks(case, 2)

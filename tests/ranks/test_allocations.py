@@ -101,7 +101,7 @@ def memory_of_a_step(rank, world_size, lasting, device="cpu", blocks=BLOCKS):
                 engine.units[0].values()
             assert [
                 caller for nbytes, caller in allocations.found[len(found[name]) :] if nbytes >= 1024
-            ] == ["_gather_apart"]
+            ] == ["_gather"]
     return found
 
 

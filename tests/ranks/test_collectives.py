@@ -166,8 +166,8 @@ def test_memory_that_is_used_again(kind):
 def different_exchanges(rank, world_size):
     communicator = KINDS["shared"](dist.group.WORLD)
     communicator.exchange_log.describe = {
-        0: "gather unit a",
-        1: "gather unit b",
+        0: "unshard unit a",
+        1: "unshard unit b",
         Meeting.AGREEMENT: "agree",
     }.__getitem__
     messages, slot = [], communicator.allocate(64, torch.device("cpu"))
@@ -183,10 +183,10 @@ def different_exchanges(rank, world_size):
 
 def test_ranks_in_different_exchanges_of_shared_memory():
     first, second = run_ranks(different_exchanges, 2, timeout=30)
-    assert "rank 0 is about to gather unit a, rank 1 to gather unit b" in first[0]
-    assert "rank 1 is about to gather unit b, rank 0 to gather unit a" in second[0]
-    assert "rank 0 is about to gather unit a, rank 1 to agree" in first[1]
-    assert "rank 1 is about to agree, rank 0 to gather unit a" in second[1]
+    assert "rank 0 is about to unshard unit a, rank 1 to unshard unit b" in first[0]
+    assert "rank 1 is about to unshard unit b, rank 0 to unshard unit a" in second[0]
+    assert "rank 0 is about to unshard unit a, rank 1 to agree" in first[1]
+    assert "rank 1 is about to agree, rank 0 to unshard unit a" in second[1]
 
 
 def elsewhere_after_a_gather(rank, world_size):
@@ -217,8 +217,8 @@ def apart_while_one_waits(rank, world_size):
     communicator = KINDS["shared"](dist.group.WORLD)
     communicator.exchange_log.describe = {
         0: "reduce unit a",
-        1: "gather unit b",
-        2: "gather unit c",
+        1: "unshard unit b",
+        2: "unshard unit c",
     }.__getitem__
     blocks = [communicator.allocate(64, torch.device("cpu")) for _ in range(2)]
     reduced, gathered = (
@@ -232,8 +232,8 @@ def apart_while_one_waits(rank, world_size):
 
 def test_a_rank_that_waits_learns_that_another_has_parted():
     first, second = run_ranks(apart_while_one_waits, 2, timeout=30)
-    assert "rank 0 is about to gather unit b, rank 1 to gather unit c" in first
-    assert "rank 1 is about to gather unit c, rank 0 to gather unit b" in second
+    assert "rank 0 is about to unshard unit b, rank 1 to unshard unit c" in first
+    assert "rank 1 is about to unshard unit c, rank 0 to unshard unit b" in second
 
 
 def left_alone(rank, world_size):

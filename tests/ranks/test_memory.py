@@ -54,7 +54,8 @@ def live_storages():
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
                 storage = thing.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+                if storage.nbytes() > 8:  # else the one number of a sharded parameter
+                    found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found
 
@@ -173,11 +174,10 @@ def check_state(found, world_size, mixed, ends=1):
             f" {world_size}; {scratch}"
         )
         assert 1.0 <= ratio <= 1.001
-        if world_size == 1:
-            assert scratch == {"slots": 0, "reduce": 0, "staging": 0, "flags": 0}
-            continue
-        # neighbours: one in use, one gathered ahead
-        assert 1.0 <= scratch["slots"] / pairs[0] <= 1.001
+        if world_size == 1:  # parameters view their shards
+            assert scratch["slots"] == 0
+        else:  # neighbours: one in use, one unsharded ahead
+            assert 1.0 <= scratch["slots"] / pairs[0] <= 1.001
         # One unit's gradients in fp32; two where their reduction overlaps the next unit's backward.
         assert 1.0 <= scratch["reduce"] / (4 * max(numels) if ends == 1 else pairs[1]) <= 1.001
         # What is gathered and added up is read where it lies.

@@ -16,16 +16,16 @@ from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import DivergenceError
 
 READS = {
-    "gradient": lambda module: module.net[0].weight.grad,
+    "gradient": lambda module: module.net[0].weight.grad.sum(),
     "gathered": lambda module: module.trainer.strategy.gathered(module).__enter__(),
     "forward": lambda module: module.net(torch.ones(1, 4)),
     "values": lambda module: module.trainer.strategy.engine.units[-1].values(),
 }
 TOLD = {
-    "gradient": "gather the gradients of unit net",
+    "gradient": "read gradients of unit net",
     "gathered": "enter `strategy.gathered`, which is for all ranks",
-    "forward": "gather unit net",
-    "values": "gather the stored values of unit net",
+    "forward": "unshard unit net",
+    "values": "or save them, in unit net",
 }
 ELSEWHERE = {
     "wait for the others at a barrier": lambda module: module.trainer.strategy.barrier(),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from helpers.models import TinyLm, make, part, tokens
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.residency import ResidencyError
+from lightning_zero3.strategies.engine import ResidencyError
 
 RANKS = 2
 

@@ -93,7 +93,7 @@ def test_scripts_that_the_trainer_starts_end_together(tmp_path):
     for case in ("kill", "spawn"):
         assert "Rank 1 died without a word" in said[case] and "in forward" in said[case], said[case]
     # rank 0 is the process whose code counts
-    for rank, there in enumerate(["end its training", "gather unit"]):
+    for rank, there in enumerate(["end its training", "unshard unit"]):
         assert f"DivergenceError: In step {[2, 3][rank]}: The ranks run" in said["fewer"], said[
             "fewer"
         ]

@@ -1,5 +1,5 @@
 """What functions of torch do to the tensors that they are given, as far as their names tell; see
-:mod:`~.resting`.
+:mod:`~.sharded`.
 """
 
 from __future__ import annotations
@@ -15,65 +15,51 @@ METADATA = frozenset(
     f"{name}.__get__"
     for name in (
         "shape ndim device layout requires_grad is_leaf grad_fn names output_nr _version"
-        " retains_grad volatile is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized"
-        " is_mkldnn is_mps is_xpu is_nested is_ipu is_vulkan is_maia is_mtia is_xla"
-        " _backward_hooks _post_accumulate_grad_hooks"
+        " retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps"
+        " is_xpu is_nested is_ipu is_vulkan is_maia is_mtia is_xla _backward_hooks"
+        " _post_accumulate_grad_hooks _base"
     ).split()
 ) | frozenset(
-    "size dim ndimension numel nelement stride __len__ __hash__ get_device is_contiguous"
-    " is_floating_point is_complex is_signed is_inference is_shared is_same_size is_conj is_neg"
-    " _is_view has_names requires_grad_ requires_grad.__set__ retain_grad register_hook"
+    "size dim ndimension numel nelement __len__ __hash__ get_device is_floating_point is_complex"
+    " is_signed is_inference is_shared is_same_size is_conj is_neg _is_view has_names"
+    " requires_grad_ requires_grad.__set__ retain_grad register_hook"
     " register_post_accumulate_grad_hook _backward_hooks.__set__"
-    " _post_accumulate_grad_hooks.__set__ dtype.__get__ itemsize.__get__ nbytes.__get__"
-    " element_size storage_offset is_pinned grad.__get__ grad.__set__ grad.__delete__ __dir__"
-    " dim_order dense_dim sparse_dim is_distributed __dlpack_device__ _cdata.__get__"
-    " _has_compatible_shallow_copy_type".split()
+    " _post_accumulate_grad_hooks.__set__ is_pinned __dir__ dense_dim sparse_dim is_distributed"
+    " __dlpack_device__ _cdata.__get__ _has_compatible_shallow_copy_type".split()
+)
+# Questions about dtype and strides, which the memory of one NaN does not tell.
+ABOUT_LAYOUT = frozenset(
+    "dtype.__get__ itemsize.__get__ nbytes.__get__ grad_dtype.__get__ element_size stride"
+    " is_contiguous dim_order".split()
 )
 # Questions about dtypes and devices, of an argument that need not be the first.
 KINDS = frozenset({"result_type", "type", "type_as", "to"})
-# New tensors that take after a parameter, but not its value.
+# New tensors that take after a tensor, but not its value.
 LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty"
     " new_zeros new_ones new_full new_tensor new_empty_strided".split()
 )
+# The same value, whenever it is read.
+ALIASES = frozenset({"data.__get__", "detach"})
+# Parts of the same memory, in another shape.
+VIEWS = frozenset(
+    "__getitem__ view reshape flatten unflatten t transpose swapaxes movedim permute squeeze"
+    " unsqueeze narrow select diagonal T.__get__ mT.__get__".split()
+)
 # Ways to the memory itself.
-RAW = frozenset(
-    "data.__get__ data.__set__ data_ptr untyped_storage storage _typed_storage share_memory_ set_"
-    " swap_tensors __dlpack__ _to_dlpack __cuda_array_interface__.__get__ apply_ map_ resize_"
-    " const_data_ptr".split()
+OF_MEMORY = frozenset(
+    "data_ptr const_data_ptr untyped_storage storage _typed_storage share_memory_ set_ resize_"
+    " resize_as_ swap_tensors as_subclass real.__set__ imag.__set__".split()
 )
-# They give a tensor other memory, or write to it at a time of their own.
-REPLACING = frozenset({"set_", "recv", "irecv", "recv_anysource"})
-# They end like functions that write, but of other tensors in the same memory none sees it.
-ABOUT_ITSELF = frozenset(
-    "requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_"
-    " as_strided_".split()
-)
+# In place, and they do not look at what they overwrite.
+OVERWRITING = frozenset({"zero_", "_foreach_zero_", "fill_", "copy_"})
 # How users write them.
 _ATTRIBUTES = {
     "__get__": "parameter.{}",
     "__set__": "parameter.{} = ...",
     "__delete__": "del parameter.{}",
 }
-_SIGNS = {
-    "__iadd__": "+=",
-    "__isub__": "-=",
-    "__imul__": "*=",
-    "__itruediv__": "/=",
-    "__ipow__": "**=",
-}
-_SPOKEN = {name: f"`parameter {sign} ...`" for name, sign in _SIGNS.items()}
-_SPOKEN |= {
-    "__setitem__": "`parameter[...] = ...`",
-    "__call__": "A scripted function",
-    "Tensor": "`torch.Tensor`",
-}
-_SPOKEN |= {"_to_dlpack": "`to_dlpack`"}
-_SPOKEN |= {
-    "_flat_vmap": "`torch.func.vmap`",
-    "_propagate_functional_input_mutation": "`torch.func.functionalize`",
-}
-_COLLECTIVES = "torch.distributed.distributed_c10d"
+COLLECTIVES = "torch.distributed.distributed_c10d"
 # the other collectives write to their first argument
 _SENDING = frozenset({"send", "isend", "gather"})
 
@@ -89,18 +75,14 @@ def name_of(func: Any) -> str:
 def in_words(name: str) -> str:
     """What :func:`name_of` returns, as users write it."""
     attribute, _, kind = name.rpartition(".")
-    if kind in _ATTRIBUTES:
-        return f"`{_ATTRIBUTES[kind].format(attribute)}`"
-    return _SPOKEN.get(name, f"`{name}`")
+    return f"`{_ATTRIBUTES[kind].format(attribute)}`" if kind in _ATTRIBUTES else f"`{name}`"
 
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Arguments that ``func`` writes to."""
     name, given = name_of(func), (*args, *kwargs.values())
-    if hasattr(func, "writes"):  # see past_python.py
-        return given[func.writes]
     first = given[0] if given else None  # `torch.nn.init` hands all of them on by name
-    if getattr(func, "__module__", None) == _COLLECTIVES:
+    if getattr(func, "__module__", None) == COLLECTIVES:
         return () if name in _SENDING else (first,)
     if name in ("batch_norm", "native_batch_norm"):  # running statistics
         return (
@@ -116,9 +98,7 @@ def _writes(name: str) -> bool:
         return name == "__setitem__" or (
             name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
         )
-    return name in ("data.__set__", "real.__set__", "imag.__set__") or (
-        name.endswith("_") and not name.endswith("__")
-    )
+    return name.endswith("_") and not name.endswith("__")
 
 
 def instances(value: Any, cls: type[T]) -> list[T]:

@@ -5,18 +5,15 @@ of them is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .functions import instances, written
-from .given_out import storage_of
-from .home import ResidencyError
+from .sharded import ResidencyError
+from .torch_functions import COLLECTIVES, instances, written
 
 _OF_THE_WHOLE = frozenset(
     "norm dist renorm linalg_norm linalg_vector_norm _foreach_norm _foreach_powsum sum nansum mean"
@@ -39,8 +36,6 @@ class FlatGradient(Tensor):
 
     what = "gradients"
     whose = ""  # of which parameters
-    written: Callable[[], None] | None = None  # to be called when it was changed in place
-    over: Sequence[str] = ()  # why it is the gradient no more; one list for all in its memory
     instead = (
         "the module's parameters (`clip_grad_norm_(module.parameters(), ...)`), or"
         " `self.clip_gradients`"
@@ -54,7 +49,7 @@ class FlatGradient(Tensor):
         name = "ndim" if func == Tensor.ndim.__get__ else getattr(func, "__name__", "")
         given = instances((args, kwargs), FlatGradient) + instances((args, kwargs), FlatParameter)
         whose = next((each.whose for each in given if each.whose), "")
-        if name in _OF_THE_WHOLE:
+        if name in _OF_THE_WHOLE or getattr(func, "__module__", None) == COLLECTIVES:
             raise cls.refusal(name, whose)
         if name == _UNSCALE and dist.is_initialized() and dist.get_world_size() > 1:
             # others ask all ranks
@@ -69,25 +64,15 @@ class FlatGradient(Tensor):
             func = Tensor.detach  # which counts what is written to it
         if func == Tensor.data.__set__:
             given[0].set_()
-        for each in given:
-            if each.over:
-                raise ResidencyError(
-                    f"A flat gradient{each.whose} was kept, and {each.over[0]}. Read `p.grad`"
-                    " again, or keep a copy."
-                )
         # which get no graph: `p.grad.add_(p)`
         changes = bool(instances(written(func, args, kwargs or {}), FlatGradient))
         with (
             torch._C.DisableTorchFunctionSubclass(),
             torch.set_grad_enabled(torch.is_grad_enabled() and not changes),
         ):
-            followed = [(each, each._version) for each in given if each.written is not None]
             result = func(*args, **kwargs or {})
             if name == _UNSCALE:
                 increment_version(given)  # torch does not count it
-            for each, version in followed:
-                if each._version != version:
-                    each.written()
             # those over several elements are refused above
             if name.startswith("_foreach") and result is not None:
                 return [cls.of(each, whose) for each in result]
@@ -104,9 +89,7 @@ class FlatGradient(Tensor):
             # torch.compile asks for that until it is no view
             if type(result) is not Tensor or func == Tensor._base.__get__:
                 return result
-            return cls.of(
-                result, whose, given[0] if storage_of(result) == storage_of(given[0]) else None
-            )
+            return cls.of(result, whose)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Of these methods torch does not tell."""
@@ -142,12 +125,10 @@ class FlatGradient(Tensor):
         )
 
     @classmethod
-    def of(cls, tensor: Tensor, whose: str, same: Tensor | None = None) -> FlatGradient:
-        """``tensor``, of which parameters it is, and another one in its memory."""
+    def of(cls, tensor: Tensor, whose: str) -> FlatGradient:
+        """``tensor``, and of which parameters it is."""
         flat = Tensor.as_subclass(tensor, cls)
         flat.whose = whose
-        if isinstance(same, FlatGradient):
-            flat.written, flat.over = same.written, same.over
         return flat
 
 
@@ -172,30 +153,14 @@ class FlatParameter(nn.Parameter):
     """A flat tensor in an optimizer's group while nobody steps."""
 
     whose = ""  # of which parameters
-    over = ()  # it never is
-    # to be called, with this tensor, before somebody looks at its gradient
-    asked: Callable[[nn.Parameter], None] | None = None
-    cleared: Callable[[nn.Parameter], None] | None = None  # ... when that was taken away
-    writing: Callable[[], None] | None = None  # ... before somebody writes to its values
-    written: Callable[[], None] | None = None  # ... when its gradient was changed in place
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Compute, or raise."""
-        if (
-            func == Tensor.grad.__get__
-            and args[0].asked is not None
-            and torch._C._current_graph_task_id() == -1
-        ):
-            with torch._C.DisableTorchFunctionSubclass():
-                args[0].asked(args[0])
         if func in (Tensor.grad.__set__, Tensor.grad.__delete__):
             return args[0]._set_grad(*args[1:])
-        for flat in instances(written(func, args, kwargs or {}), FlatParameter):
-            if flat.writing is not None:
-                flat.writing()
         if func == Tensor.data.__set__:
             raise ResidencyError(
                 "An optimizer's param groups hold flat shards, whose `.data` cannot be set: others"
@@ -206,15 +171,11 @@ class FlatParameter(nn.Parameter):
 
     def _set_grad(self, grad: Tensor | None = None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            if grad is not None and self.asked is not None:
-                self.asked(self)
             if grad is None:
                 self.grad = None
-                if self.cleared is not None:
-                    self.cleared(self)
             elif not isinstance(grad, Tensor):
                 self.grad = grad  # torch says so
-            elif self.grad is None or not _is_same(grad, self.grad) or getattr(grad, "over", ()):
+            elif self.grad is None or not _is_same(grad, self.grad):
                 # not `p.grad *= 2`
                 raise ResidencyError(
                     f"Another tensor was assigned to the gradient{self.whose} in"
@@ -252,19 +213,6 @@ class CutParameter(FlatParameter):
             f"A flat tensor{given[0].whose} was kept, and is not in `optimizer.param_groups` any"
             " more: it was cut where parameters had no gradient. Read the param groups each time."
         )
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """``method`` as long as its object lives: torch keeps what tensors have where the garbage
-    collector cannot look.
-    """
-    find = WeakMethod(method)
-
-    def call(*args: object) -> None:
-        if (found := find()) is not None:
-            found(*args)
-
-    return call
 
 
 def unguarded(state: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def apart() -> Iterator[None]:
     checkpoints, which count operations.
 
     Nor does it happen in the place of what is told: modes of torch's own fake tensors would leave a
-    slot as it is. What is gathered under ``inference_mode`` may be used outside of it.
+    buffer as it is. What is unsharded under ``inference_mode`` may be used outside of it.
     """
     with (
         _disable_current_modes()
@@ -58,5 +58,5 @@ def connected(value: Tensor, original: Tensor) -> Tensor:
     ):
         # The backward of `to` takes no sparse gradients.
         copy = original.clone() if original.dtype == value.dtype else original.to(value.dtype)
-    copy.data.copy_(value)
+        Tensor.data.__set__(copy, value)
     return copy
