@@ -25,7 +25,6 @@ class UnitModules:
 
     members: list[nn.Module]  # whose forward needs the unit; none contains another
     names: list[str]  # theirs in the model
-    root: bool = False  # owns what no other unit owns, and is in use during the whole step
     nested: bool = False  # contains modules of other units, so it stays in use while those run
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -243,7 +242,7 @@ def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: boo
                 if (taken := home.get(id(p))) is not None and taken is not unit:
                     taken.nested = True
                 home[id(p)] = unit
-    root = UnitModules([model], [""], root=True, nested=True)
+    root = UnitModules([model], [""], nested=True)
     for name, p in model.named_parameters():
         unit = home.get(id(p), root)
         if unit is root and explicit:

@@ -387,12 +387,13 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     del full_args, full_kwargs
     if targets and hasattr(result, "wait"):
         result.wait()  # a collective that goes on in the background
+    stored = {value_of(target) for target in targets}
     for each in given:
         part, value = parts[id(each)], value_of(each)
         if any(each is target for target in targets):
             owner_of(value).write(value, whole[id(each)])
             result = replaced(result, Tensor, lambda r, p=part, e=each: e if r is p else r)
-        elif id(each) in versions:
+        elif id(each) in versions and value not in stored:  # else it is a view of a target
             if part._version != versions[id(each)]:
                 raise ResidencyError(f"{in_words(name)} would change a copy of {value.what}.")
             owner_of(value).watch(value, part)

@@ -16,7 +16,6 @@ cut into segments, and the optimizer state with it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,30 +167,6 @@ class FlatGroup:
         """Its parameters that this rank owns a part of."""
         return [entry for entry in self.entries if entry.part is not None]
 
-    @cached_property
-    def _by_place(self) -> list[Entry]:
-        return sorted(
-            (e for e in self.entries if e.part is not None or not e.size.numel()), key=self._place
-        )
-
-    def _place(self, entry: Entry) -> int:
-        # one without elements: where the tail is
-        return self.numel - 1 if entry.part is None else entry.part.start
-
-    def lying_in(self, flats: Iterable[Tensor]) -> list[Entry]:
-        """The parameters of which elements lie in ``flats``, which an optimizer sees, and those
-        that have none, in the last.
-        """
-        found, entries = [], self._by_place
-        for flat in flats:
-            start = flat.storage_offset()
-            low, high = (
-                bisect_left(entries, edge, key=self._place)
-                for edge in (start, start + flat.numel())
-            )
-            found += entries[low:high]
-        return found
-
     def ranges_without(self, used: Sequence[int]) -> list[tuple[int, int]]:
         """[start, stop) of parameters without a gradient on any rank, as ``used`` says by
         number.
@@ -262,7 +237,8 @@ class FlatGroup:
         """[few, int64] places of elements that no parameter owns. What others write to all reaches
         them, too.
         """
-        parts = [entry.part for entry in self._by_place if entry.part is not None]
+        owned = (entry.part for entry in self.entries if entry.part is not None)
+        parts = sorted(owned, key=lambda part: part.start)
         edges = zip(
             [0, *(part.stop for part in parts)],
             [*(part.start for part in parts), self.numel],

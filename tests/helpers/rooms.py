@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=35_125,
+        tokens=34_984,
     ),
     Room(
         "strategies/state_dicts",

@@ -48,7 +48,7 @@ def gate_names() -> set[str]:
 
     collected = Collected()
     os.chdir(ROOT)
-    pytest.main(["--collect-only", "-q", "--tier=gate", "-p", "no:terminal"], [collected])
+    pytest.main(["tests", "--collect-only", "--tier=gate", "-p", "no:terminal"], [collected])
     return collected.names
 
 

@@ -100,6 +100,7 @@ def clamp(module):
         for p in module.model.head.parameters():
             p.clamp_(-0.1, 0.1)
         module.model.head.bias.data[2:4].zero_()
+        module.model.head.bias.data[:2].copy_(module.model.head.bias.data[4:6])
         module.model.encoder.token.data.mul_(0.9)
     return norms(module)
 
