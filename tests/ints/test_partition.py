@@ -71,7 +71,7 @@ def test_every_parameter_has_one_unit(build, policy):
     assert all(list(unit.parameters) == sorted(unit.parameters, key=names.index) for unit in units)
     assert len({id(p) for unit in units for p in unit.parameters.values()}) == len(owned)
     for unit in units:
-        assert unit.parameters and (not (unit.names == [""]) or unit is units[0])
+        assert unit.parameters
         reachable = {id(p) for m in unit.members for p in m.parameters()}
         assert {id(p) for p in unit.parameters.values()} <= reachable, "used outside every member"
         for a in unit.members:
@@ -81,7 +81,8 @@ def test_every_parameter_has_one_unit(build, policy):
     for unit in units:
         inside = {m for member in unit.members for m in member.modules()} - set(unit.members)
         others = [m for other in units if other is not unit for m in other.members]
-        assert unit.nested == ((unit.names == [""]) or any(m in inside for m in others))
+        has_others = any(m in inside for m in others)
+        assert unit.nested if has_others else not unit.nested or unit.members == [model]
 
 
 def names(model, policy=None):
