@@ -335,6 +335,9 @@ class StepRunner:
         self._ranks.report_problems("the training step", problems)
         self._drop_graphs()
         self._is_eager = True
+        engine = getattr(self._trainer.strategy, "engine", None)
+        if engine is not None:
+            engine.expect_graphs(False)
 
     # ---- backward ----------------------------------------------------------------------------
 

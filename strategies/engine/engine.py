@@ -195,9 +195,9 @@ class Zero3Engine:
         )
         return any(entry.parameter is parameter for chunk in chunks for entry in chunk.entries)
 
-    def expect_graphs(self) -> None:
+    def expect_graphs(self, captures: bool = True) -> None:
         """Graphs will be captured, or are: they hold memory that units share, and know that."""
-        self.arena.is_captured = True
+        self.arena.is_captured = captures
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -281,6 +281,8 @@ class Zero3Engine:
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
         self._saved.leave(None)
+        while self._spreading:
+            self._spreading.pop().spread = None
         for unit in tuple(self.arena.in_use):
             try:
                 unit.abandon()
@@ -325,6 +327,12 @@ class Zero3Engine:
                     " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
                     " after the next one."
                 )
+        if (lent := next((unit for unit in self.units if unit.lent), None)) is not None:
+            raise ResidencyError(
+                f"{type(optimizer).__name__} was stepped inside of `gathered`, where the parameters"
+                f" of unit {lent.name} have values of their own: one of the two would be lost. Step"
+                " it outside."
+            )
         with profile_range("optimizer begins", type(optimizer).__name__):
             if self._lost:
                 self.abandon()
@@ -446,7 +454,11 @@ class Zero3Engine:
                 # tells
                 with apart():
                     compare_notes(self.collectives)
-        if unit.lent or self.collectives.alone:
+        if self.collectives.alone:
+            return
+        if unit.lent:
+            if hooks_refused() is None:
+                self._saved.enter(unit)  # a backward may come when the values are gone
             return
         if hooks_refused() is not None or (unit.rounded and not _casts_to(unit.rounded)):
             # What a transform of torch.func saves of weights must stay as it is, and where no
@@ -458,13 +470,15 @@ class Zero3Engine:
             return
         unit.use()
         self._saved.enter(unit)
-        if graph_task() == NO_GRAPH_TASK:
+        # in a step that not all ranks run, only some would learn
+        if graph_task() == NO_GRAPH_TASK and not self.joint.running:
             following = self._forward.enter(unit.index)
             if following is not None:
                 self.units[following].unshard(ahead=True)
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> None:
         if unit.lent:
+            self._saved.leave(unit)
             return
         if self._spreading and self._spreading[-1] is unit:
             self._spreading.pop()

@@ -50,15 +50,13 @@ class SavedTensors:
 
     def enter(self, unit: Unit) -> None:
         """``unit`` begins a forward."""
-        hooks = None
-        if torch.is_grad_enabled():
-            top = _top(True)
-            if top is None:
-                hooks = self._hooks
-            elif getattr(top[1], "__self__", None) is not self:
-                hooks = saved_tensors_hooks(*self._over(top))
-            if hooks is not None:
-                hooks.__enter__()
+        hooks, top = None, _top(True)
+        if top is None:
+            hooks = self._hooks
+        elif getattr(top[1], "__self__", None) is not self:
+            hooks = saved_tensors_hooks(*self._over(top))
+        if hooks is not None:
+            hooks.__enter__()
         self._open.append((unit, hooks))
 
     def leave(self, unit: Unit | None) -> None:
@@ -66,6 +64,12 @@ class SavedTensors:
 
         None: of all, because what is no `Exception` has ended forwards: torch calls no hooks then.
         """
+        for each, _ in self._open if unit is not None else ():
+            if each is unit:
+                break
+        else:
+            if unit is not None:
+                return  # it did not
         while self._open:
             left, hooks = self._open.pop()
             if hooks is not None:
@@ -151,6 +155,7 @@ class SavedTensors:
 
     def _bring(self, unit: Unit) -> None:
         """Outside of its turn in backward: whoever holds a view keeps the memory."""
+        unit.require_not_lent()
         unit.unshard()
         unit.wait()
-        unit.arena.kept.append(unit)
+        unit.arena.kept[unit] = None

@@ -11,7 +11,7 @@ parameters switch the class of a tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -106,7 +106,7 @@ class Value:
     owner: Callable[[], Owner | None] = lambda: None
     parent: Value | None = None
     since: tuple[int, ...] | None = None
-    aliases: list[Tensor] = field(default_factory=list)
+    aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     def was_written(self) -> bool:
         """Whether an alias was."""

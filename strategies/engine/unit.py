@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -66,7 +67,7 @@ class Arena:
     # those among them whose memory no other unit may take
     in_use: list[Unit] = field(default_factory=list)
     # whose memory somebody held when their use ended: a view of a weight, an array, autograd
-    kept: list[Unit] = field(default_factory=list)
+    kept: dict[Unit, None] = field(default_factory=dict)
     # graphs are captured, or will be: they hold memory of units that share it, and know that
     is_captured: bool = False
 
@@ -144,6 +145,7 @@ class Unit:
         self._wait_range = profile_range("wait", self.name)
         self._pending: list[Work] = []
         self._filled: torch.cuda.Event | None = None  # where the stream has filled the buffer
+        self._beside: Buffer | None = None  # another one, because its own is held on this rank
 
     def connect(
         self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
@@ -172,11 +174,6 @@ class Unit:
         self.by_offset = {start: entry for start, entry in self._starts if entry.size.numel()}
         self.shard_parameters()
 
-    @property
-    def slots(self) -> list[Tensor]:
-        """Of each chunk, in the buffer: [numel], in the dtype of computation."""
-        return self.buffer.slots
-
     def shard_parameters(self) -> None:
         """From now on every operation on the parameters is answered by
         :class:`ShardedParameter`.
@@ -203,6 +200,7 @@ class Unit:
                 if ahead:
                     return
                 self.buffer = self._spare()  # on all ranks
+                break
         for other in tuple(arena.holders):
             if start < other.region.stop and other.region.start < stop:
                 other.reshard()
@@ -213,26 +211,38 @@ class Unit:
             and not arena.is_captured
             and self._is_kept_from()
         )
-        before = self._home.memory.clone() if is_kept else None
-        with self._unshard_range:
-            self._start()
+        self._beside = self._spare() if is_kept else None
         arena.holders.append(self)
-        self.phase = Phase.UNSHARDING
-        if self.announce is not None or before is not None:
+        with self._unshard_range:
+            if is_kept:
+                self._start_beside()
+            else:
+                self._start()
+        self.phase = Phase.UNSHARDED if is_kept else Phase.UNSHARDING
+        if self.announce is not None:
             # ranks that assist do so at once, and may wait until all have what they gave
             self.wait()
-        if before is not None:
-            # The exchange is in the same place on all ranks, which may read each other's memory.
-            # Then what somebody holds is put back.
-            self.buffer = self._spare()
-            with apart():
-                self.buffer.memory.copy_(self._home.memory)
-                self._home.memory.copy_(before)
+
+    def _start_beside(self) -> None:
+        """Fill other memory by way of its own, of which somebody on this rank holds some.
+
+        The exchange is in the same memory on all ranks: they may read each other's. Then what is
+        held is put back.
+        """
+        before, self.buffer = self._home.memory.clone(), self._home
+        self._start()
+        self.phase = Phase.UNSHARDING
+        self.wait()
+        self.buffer = self._beside
+        with apart():
+            self.buffer.memory.copy_(self._home.memory)
+            self._home.memory.copy_(before)
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
         kept = self.arena.kept
-        kept[:] = [unit for unit in dict.fromkeys(kept) if unit._home.is_held() or unit.pins]
+        for unit in [each for each in kept if not (each._home.is_held() or each.pins)]:
+            del kept[unit]
         return any(unit is not self and overlap(unit.region, self.region) for unit in kept)
 
     def _spare(self) -> Buffer:
@@ -287,6 +297,8 @@ class Unit:
     def use(self) -> None:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
         self._collectives.exchange_log.progress[0] = self.index
+        if self.lent:
+            self.require_not_lent()
         if self.phase is Phase.SHARDED:
             self.unshard()
         if self.phase is Phase.UNSHARDING:
@@ -324,7 +336,7 @@ class Unit:
         # `Buffer.is_held`, without a call
         buffer = self.buffer
         if _use_count(buffer.storage) > buffer.usual:
-            self.arena.kept.append(self)
+            self.arena.kept[self] = None
         if written:
             try:
                 self.store_written()
@@ -355,6 +367,14 @@ class Unit:
                             chunk.part_in(slot, entry.part, self._collectives.rank)
                         )
 
+    def require_not_lent(self) -> None:
+        """Raise if the parameters hold values of their own."""
+        if self.lent:
+            raise ResidencyError(
+                f"A backward needs unit {self.name} inside of `gathered`, where its parameters have"
+                " values of their own, for a forward of before. Do both inside, or both outside."
+            )
+
     def entry_at(self, offset: int) -> Entry:
         """Whose parameter lies at ``offset`` [bytes] of the buffer."""
         return self._starts[bisect_right(self._offsets, offset) - 1][1]
@@ -366,7 +386,7 @@ class Unit:
         if self.phase is Phase.UNSHARDED:
             self.phase = Phase.SHARDED
             self.arena.holders.remove(self)
-            self.buffer = self._home
+            self.buffer, self._beside = self._home, None
 
     def replayed(self, filled: bool) -> None:
         """A captured graph has filled the buffer, or given it up."""
@@ -386,9 +406,12 @@ class Unit:
                         " shards by a step or a load that had begun before: one of the two would"
                         " be lost. Do not change it in an optimizer's closure."
                     )
-            self._start()
-            self.phase = Phase.UNSHARDING
-            self.wait()
+            if self._beside is None:
+                self._start()
+                self.phase = Phase.UNSHARDING
+                self.wait()
+            else:
+                self._start_beside()
             self.phase = Phase.IN_USE
         else:
             self.reshard()
@@ -460,7 +483,7 @@ class WholeUnit(Unit):
         """See :meth:`Unit.connect`."""
         self._collectives, self.arena, self.region = collectives, arena, region
         for entry in self.entries:
-            entry.absent = absent_like(entry.value.meta, entry.dtype, arena.memory.device)
+            entry.value.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
             start = 0 if entry.part is None else entry.part.start
             entry.parameter.data = entry.view(entry.group.data, start)
             entry.parameter.__class__ = entry.cls_in_use

@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=34_984,
+        tokens=35_188,
     ),
     Room(
         "strategies/state_dicts",
@@ -152,7 +152,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=23_845,
+        tokens=23_871,
     ),
     Room(
         "callbacks/cuda_backend",

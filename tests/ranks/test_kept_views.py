@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.contracts import BLOCKS, build
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import ResidencyError
+from lightning_zero3.strategies.engine import ResidencyError, gathered
 
 
 class Keeps(nn.Linear):
@@ -24,6 +24,17 @@ class Keeps(nn.Linear):
     def forward(self, x):
         self.kept, self.array = self.weight.t(), self.weight.detach().numpy()
         return super().forward(x)
+
+
+class Scaled(nn.Module):
+    """Saves a parameter itself, and not a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x):
+        return self.norm(x * self.scale)
 
 
 def step(model, engine, x):
@@ -108,3 +119,34 @@ def count(rank, world_size):
 
 def test_ordinary_training_keeps_nothing():
     assert run_ranks(count, 2, timeout=30) == [{True}, {True}]
+
+
+def across_gathered(rank, world_size):
+    """A forward and its backward on two sides of the border of `gathered`."""
+    model, optimizer, engine = build(rank, world_size, block=Scaled)
+    plain = nn.Sequential(*(Scaled() for _ in range(len(model))))
+    plain.load_state_dict({k: torch.as_tensor(v).clone() for k, v in model.state_dict().items()})
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    with gathered(model, modify=False):
+        loss = model(x).square().mean()
+    with engine.backward():
+        loss.backward()
+    plain(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.clone(), theirs.grad)
+    with engine.step():
+        loss = model(x).square().mean()
+    with pytest.raises(ResidencyError, match="inside of `gathered`"), gathered(model, modify=False):
+        with engine.backward():
+            loss.backward()
+    optimizer.zero_grad()
+    with pytest.raises(ResidencyError, match="stepped inside of `gathered`"):
+        with gathered(model, modify=True):
+            optimizer.step()
+    with torch.no_grad(), engine.step():
+        torch.testing.assert_close(model(x), plain(x))
+    return True
+
+
+def test_a_forward_and_its_backward_on_two_sides_of_gathered():
+    assert run_ranks(across_gathered, 2, timeout=30) == [True, True]
