@@ -144,7 +144,7 @@ class Zero3Engine:
             self.collectives,
             reduce,
             self.device,
-            reduce_once,
+            reduce_once and not self.collectives.alone,
             None if self.collectives.alone else reduce_dtype,
         )
         self._saved = SavedTensors(self.arena)

@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=35_188,
+        tokens=35_195,
     ),
     Room(
         "strategies/state_dicts",
