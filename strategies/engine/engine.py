@@ -503,6 +503,7 @@ class Zero3Engine:
 
 
 def _casts_to(lowered: tuple[str, torch.dtype]) -> bool:
-    """Whether autocast is on for this type of device, to this dtype."""
+    """Whether autocast is on for this type of device, to this dtype; vmap does without it."""
     device, dtype = lowered
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype
+    is_on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype
+    return is_on and transform() is None

@@ -74,6 +74,9 @@ ROUNDED = {
     "functorch-pulled-back-later",
     "functorch-that-is-stopped",
     "functorch-of-a-recursion-between-steps",
+    # without autocast, where weights have full precision
+    "forward-in-another-thread",
+    "vmap-over-model",
 }
 # Likewise, and not more than autocast itself is from fp32. Measured: in float16, which is 8 times
 # finer, 5 to 19 times less.

@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=35_195,
+        tokens=35_204,
     ),
     Room(
         "strategies/state_dicts",
