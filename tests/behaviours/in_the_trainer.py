@@ -27,8 +27,6 @@ SHARING = {
     "NormOfStateAddedUp",
     "GradientNorms",
     "ClippedByNorm",
-    "MomentumByHand",
-    "GradsKeptOverClipping",
     "ManualAccumulation",
     "PrunedAfterValidation",
     "MetricOfANetwork",

@@ -607,8 +607,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "grad-read-over-backward",
         "grad-assigned-and-zeroed",
         "grad-assigned-sparse",
-        "MomentumByHand",
-        "GradsKeptOverClipping",
     ),
     "Gradients used after a backward or a step that failed: they must be cleared first.": (
         "clipped-after-failed-backward",

@@ -478,38 +478,6 @@ class ClippedByValue(Module):
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
-class MomentumByHand(Module):
-    """`gradient_clip_val`, a momentum of one's own that is assigned to `p.grad`, kept, and clipped
-    along with it
-    """
-
-    options = {"gradient_clip_val": 0.05}
-
-    def on_after_backward(self):
-        if not hasattr(self, "momentum"):
-            self.momentum = [torch.zeros_like(p) for p in self.parameters()]
-        for p, kept in zip(self.parameters(), self.momentum, strict=True):
-            kept.mul_(0.9).add_(p.grad)
-            p.grad = kept
-
-    def on_before_zero_grad(self, optimizer):
-        self.shared.append(sum(kept.norm().item() for kept in getattr(self, "momentum", [])))
-
-
-class GradsKeptOverClipping(Module):
-    """`gradient_clip_val`, gradients read before it, and those read and changed after it"""
-
-    options = {"gradient_clip_val": 0.05}
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        kept = [p.grad for p in self.parameters()]
-        plain = [grad.as_subclass(torch.Tensor) for grad in kept[:4]]
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.shared.append(sum(grad.norm().item() for grad in kept))
-        for grad in plain:
-            grad.mul_(0.5)
-
-
 class ClippedByNorm(Module):
     """`gradient_clip_val`, gradients read before and after"""
 
