@@ -106,13 +106,14 @@ DROPPED = (
     ),
     (
         "Gradients kept without `clone()`, and followed over what comes later",
-        13,
-        "`p.grad` is the gradient of now; one that is over is an error",
+        15,
+        "`p.grad` is the gradient of now; one that is over is an error; a tensor that was assigned"
+        " and kept does not follow, without a word",
     ),
     (
         "Transforms, compiled functions, scripts and tensor classes that are given a sharded weight"
-        " itself",
-        12,
+        " itself; `torch.func.grad` in a layer's own forward",
+        13,
         "NaN or torch's error; a copy of the weight is right",
     ),
     (
@@ -127,7 +128,7 @@ DROPPED = (
     ("Changes in place as nobody spells them (`weight.t_()`, `weight.real = ...`)", 3, "untested"),
     (
         "Rare combinations, in the middle of a backward, a closure or a failure, of fake tensors",
-        8,
+        9,
         "untested",
     ),
 )
@@ -168,8 +169,9 @@ a forward are refused.
 
 What zero3 is known not to see has no row, and numbers are other ones then without a word: writes to weights in their layer's
 forward past torch's counters (by an address, an array, an extension), without `debug=True`, and to buffers that are not
-persistent and floating; tensors of `optimizer.param_groups` that ranks exchange (`dist.all_reduce(p.grad)`), or that each
-scales by a number of its own; an optimizer's rule that begins later than step 30 and that no option tells of; until the next
+persistent and floating; a tensor that was assigned to `p.grad`, kept, and read after clipping or another backward (in torch it is the gradient; here it is
+what it was); on one rank, values written to `optimizer.param_groups` between a forward and a backward that the strategy does not
+run; tensors of `optimizer.param_groups` that each rank scales by a number of its own; an optimizer's rule that begins later than step 30 and that no option tells of; until the next
 backward or step, which parameters of a flat tensor of `param_groups` have no gradient, after others' were assigned or theirs
 were cleared (`if p.grad is None:` passes them over), and that it is flat, where code asks for its shape (`if len(p.grad.shape)
 > 1:`); gradients that an optimizer keeps as its state without a copy (`state["previous"] = p.grad`), after one of a parameter
