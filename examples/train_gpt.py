@@ -359,7 +359,7 @@ class Report(Callback):
         self, trainer: Trainer, model: GPT, optimizer: torch.optim.Optimizer
     ) -> None:
         # gradients are still here
-        self.state_bytes = max(self.state_bytes, live_state_bytes(optimizer))
+        self.state_bytes = max(self.state_bytes, live_state_bytes(trainer, optimizer))
 
     def on_train_batch_start(self, *_) -> None:
         if self.clock is None and self.steps_here >= 3:  # the first steps allocate and connect
@@ -477,10 +477,11 @@ def show(result: dict) -> None:
     console.print(result["sample"], markup=False, highlight=False)
 
 
-def live_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages behind the optimizer's tensors, their gradients and its
-    state.
-    """
+def live_state_bytes(trainer: Trainer, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's parameters, gradients and optimizer state."""
+    if hasattr(trainer.strategy, "memory_ledger"):
+        ledger = trainer.strategy.memory_ledger()
+        return sum(ledger[kind] for kind in ("parameters", "gradients", "optimizer_state"))
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [

@@ -185,19 +185,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         )
 
     def _convert_precision(self, plugin: Precision) -> Precision:
-        return convert(plugin, self._sum_over_ranks, self._adopt_gradients, self._hand_over)
+        return convert(plugin, self._sum_over_ranks, self._shards_of)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         assert self.engine is not None
         return self.engine.collectives.all_reduce(value.to(self.root_device))
 
-    def _adopt_gradients(self) -> None:
-        if self.engine is not None:
-            self.engine.adopt_gradients()
-
-    def _hand_over(self, optimizer: Optimizer) -> None:
-        if self.engine is not None:
-            self.engine.hand_over(optimizer)
+    def _shards_of(self, optimizer: Optimizer) -> AbstractContextManager[list[Tensor]]:
+        assert self.engine is not None
+        return self.engine.steps[getattr(optimizer, "_optimizer", optimizer)].shards()
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -213,8 +209,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
         if fitting:
-            # `configure_optimizers` gets the module's own parameters, as the user wrote it. The
-            # engine puts its flat shards into every param group afterwards.
+            # `configure_optimizers` gets the module's own parameters, as the user wrote it.
             self.setup_optimizers(trainer)
         self._shard_model()
         self._load_weights()
@@ -317,6 +312,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 self.engine = None
         self.stop_watch()
         self._set_finite_check(None)
+        if self.engine is not None:
+            # `Strategy.teardown` of Lightning moves all state of the optimizers to the CPU
+            self.engine.release_optimizers()
         super().teardown()
 
     # ---------------------------------------------------------------------------------------- steps
@@ -397,7 +395,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self._finite_check is not None:
             self._finite_check.record_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._groups.require_cleared(self.engine)
         # hazard: the user's `on_after_backward` may read gradients, which are complete only at the
         # end of this context.
         with self.engine.backward():
@@ -435,21 +432,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         what = self.lightning_module if what is None else what
         return nullcontext() if what is None else gathered(what, modify)
 
-    @contextmanager
-    def param_groups(self) -> Generator[None, None, None]:
-        """Return a context in which optimizers' param groups hold the module's own parameters.
-
-        The groups may be edited inside. All ranks enter it, between steps.
-        """
-        if self.engine is None:
-            yield
-            return
-        with self._groups.expose_parameters(self.engine):
-            yield
-        self._follow_groups()
-
     def _follow_groups(self) -> None:
         assert self.engine is not None
+        for optimizer in self.optimizers:
+            if optimizer not in self.engine.steps:
+                raise ValueError(
+                    f"This {type(optimizer).__name__} was not there when the parameters were"
+                    " sharded. Return it from `configure_optimizers`, or add a param group to one"
+                    " that is there."
+                )
         old_engine, self.engine = self.engine, self._groups.apply_edits(self.engine)
         if self.engine is not old_engine:
             move_averages(self._callbacks, old_engine, self.engine)

@@ -105,22 +105,16 @@ class CapturedOptimizer:
         self.reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See :meth:`torch.optim.Optimizer.step`.
-
-        Raises:
-            RuntimeError: a step pre-hook returns other arguments.
-        """
+        """See :meth:`torch.optim.Optimizer.step`."""
         hooks = [
             *torch_optimizer._global_optimizer_pre_hooks.values(),
             *self._optimizer._optimizer_step_pre_hooks.values(),
         ]
-        arguments = {} if closure is None else {"closure": closure}
+        arguments: dict[str, Any] = {} if closure is None else {"closure": closure}
         for hook in hooks:
-            if hook(self._optimizer, (), arguments) is not None:
-                raise RuntimeError(
-                    f"A step pre-hook of {type(self._optimizer).__name__} replaces arguments, which"
-                    " a graph cannot."
-                )
+            if (changed := hook(self._optimizer, (), arguments)) is not None:
+                arguments = changed[1]
+        closure = arguments.get("closure")
         result = None if closure is None else closure()
         self._update()
         hooks = [

@@ -17,7 +17,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     Checkpoint,
@@ -40,24 +39,6 @@ from .weight_averages import ShardedAverage, ShardedModel, Shards, require_eleme
 
 def _strategy(trainer: pl.Trainer) -> Any:
     return trainer.strategy  # a `Zero3Strategy`, which this room may not import
-
-
-class _Finetuning(BaseFinetuning):
-    """Lets the callback see the module's own parameters in param groups.
-
-    `BaseFinetuning` compares the parameters of param groups with those of the module, and adds
-    some.
-    """
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with _strategy(trainer).param_groups():
-            super().on_fit_start(trainer, pl_module)
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with _strategy(trainer).param_groups():
-            super().on_train_epoch_start(trainer, pl_module)
 
 
 class _Averaging(Callback):
@@ -288,7 +269,6 @@ class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
 _ADAPTERS: dict[type[Callback], type] = {
     ModelCheckpoint: _ModelCheckpoint,
     OnExceptionCheckpoint: _OnExceptionCheckpoint,
-    BaseFinetuning: _Finetuning,
     ModelPruning: _Pruning,
     WeightAveraging: _WeightAveraging,
     StochasticWeightAveraging: _StochasticWeightAveraging,

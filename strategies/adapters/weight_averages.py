@@ -1,6 +1,6 @@
 """Sharded averages of a sharded model's weights (EMA, SWA).
 
-Averaging is elementwise, so each rank averages its own flat tensors, and no weight is gathered. The
+Averaging is elementwise, so each rank averages its own shards, and no weight is gathered. The
 state dict of an average has the names and shapes of the module's.
 """
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ..engine import Zero3Engine
-from ..engine.shards import FlatGroup
+from ..engine import Chunk, Zero3Engine
 
 
 class ShardedModel(Protocol):
@@ -26,22 +25,22 @@ class ShardedModel(Protocol):
     def lightning_module(self) -> Any:
         """The whole model."""
 
-    def sliced_state_dict(self, flats: Callable[[FlatGroup], Tensor | None]) -> dict[str, Any]:
-        """Return the module's state dict with slices of ``flats``; no exchange."""
+    def sliced_state_dict(self, shards: Callable[[Chunk], Tensor]) -> dict[str, Any]:
+        """Return the module's state dict with slices of ``shards``; no exchange."""
 
 
 class Shards(nn.Module):
     """A sharded module as a list of tensors.
 
-    Its parameters are this rank's flat tensors, its buffers the module's. A deep copy has tensors
+    Its parameters are this rank's shards, its buffers the module's. A deep copy has tensors
     of its own, and is a sharded copy of the module.
     """
 
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
         self._model = model
-        for k, group in enumerate(model.engine.groups):
-            self.register_parameter(f"flat_{k}", nn.Parameter(group.data, requires_grad=False))
+        for k, chunk in enumerate(_chunks(model.engine)):
+            self.register_parameter(f"shard_{k}", nn.Parameter(chunk.values, requires_grad=False))
         for k, buffer in enumerate(model.lightning_module.buffers()):
             self.register_buffer(f"buffer_{k}", buffer)
 
@@ -74,34 +73,32 @@ class Shards(nn.Module):
 
     def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
         """Shard this copy as ``new`` shards the module, instead of ``old``; collective."""
-        flats = list(self.parameters())
-        sources = {
-            group: flat.to(old.device) for group, flat in zip(old.groups, flats, strict=True)
-        }
-        targets = {group: torch.zeros_like(group.data) for group in new.groups}
+        sources = dict(zip(_chunks(old), self.parameters(), strict=True))
+        self._parameters.clear()
         for old_unit, unit in zip(old.units, new.units, strict=True):
-            full = old_unit.full(sources.get)
-            for entry in unit.entries:
-                entry.store(full[entry.name], targets[entry.group])
-        for k in range(len(flats)):
-            del self._parameters[f"flat_{k}"]
-        for k, group in enumerate(new.groups):
-            self.register_parameter(
-                f"flat_{k}", nn.Parameter(targets[group].to(flats[0].device), requires_grad=False)
-            )
+            whole = old_unit.full(lambda chunk: sources[chunk].to(old.device))
+            for chunk in unit.chunks:
+                shard = torch.zeros_like(chunk.values)
+                for entry in chunk.entries:
+                    entry.part_of(shard).copy_(entry.cut(whole[entry.name]))
+                device = sources[old_unit.chunks[0]].device
+                self.register_parameter(
+                    f"shard_{len(self._parameters)}",
+                    nn.Parameter(shard.to(device), requires_grad=False),
+                )
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         """Return the module's state dict with this copy's slices and buffers; no exchange."""
         destination = {} if destination is None else destination
-        flats = dict(
-            zip(self._model.engine.groups, (p.detach() for p in self.parameters()), strict=True)
+        shards = dict(
+            zip(_chunks(self._model.engine), (p.detach() for p in self.parameters()), strict=True)
         )
         buffers = dict(
             zip(map(id, self._model.lightning_module.buffers()), self.buffers(), strict=True)
         )
-        for key, value in self._model.sliced_state_dict(flats.get).items():
+        for key, value in self._model.sliced_state_dict(shards.__getitem__).items():
             destination[prefix + key] = buffers.get(id(value), value)
         return destination
 
@@ -126,6 +123,10 @@ class Shards(nn.Module):
         return list(zip(mine, theirs, strict=True))
 
 
+def _chunks(engine: Zero3Engine) -> list[Chunk]:
+    return [chunk for unit in engine.units for chunk in unit.chunks]
+
+
 class ShardedAverage(AveragedModel):
     """torch's ``AveragedModel`` of a sharded module; its ``module`` is a sharded copy."""
 
@@ -143,7 +144,7 @@ class ShardedAverage(AveragedModel):
 def require_elementwise_average(
     name: str, average: Callable[[list[nn.Module]], Iterable[Tensor]]
 ) -> None:
-    """Require an averaging function that is right on flat tensors.
+    """Require an averaging function that is right on shards.
 
     The function is tried on vectors and on their parts.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from typing_extensions import override
 from ..data import DataHooks
 from ..engine import Zero3Engine, compare_notes, owner_or_none
 from ..launch.process_strategy import ProcessStrategy
-from ..optimizers.param_groups import ParamGroups
+from ..optimizers.param_groups import ParamGroups, whole_parameters
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_on_rank_zero
 from ..state_dicts.gradients import load_gradients, sliced_gradients
@@ -38,7 +39,7 @@ from ..state_dicts.optimizer_state import (
     number_parameters,
     sliced_optimizer_state,
 )
-from ..state_dicts.slices import Flats
+from ..state_dicts.slices import Shards
 from ..support import profile_range
 from . import full
 from .background import BackgroundSave
@@ -123,10 +124,10 @@ class CheckpointStrategy(ProcessStrategy):
             return self.lightning_module.state_dict()
         return self.sliced_state_dict()
 
-    def sliced_state_dict(self, flats: Flats = own_values) -> dict[str, Any]:
-        """Return the module's state dict with slices of the flat tensors ``flats``; local."""
+    def sliced_state_dict(self, shards: Shards = own_values) -> dict[str, Any]:
+        """Return the module's state dict with slices of ``shards``; local."""
         assert self.engine is not None and self.lightning_module is not None
-        return sliced_state_dict(self.engine, self.lightning_module, flats)
+        return sliced_state_dict(self.engine, self.lightning_module, shards)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the full state dict in CPU memory on rank 0, an empty one elsewhere; collective.
@@ -146,12 +147,12 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        index = self.optimizers.index(optimizer)
-        owned = self._groups.owned_tensors(index)
         for remark in remarks_on_methods(optimizer):
             rank_zero_warn(remark)
-        state = None if owned is None else owned.state
-        return sliced_optimizer_state(self.engine, index, optimizer, state)
+        step = self.engine.steps[optimizer]
+        step.take_state()
+        owned = whole_parameters(step)
+        return sliced_optimizer_state(step, None if owned is None else owned.named(step.state))
 
     @override
     def save_checkpoint(
@@ -497,18 +498,17 @@ class CheckpointStrategy(ProcessStrategy):
         require_state_for_each(states, self.optimizers)
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
-            owned = self._groups.owned_tensors(index)
-            set_state = None if owned is None else owned.set_state
-            more_reads, remarks = load_optimizer_state(
-                self.engine, index, optimizer, state, set_state
-            )
+            step = self.engine.steps[optimizer]
+            owned = whole_parameters(step)
+            set_state = None if owned is None else partial(owned.load_state, step.state)
+            more_reads, remarks = load_optimizer_state(step, state, index, set_state)
             reads += more_reads
             for remark in (*remarks, *remarks_on_methods(optimizer)):
                 rank_zero_warn(remark)
         if self._source is not None:
             self._source.read(reads)
         for optimizer in self.optimizers if states else ():
-            finish_loading(optimizer)
+            finish_loading(self.engine.steps[optimizer])
 
 
 def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting
 from .agreement import compare_notes
+from .chunk import Entry
 from .gradients import Gradients
 from .hooks import transform
 from .isolation import apart
@@ -30,7 +31,6 @@ from .sharded import (
     sharded_tensor,
     value_of,
 )
-from .shards import Entry
 from .unit import Unit
 
 
@@ -50,6 +50,7 @@ class Access:
         self._units, self._collectives, self._gradients = units, collectives, gradients
         self._weights_changed, self.retire = weights_changed, retire
         self._entries: dict[Value, Entry] = {}
+        self._absent: dict[Entry, Tensor] = {}  # what has the shape and dtype of a gradient
         # what `p.grad` is: the same tensor as long as the user has it
         self._shown: WeakValueDictionary[Entry, ShardedTensor] = WeakValueDictionary()
         # of copies that users have: what it is of, an alias without memory that shares the count of
@@ -59,6 +60,8 @@ class Access:
             for entry in unit.entries:
                 self._entries[entry.value] = entry
                 entry.value.owner = weakref.ref(self)
+                absent = absent_like(entry.value.meta, entry.dtype, entry.chunk.values.device)
+                self._absent[entry] = absent
                 adopt(entry.parameter, entry.value)
                 with torch._C.DisableTorchFunctionSubclass():
                     set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
@@ -103,9 +106,10 @@ class Access:
             return
         tensor = tensor.detach().broadcast_to(entry.size)
         self._collectives.exchange_log.record_write(
-            entry.name, tensor.to(entry.group.data.device, entry.dtype), self.in_step
+            entry.name, tensor.to(entry.chunk.values.device, entry.dtype), self.in_step
         )
-        entry.store(tensor, entry.group.data)
+        with torch.no_grad():
+            entry.part_of(entry.chunk.values).copy_(entry.cut(tensor))
         self._weights_changed([entry])
 
     def watch(self, value: Value, copy: Tensor) -> None:
@@ -132,21 +136,19 @@ class Access:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`.Owner.gradient`."""
         entry = self._entries[about(parameter)]
-        with apart():
-            self._gradients.drop_failed()
-            self._gradients.settle(entry.name)
-            if not self._gradients.present(entry):
-                return None
-        since, shown = self._gradients.since(entry), self._shown.get(entry)
-        if shown is None or shown.value.since != since:
+        self._gradients.drop_failed()
+        self._gradients.settle(entry.name)
+        if not self._gradients.present(entry):
+            return None
+        shown = self._shown.get(entry)
+        if shown is None or shown.value.since != entry.assigned:
             own = entry.value
-            value = Value(own.label, own.cls, own.meta, own.owner, own, since)
-            absent = absent_like(own.meta, entry.dtype, entry.group.data.device)
-            shown = self._shown[entry] = sharded_tensor(value, absent)
+            value = Value(own.label, own.cls, own.meta, own.owner, own, entry.assigned)
+            shown = self._shown[entry] = sharded_tensor(value, self._absent[entry])
         return shown
 
     def _current(self, value: Value, entry: Entry) -> Entry:
-        if value.since != self._gradients.since(entry):
+        if value.since != entry.assigned:
             raise ResidencyError(
                 f"This tensor was {value.what}, which was cleared or replaced since. Read"
                 " `parameter.grad` again, or keep a copy (`.clone()`)."
@@ -159,15 +161,20 @@ class Access:
         entry.dropped = False
         if not entry.trained:
             return  # no optimizer would read it
+        if grad is None:
+            self._gradients.drop_failed()
+            self._gradients.require_not_arrived(entry)
+            self._gradients.clear(entry)
+            return
         if isinstance(grad, ShardedTensor):
-            if grad is self._shown.get(entry) and grad.value.since == self._gradients.since(entry):
+            if grad is self._shown.get(entry) and grad.value.since == entry.assigned:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
         with apart():
             self._gradients.settle(entry.name)
             self._gradients.assign(entry, grad)
         entry.assigned += 1
-        if grad is not None and (shown := self.gradient(parameter)) is not None:
+        if (shown := self.gradient(parameter)) is not None:
             self.watch(value_of(shown), grad)
 
     # ----------------------------------------------------------------------------------- `gathered`

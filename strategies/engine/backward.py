@@ -55,8 +55,6 @@ class Backward:
         # all ranks end one, whatever this one has to differentiate; and have
         self.opened = self._ended = False
         self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
-        # numbers of the parameters whose gradients are not wanted in it
-        self._muted = frozenset[int]()
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
         self._owed = b""
@@ -90,7 +88,7 @@ class Backward:
             if not now.active:
                 now.begin()
             # a custom Function may return None
-            if grad is None or (now._muted and number in now._muted):
+            if grad is None:
                 return
             if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
                 raise _seen_alone(name)
@@ -130,8 +128,7 @@ class Backward:
         self._adopt_values()
         self._joint.begin_backward()
         self.active, self.added, self._run = True, 0, None
-        self._gradients.give_back()
-        self._muted = self._gradients.begin_windows()
+        self._gradients.begin_backward()
         if not silent:
             this = _Pass()
             self._run = weakref.ref(this)
@@ -222,8 +219,6 @@ class Backward:
                 self._buffers.synchronize(changed)
         self._reducer.finish()
         self._reducer.held = self._reducer.holding
-        if not self._reducer.held:
-            self._reducer.zero_untouched()
         self._gradients.show(used)
         self.active, self._run = False, None
 
@@ -267,8 +262,7 @@ class Backward:
             )
         holding, self._reducer.holding = self._reducer.holding, False
         self._joint.begin_backward()
-        # what is held is dropped where gradients were cleared since
-        self._gradients.begin_windows(settles=True)
+        self._gradients.begin_backward()
         self._conclude()
         self._reducer.holding = holding
 
@@ -278,7 +272,6 @@ class Backward:
             held = self._reducer.held
             if self.added or not held:
                 self._reducer.abandon()
-                self._reducer.zero_untouched()  # nothing is left of a window that began with it
             if self.added:
                 self._gradients.give_up(held)
         self._gradients.show_again()

@@ -1,11 +1,11 @@
-"""Set-up: from a whole model and its optimizers to units and flat groups, unit by unit, so that a
-device never holds it all.
+"""Set-up: from a whole model and its optimizers to units and shards, unit by unit, so that a device
+never holds it all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,118 +14,87 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from .chunk import Chunk
+from .chunk import Chunk, Entry
 from .debug import CheckedUnit
-from .flat_gradient import FlatParameter
 from .layout import ChunkLayout
 from .partition import UnitModules
 from .sharded import Value, about, forget, is_sharded, owner_or_none, read
-from .shards import Entry, FlatGroup, GroupKey
 from .unit import Unit, WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 
 
-def optimizer_groups(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[dict[int, tuple[int, int]], list[list[list[str]]]]:
-    """(optimizer, param group) of each parameter, by its ``id``; and the parameters' names, by
-    optimizer and param group.
+def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[int]:
+    """The ``id`` of each parameter that an optimizer has.
 
     A ValueError if an optimizer holds a tensor that is no parameter of ``model``, or two optimizers
     hold the same one.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    owners: dict[int, tuple[int, int]] = {}
+    owners: dict[int, int] = {}
     for i, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for k, p in enumerate(group["params"]):
                 if id(p) not in names:
-                    instead = "Pass only parameters that `named_parameters()` of the module yields."
-                    if isinstance(p, FlatParameter):
-                        instead = (
-                            "It has stepped on shards in an earlier run: make another one in"
-                            " `configure_optimizers`."
-                        )
                     raise ValueError(
                         f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape"
                         f" {tuple(p.shape)} (param group {g}, position {k}) that is not a parameter"
-                        f" of {type(model).__name__}. {instead}"
+                        f" of {type(model).__name__}. Pass only parameters that"
+                        " `named_parameters()` of the module yields."
                     )
                 if id(p) in owners:
                     raise ValueError(
-                        f"Parameter {names[id(p)]!r} is in optimizer {owners[id(p)][0]} and in"
+                        f"Parameter {names[id(p)]!r} is in optimizer {owners[id(p)]} and in"
                         f" optimizer {i}; it has one shard, so it can have one optimizer."
                     )
-                owners[id(p)] = (i, g)
-    return owners, [
-        [[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers
-    ]
+                owners[id(p)] = i
+    return set(owners)
 
 
 def build_units(
     parts: Sequence[UnitModules],
-    owners: dict[int, tuple[int, int]],
+    trained: set[int],
     slot_dtype: SlotDtype,
     wire_dtype: SlotDtype,
     collectives: LocalCollectives,
     debug: bool,
-) -> tuple[list[Unit], list[FlatGroup]]:
+) -> list[Unit]:
     """Lay every unit out; nothing is allocated yet."""
-    groups: dict[GroupKey, FlatGroup] = {}
     units = []
     for index, part in enumerate(parts):
         buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[Entry]] = {}
         for name, p in part.parameters.items():
             _check_parameter(name, p)
-            optimizer, number = (
-                owners.get(id(p), (None, None))
-                if p.is_floating_point() or p.is_complex()
-                else (None, None)
-            )
-            key = GroupKey(optimizer, number, p.dtype)
-            group = groups.setdefault(key, FlatGroup(key, len(groups)))
+            is_trained = id(p) in trained and (p.is_floating_point() or p.is_complex())
             earlier = about(p) if is_sharded(p) else None
             cls = type(p) if earlier is None else earlier.cls
             meta = torch.empty_like(p, device="meta") if earlier is None else earlier.meta
-            entry = Entry(name, p, cls, p.dtype, p.shape, meta.stride(), group, index)
-            label = f"{name!r} (unit {part.name})"
-            entry.value = Value(label, cls, meta)
+            entry = Entry(name, p, cls, p.dtype, p.shape, meta.stride(), is_trained, index)
+            entry.value = Value(f"{name!r} (unit {part.name})", cls, meta)
             # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
             wires = slot == torch.float32 and not collectives.alone
             wire = wire_dtype(name, p) if wires else slot
-            buckets.setdefault((entry.trained, slot, wire, p.dtype), []).append(entry)
+            buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(entry)
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)
             for (_, *dtypes), bucket in buckets.items()
         ]
         kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
         units.append(kind(index, part, chunks))
-    _number(units, groups.values())
-    return units, list(groups.values())
+    end = 0
+    for chunk in (chunk for unit in units for chunk in unit.chunks if chunk.trained):
+        start = end
+        for entry in chunk.entries:
+            entry.number, end = end, end + 1
+        chunk.numbers = slice(start, end)
+    return units
 
 
 def _chunk(entries: list[Entry], dtypes: list[torch.dtype], world_size: int) -> Chunk:
-    # stable: groups become neighbours, names keep their order
-    entries.sort(key=lambda entry: entry.group.index)
     itemsize = min(dtype.itemsize for dtype in dtypes)
-    layout = ChunkLayout.build(
-        [e.size.numel() for e in entries], [e.group.index for e in entries], world_size, itemsize
-    )
+    layout = ChunkLayout.build([e.size.numel() for e in entries], world_size, itemsize)
     return Chunk(entries, layout, *dtypes)
-
-
-def _number(units: list[Unit], groups: Iterable[FlatGroup]) -> None:
-    """Number trained parameters group by group, so that the flags of a group are one range."""
-    for entry in (entry for unit in units for entry in unit.entries):
-        entry.group.entries.append(entry)
-    end = 0
-    for group in groups:
-        start = end
-        for entry in group.entries if group.trained else ():
-            entry.number, end = end, end + 1
-        group.numbers = slice(start, end)
 
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
@@ -210,14 +179,24 @@ def _place(tensor: Tensor) -> np.ndarray:
 
 
 def check_same_structure(
-    units: list[Unit], model: nn.Module, collectives: LocalCollectives
+    units: list[Unit],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    collectives: LocalCollectives,
 ) -> None:
-    """Raise a ValueError on every rank that names the first difference in parameters, units, groups
-    or buffers; collective.
+    """Raise a ValueError on every rank that names the first difference in parameters, units, param
+    groups or buffers; collective.
     """
+    groups = {
+        id(p): f"{i}.{g}"
+        for i, optimizer in enumerate(optimizers)
+        for g, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
     mine = [
         f"{e.name}: shape {tuple(e.size)}, {e.dtype}, {'trained' if e.trained else 'not trained'}, "
-        f"requires_grad {e.parameter.requires_grad}, group {e.group.index}, unit {u.name}"
+        f"requires_grad {e.parameter.requires_grad}, param group {groups.get(id(e.parameter))},"
+        f" unit {u.name}"
         for u in units
         for e in u.entries
     ]
@@ -239,21 +218,16 @@ def check_same_structure(
 
 def fill_shards(
     units: list[Unit],
-    groups: list[FlatGroup],
     model: nn.Module,
     collectives: LocalCollectives,
     device: torch.device,
 ) -> list[str]:
-    """Cut every unit into the flat groups, from rank 0's values, whatever the other ranks
-    initialised; collective.
+    """Cut every unit into shards, from rank 0's values, whatever the other ranks initialised;
+    collective.
 
     An engine that had the parameters before retires. Returns the names of those whose value here
     was not rank 0's.
     """
-    for chunk in (chunk for unit in units for chunk in unit.chunks):
-        chunk.own(groups, collectives.rank)
-    for group in groups:
-        group.allocate(device)
     earlier = dict.fromkeys(
         owner for p in model.parameters() if (owner := owner_or_none(p)) is not None
     )
@@ -283,9 +257,8 @@ def fill_shards(
                         initial[name].to(device), view, rtol=0, atol=0, equal_nan=True
                     ):
                         differing.append(name)
-                chunk.store_shard(
-                    chunk.shard_of(buffer, collectives.rank), lambda group: group.data
-                )
+            shard = chunk.shard_of(buffer, collectives.rank)
+            chunk.own(shard if collectives.alone else shard.clone(), collectives.rank)
             for entry in chunk.entries:
                 forget(entry.parameter)
                 entry.parameter.__class__ = entry.cls

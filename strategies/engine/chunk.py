@@ -1,33 +1,79 @@
-"""The parameters of a unit that are trained or not, kept, unsharded and sent in the same dtypes, as
-one sharded buffer.
+"""What this rank keeps of the parameters of a unit that are trained or not, kept, unsharded and
+sent in the same dtypes: one flat shard of their values, and one of their gradients.
+
+::
+
+    chunk            |  w0  |w1|..|   w2    |pad|     all ranks' shards
+    values of rank 0 |  w0  |w1|..|w|                 a parameter's part is a view of them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .layout import ChunkLayout
-from .shards import Entry, FlatGroup, Part
+from .layout import ChunkLayout, Span
+from .sharded import Value, class_in_use
 
 
 @dataclass(eq=False)
-class OwnedPiece:
-    """A piece of this rank's shard, and where it lies in the flat tensor of its group."""
+class Entry:
+    """One parameter of a unit."""
 
-    group: FlatGroup
-    inside: slice  # of the shard
-    place: slice  # in the flat tensor
-    window: int = 0  # in which its gradient was last written, see FlatGroup; 0: never
+    name: str
+    parameter: nn.Parameter
+    cls: type[nn.Parameter]  # the user's
+    dtype: torch.dtype  # the user's
+    size: torch.Size  # [...], the user's
+    stride: tuple[int, ...]  # of the dense memory order it is stored in
+    trained: bool  # an optimizer has it
+    unit: int  # index of its unit
+    number: int = -1  # among all trained parameters of the engine
+    seen: int = 0  # version when its use began: a change in place shows
+    assigned: int = 0  # how often its gradient was cleared or replaced
+    dropped: bool = False  # no optimizer has it, and its gradient was not kept
+
+    # set when an engine takes it over
+    chunk: Chunk = field(init=False, repr=False)
+    span: Span | None = field(init=False)  # of the elements that this rank owns; None: of none
+    value: Value = field(init=False, repr=False)
+    absent: Tensor = field(init=False, repr=False)  # its data while it is sharded
+    # this rank's part of its values [elements of `span`], which optimizers step on
+    shard: nn.Parameter = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.cls_in_use = class_in_use(self.cls)
+
+    def view(self, chunk: Tensor, offset: int) -> Tensor:
+        """The parameter inside a flat ``chunk`` [numel]."""
+        return torch.as_strided(chunk, self.size, self.stride, chunk.storage_offset() + offset)
+
+    def part_of(self, shard: Tensor) -> Tensor:
+        """This rank's elements of it in a tensor that is laid out like a shard of its chunk."""
+        if self.span is None:
+            return shard[:0]
+        start = self.span.shard_start
+        return shard[start : start + self.span.stop - self.span.start]
+
+    def cut(self, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, which has the parameter's shape, in memory order."""
+        if self.span is None:
+            return value.new_empty(0)
+        ordered = torch.empty(self.size.numel(), dtype=value.dtype, device=value.device)
+        self.view(ordered, 0).copy_(value)
+        return ordered[self.span.start : self.span.stop]
 
 
 class Chunk:
     """See the module's docstring."""
 
-    owned: list[OwnedPiece]
+    values: Tensor  # [shard], the master values; padding is zero
+    numbers: slice  # of its parameters, among all that are trained
+    gradients: Tensor | None = None  # [shard], reduced; None: nobody needs the memory now
+    has_sums = False  # `gradients` are to be added to: zero where a parameter has none
+    was_cleared = False  # in part or whole: not yet zero there
 
     def __init__(
         self,
@@ -46,50 +92,32 @@ class Chunk:
         """Bytes that it takes unsharded."""
         return self.layout.numel * self.dtype.itemsize
 
-    def own(self, groups: list[FlatGroup], rank: int) -> None:
-        """Reserve this rank's pieces in the groups' flat tensors, and find its parts of the
-        parameters there.
-        """
-        self.owned = []
-        for index, inside in self.layout.pieces(rank).items():
-            group = groups[index]
-            start, group.numel = group.numel, group.numel + len(inside)
-            self.owned.append(
-                OwnedPiece(group, slice(inside.start, inside.stop), slice(start, group.numel))
-            )
+    def own(self, values: Tensor, rank: int) -> None:
+        """Keep ``values`` [shard], this rank's, and find its part of each parameter there."""
+        self.values = values
         for index, entry in enumerate(self.entries):
-            span = self.layout.span(index, rank)
-            if span is not None:
-                piece = next(piece for piece in self.owned if piece.group is entry.group)
-                entry.part = Part(span, piece.place.start + span.shard_start - piece.inside.start)
+            entry.chunk, entry.span = self, self.layout.span(index, rank)
+            entry.shard = nn.Parameter(entry.part_of(values), requires_grad=self.trained)
+
+    def room_for_gradients(self) -> Tensor:
+        """The memory of :attr:`gradients`, which hold nothing unless they :attr:`has_sums`."""
+        if self.gradients is None:
+            # versions are asked for, also where a rank assists in an evaluation
+            with torch._C._InferenceMode(False):
+                self.gradients = torch.empty_like(self.values)
+        return self.gradients
+
+    def gradients_or_zeros(self) -> Tensor:
+        """:attr:`gradients` that can be written to one by one, or added to."""
+        gradients = self.room_for_gradients()
+        if not self.has_sums:
+            gradients.zero_()
+            self.has_sums = True
+        return gradients
 
     def shard_of(self, buffer: Tensor, rank: int) -> Tensor:
         """This rank's part [shard] of a chunk-sized buffer [world_size * shard]."""
         return buffer.view(self.layout.world_size, -1)[rank]
-
-    def load_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
-        """Copy this rank's pieces of the groups' flat tensors into ``shard`` [shard]; zeros where
-        there is none.
-        """
-        for piece in self.owned:
-            source = flat(piece.group)
-            if source is None:
-                shard[piece.inside].zero_()
-            else:
-                shard[piece.inside].copy_(source[piece.place])
-
-    def store_shard(self, shard: Tensor, flat: Callable[[FlatGroup], Tensor | None]) -> None:
-        """Copy ``shard`` [shard] back into the groups' flat tensors."""
-        for piece in self.owned:
-            target = flat(piece.group)
-            if target is not None:
-                target[piece.place].copy_(shard[piece.inside])
-
-    def part_in(self, buffer: Tensor, part: Part, rank: int) -> Tensor:
-        """A part of a parameter that this rank owns, in a chunk-sized buffer."""
-        return self.shard_of(buffer, rank)[part.span.shard_start :][
-            : part.span.stop - part.span.start
-        ]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters inside a chunk-sized buffer."""

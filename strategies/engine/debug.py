@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .chunk import Chunk
+from .chunk import Chunk, Entry
 from .isolation import apart
 from .sharded import ResidencyError
-from .shards import Entry
 from .unit import Unit
 
 
@@ -39,8 +38,6 @@ class CheckedUnit(Unit):
 
     def _holds(self, chunk: Chunk, slot: torch.Tensor, entry: Entry) -> bool:
         """Whether the buffer holds of a parameter what this rank's shard holds."""
-        if entry.part is None:
-            return True
-        found = chunk.part_in(slot, entry.part, self._collectives.rank)
-        held = entry.part.of(entry.group.data).to(chunk.wire_dtype).to(chunk.dtype)
+        found = entry.part_of(chunk.shard_of(slot, self._collectives.rank))
+        held = entry.part_of(chunk.values).to(chunk.wire_dtype).to(chunk.dtype)
         return torch.equal(found.view(torch.uint8), held.view(torch.uint8))

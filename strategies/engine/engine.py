@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
-from ..support import profile_range
 from .access import Access
 from .agreement import Agreement, compare_notes
 from .backward import Backward
@@ -25,8 +23,9 @@ from .build import (
     check_memory,
     check_same_structure,
     fill_shards,
-    optimizer_groups,
+    trained_parameters,
 )
+from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
 from .hooks import install, transform, watch_outputs
@@ -39,12 +38,10 @@ from .saved_tensors import SavedTensors, hooks_refused
 from .sharded import (
     NO_GRAPH_TASK,
     ResidencyError,
-    describe,
     forget,
     graph_task,
-    is_sharded,
 )
-from .shards import Entry, FlatGroup, attach
+from .stepping import OptimizerStep, State
 from .streams import Stream
 from .uneven import JointSteps
 from .unit import Arena, Phase, Unit
@@ -59,9 +56,8 @@ class Zero3Engine:
 
     Args:
         model: any module; its parameters stay the same objects with the same names.
-        optimizers: built on the parameters of ``model``; each param group is re-pointed to its flat
-            shard. Their options must be the same on all ranks, which the strategy checks; see
-            optimizers/guards.py.
+        optimizers: built on the parameters of ``model``; see :mod:`~.stepping`. Their options must
+            be the same on all ranks, which the strategy checks.
         device: where shards, buffers and computation live.
         collectives: the communicator to the other ranks.
         unit_policy: see :func:`~.partition.find_units`.
@@ -79,9 +75,7 @@ class Zero3Engine:
     """
 
     units: list[Unit]
-    groups: list[FlatGroup]
     differing: list[str]  # names whose initial value on this rank was not rank 0's
-    _stepping: Optimizer | None = None  # an optimizer's own `step` has begun
     # why what a pass that failed had changed is lost, to be raised
     _lost: ResidencyError | None = None
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
@@ -101,31 +95,24 @@ class Zero3Engine:
         debug: bool = False,
     ) -> None:
         self.device, self.collectives = device, collectives
-        owners, self.optimizer_names = optimizer_groups(model, optimizers)
+        trained = trained_parameters(model, optimizers)
         parts = find_units(model, unit_policy)
-        self.units, self.groups = build_units(
-            parts, owners, slot_dtype, wire_dtype, collectives, debug
-        )
+        self.units = build_units(parts, trained, slot_dtype, wire_dtype, collectives, debug)
+        # by the `id` of the parameter
+        self.entries = {id(e.parameter): e for unit in self.units for e in unit.entries}
+        self.trained_ids = trained
         check_memory(model)
-        check_same_structure(self.units, model, collectives)
-        self.differing = fill_shards(self.units, self.groups, model, collectives, device)
+        check_same_structure(self.units, model, optimizers, collectives)
+        self.differing = fill_shards(self.units, model, collectives, device)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype)
         self._forward = ForwardOrder(foresees=not debug)
-        attach(self.groups, optimizers)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
         self._has_warned, self._spreading = False, list[Unit]()
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
-        self._last: list[
-            tuple[dict[int, Any], int]
-        ] = []  # step pre-hooks that the user's come before
-        self._handles += [
-            handle
-            for o in optimizers
-            for handle in self.hook_step(o, self._before_step, self._after_step)
-        ]
+        self.steps = {optimizer: OptimizerStep(self, optimizer) for optimizer in optimizers}
         self.structure = Structure(model, self.buffers.look_again)
 
     # ------------------------------------------------------------------------------ set-up, the end
@@ -148,9 +135,7 @@ class Zero3Engine:
             None if self.collectives.alone else reduce_dtype,
         )
         self._saved = SavedTensors(self.arena)
-        self.gradients = Gradients(
-            self.units, self.groups, self.reducer, self.collectives.exchange_log
-        )
+        self.gradients = Gradients(self.units, self.reducer, self.collectives.exchange_log)
         self.joint = JointSteps(self.units, self.gradients, self.collectives)
         self.access = Access(
             self.units, self.collectives, self.gradients, self.weights_changed, self.close
@@ -171,6 +156,12 @@ class Zero3Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.release_optimizers()
+
+    def release_optimizers(self) -> None:
+        """Let the optimizers go: they do not step any more. Their state stays here."""
+        for step in self.steps.values():
+            step.close()
 
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close;
@@ -237,9 +228,8 @@ class Zero3Engine:
             self.abandon()
         self._saved.leave(None)
         self.access.require_unwritten()
-        for hooks, key in self._last:
-            if key in hooks:
-                hooks[key] = hooks.pop(key)  # to the end
+        for step in self.steps.values():
+            step.keep_last()
         self.structure.check()
         self._adopt_values()
         self._forward.begin()
@@ -260,11 +250,9 @@ class Zero3Engine:
             self.reducer.holding = False
 
     def adopt_gradients(self) -> None:
-        """Gradients that the user assigned to parameters, or that are held, reach the optimizers;
-        collective.
-        """
+        """Gradients that are held reach the optimizers; collective if there are any."""
+        self.passes.drop_failed()
         self.passes.settle()
-        self.gradients.adopt()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -296,107 +284,35 @@ class Zero3Engine:
 
     # ----------------------------------------------------------------------------------- optimizers
 
-    def hook_step(
-        self, optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-    ) -> list[RemovableHandle]:
-        """Call ``before`` after all other hooks and ``after`` before them: users see groups as they
-        are between steps.
-        """
-        first, last = (
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        )
-        self._last.append((optimizer._optimizer_step_pre_hooks, first.id))
-        optimizer._optimizer_step_post_hooks.move_to_end(last.id, last=False)
-        return [first, last]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def begin_step(self, step: OptimizerStep) -> None:
+        """An optimizer's own step begins, perhaps with a closure."""
+        name = type(step.optimizer).__name__
         if graph_task() != NO_GRAPH_TASK:
             raise RuntimeError(
-                f"{type(optimizer).__name__} was stepped inside of a backward pass (in a hook of a"
-                " parameter, for instance), where gradients (of parameter"
-                f" {self._groups_of(optimizer)[0].entries[0].name!r} and others) have not been"
-                " summed over the ranks. Step it after it."
+                f"{name} was stepped inside of a backward pass (in a hook of a parameter, for"
+                f" instance), where gradients (of parameter {step.names()[0][0]!r} and others) have"
+                " not been summed over the ranks. Step it after it."
             )
-        for index, group in enumerate(optimizer.param_groups):
-            if late := list(filter(is_sharded, group["params"])):
-                raise ValueError(
-                    f"Param group {index} of {type(optimizer).__name__} (parameter"
-                    f" {describe(late[0])} and others) was added after the last `training_step`"
-                    " began, and its gradients were not kept. Add it between steps (in"
-                    " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
-                    " after the next one."
-                )
         if (lent := next((unit for unit in self.units if unit.lent), None)) is not None:
             raise ResidencyError(
-                f"{type(optimizer).__name__} was stepped inside of `gathered`, where the parameters"
-                f" of unit {lent.name} have values of their own: one of the two would be lost. Step"
-                " it outside."
+                f"{name} was stepped inside of `gathered`, where the parameters of unit {lent.name}"
+                " have values of their own: one of the two would be lost. Step it outside."
             )
-        with profile_range("optimizer begins", type(optimizer).__name__):
-            if self._lost:
-                self.abandon()
-            self.access.require_unwritten()
-            self._adopt_values()
-            self._stepping = optimizer
-            if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
-                # else the closure's backward does, and reduces what is held along with its own
-                self.adopt_gradients()
-                self.hand_over(optimizer)
+        if self._lost:
+            self.abandon()
+        self.access.require_unwritten()
+        self._adopt_values()
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with profile_range("optimizer ends", type(optimizer).__name__):
-            self._stepping = None
-            self.guard(optimizer, True)
-            for group in self._groups_of(optimizer):
-                group.version = group.public._version
-            self._adopt_flat_values(self.stepped_by(optimizer))
-
-    def hand_over(self, optimizer: Optimizer) -> None:
-        """What comes next is the step of ``optimizer`` itself, if one has begun: users may call its
-        closure elsewhere.
-        """
-        if self._stepping is optimizer:
-            self.gradients.begin_step(optimizer, self._groups_of(optimizer))
-            self.guard(optimizer, False)
-
-    def guard(self, optimizer: Optimizer, guarded: bool) -> None:
-        """Whether norms of what the groups of ``optimizer`` hold are errors: not while it steps,
-        which may be compiled.
-        """
-        for group in self._groups_of(optimizer):
-            group.guard(guarded, self.gradients.adopt_segments)
-
-    def stepped_by(self, optimizer: Optimizer) -> list[Entry]:
-        """The parameters that ``optimizer`` has."""
-        return [entry for group in self._groups_of(optimizer) for entry in group.entries]
-
-    def _groups_of(self, optimizer: Optimizer) -> list[FlatGroup]:
-        return [
-            group
-            for group in self.groups
-            if group.owner is not None and group.owner[0] is optimizer
-        ]
+    def states(self, optimizer: Optimizer) -> dict[Any, State]:
+        """The state of ``optimizer`` by what it steps on."""
+        return self.steps[optimizer].state if optimizer in self.steps else {}
 
     # --------------------------------------------------------------------------------------- values
 
     def _adopt_values(self) -> None:
-        """What the user wrote to parameters in use, or to flat tensors, becomes known."""
+        """What the user wrote to parameters in use becomes known."""
         for unit in tuple(self.arena.in_use):
             unit.store_written()
-        self._adopt_flat_values()
-
-    def _adopt_flat_values(self, changed: Iterable[Entry] = ()) -> None:
-        """Parameters whose flat tensors somebody wrote to are changed, besides those that are known
-        to be.
-        """
-        found = dict.fromkeys(changed)
-        for group in self.groups:
-            if group.version != group.public._version:
-                group.adopt_values()
-                found.update(dict.fromkeys(group.entries))
-        if found:
-            self.weights_changed(found)
 
     def weights_changed(self, changed: Iterable[Entry] | None = None) -> None:
         """Shards were written, of all parameters unless ``changed`` says which: what was unsharded
@@ -443,10 +359,6 @@ class Zero3Engine:
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if graph_task() == NO_GRAPH_TASK:
-            for group in unit.groups:
-                # an optimizer's step is known; this is what the user wrote
-                if group.version != group.public._version:
-                    self._adopt_flat_values()
             if self.collectives.exchange_log.writes_between_steps and not (
                 self.access.in_step or unit.lent
             ):

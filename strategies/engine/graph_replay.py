@@ -25,7 +25,7 @@ class ReplayedStep:
 
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
-        engine.reducer.lasting = engine.reducer.captured = True
+        engine.reducer.lasting = True
         engine.expect_graphs()
         # units in slots after the forward, after the backward
         self._filled: list[list[int]] = [
@@ -66,7 +66,8 @@ class ReplayedStep:
     def begin_backward(self, parameters: list[Tensor]) -> None:
         """That run is over."""
         self._fill(self._filled[0])  # a hook of the user's may have run units since
-        self._engine.reducer.zero_untouched()  # the graph adds to gradients that are there, or zero
+        for chunk in self._engine.gradients.chunks:
+            chunk.gradients_or_zeros()  # the graph adds to them
         for number in self._used:
             self._engine.gradients.used[number] = 1
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .chunk import Entry
 from .sharded import set_grad
-from .shards import Entry
 from .torch_functions import instances
 from .unit import Unit
 

@@ -5,10 +5,7 @@ A chunk is one flat buffer of parameters laid end to end, padded to ``world_size
     chunk   |  w0  |w1|..|   w2    |pad|        "..": a gap, so that every parameter starts aligned
     rank    |    0     |      1        |        rank r owns elements [r * shard, (r + 1) * shard)
 
-Parameters of one optimizer group are neighbours in the chunk, so a rank's shard is a few *pieces*,
-one for each group it touches. The pieces of one group, over all chunks, lie end to end in that
-group's flat tensor on the rank. One all-gather moves a whole chunk whatever the number of groups,
-and the optimizer still sees one tensor per group.
+One all-gather moves a whole chunk, whatever the number of parameters and of optimizers.
 """
 
 from __future__ import annotations
@@ -40,15 +37,12 @@ class ChunkLayout:
     """Places parameters in a chunk of ``world_size`` equal shards."""
 
     numels: tuple[int, ...]  # elements of each parameter, in chunk order
-    groups: tuple[int, ...]  # optimizer group of each; equal groups must be neighbours
     offsets: tuple[int, ...]  # first element of each in the chunk
     shard_numel: int
     world_size: int
 
     @classmethod
-    def build(
-        cls, numels: Sequence[int], groups: Sequence[int], world_size: int, itemsize: int
-    ) -> ChunkLayout:
+    def build(cls, numels: Sequence[int], world_size: int, itemsize: int) -> ChunkLayout:
         """Lay parameters end to end, each aligned to 16 bytes for elements of ``itemsize``
         bytes.
         """
@@ -61,26 +55,12 @@ class ChunkLayout:
         # At least one aligned element a rank: fused optimizers and collectives break on empty
         # tensors.
         shard_numel = max(round_up(-(-end // world_size), align), align)
-        return cls(tuple(numels), tuple(groups), tuple(offsets), shard_numel, world_size)
+        return cls(tuple(numels), tuple(offsets), shard_numel, world_size)
 
     @property
     def numel(self) -> int:
         """Elements of the padded chunk."""
         return self.shard_numel * self.world_size
-
-    def pieces(self, rank: int) -> dict[int, range]:
-        """Group -> its elements of the rank's shard, which is cut at group borders; gaps and
-        padding go to the group before.
-        """
-        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        firsts = [i for i, g in enumerate(self.groups) if i == 0 or g != self.groups[i - 1]]
-        edges = [0, *(self.offsets[i] for i in firsts[1:]), self.numel]
-        ranges = [(max(a, low), min(b, high)) for a, b in zip(edges, edges[1:], strict=False)]
-        return {
-            self.groups[i]: range(a - low, b - low)
-            for i, (a, b) in zip(firsts, ranges, strict=True)
-            if a < b
-        }
 
     def span(self, index: int, rank: int) -> Span | None:
         """What ``rank`` owns of parameter ``index``, or None."""

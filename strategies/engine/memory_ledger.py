@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .engine import Zero3Engine
-from .shards import FlatGroup
 
 
 def by_category(
@@ -18,16 +17,16 @@ def by_category(
     """Parameters, gradients, optimizer_state, slots (with the buffers of reductions) and
     buffers.
     """
-    states = [v for o in optimizers for state in o.state.values() for v in state.values()]
+    chunks = [chunk for unit in engine.units for chunk in unit.chunks]
     return {
-        "parameters": sum(group.data.nbytes for group in engine.groups),
-        "gradients": sum(
-            group.allocated.nbytes for group in engine.groups if group.allocated is not None
-        ),
+        "parameters": sum(chunk.values.nbytes for chunk in chunks),
+        "gradients": sum(c.gradients.nbytes for c in chunks if c.gradients is not None),
         "slots": engine.arena.memory.nbytes
         + engine.reducer.buffer.nbytes
         + engine.collectives.nbytes,
-        "optimizer_state": sum(v.nbytes for v in states if isinstance(v, Tensor)),
+        "optimizer_state": sum(
+            _nbytes(state) for o in optimizers for state in engine.states(o).values()
+        ),
         "buffers": sum(
             t.nbytes
             for b in module.buffers()
@@ -42,23 +41,16 @@ def by_unit(engine: Zero3Engine, optimizers: Sequence[Optimizer]) -> dict[str, i
     State of optimizers that look at whole tensors is missing: it belongs to parameters that this
     rank owns, not to its shards.
     """
-    states = {p: state for o in optimizers for p, state in o.state.items()}
+    states = {p: _nbytes(state) for o in optimizers for p, state in engine.states(o).items()}
     return {
         unit.name: sum(
-            _of_piece(piece.group, piece.place.start, piece.place.stop, states)
+            chunk.values.nbytes + (0 if chunk.gradients is None else chunk.gradients.nbytes)
             for chunk in unit.chunks
-            for piece in chunk.owned
         )
+        + sum(states.get(entry.shard, 0) for entry in unit.entries)
         for unit in engine.units
     }
 
 
-def _of_piece(group: FlatGroup, start: int, stop: int, states: dict[Tensor, dict[str, Any]]) -> int:
-    """Elements [start, stop) of a flat group, with their gradients and state."""
-    total = (stop - start) * group.data.itemsize * (1 if group.allocated is None else 2)
-    for segment in group.segments:
-        common = min(stop, segment.stop) - max(start, segment.start)
-        for value in states.get(segment.parameter, {}).values() if common > 0 else ():
-            if isinstance(value, Tensor) and value.numel() == segment.stop - segment.start:
-                total += common * value.itemsize
-    return total
+def _nbytes(state: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

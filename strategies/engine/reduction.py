@@ -2,7 +2,7 @@
 
 Each gradient is copied into the unit's range of the reduce buffer as soon as autograd has made it,
 and dropped. When the unit's turn in backward is over, the range is reduce-scattered and this rank's
-part of the mean is added to the flat gradients. The range has the same size on every rank: what a
+part of the mean is added to its gradients. The range has the same size on every rank: what a
 rank did not use is zero there.
 
 Units that are not reduced at the same time share memory. With ``once`` each has its own, and what
@@ -12,7 +12,7 @@ price of a full-size fp32 gradient on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from ..collectives import LocalCollectives, Work, narrow
 from ..support import profile_range
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
-from .shards import FlatGroup
 from .streams import Stream
 from .unit import Exchange, Unit
 
@@ -30,11 +29,6 @@ def _dtype(chunk: Chunk) -> torch.dtype:
     """Gradients are summed in fp32, or in the parameters' own dtype if that is wider or complex."""
     own = chunk.master_dtype
     return own if own in (torch.float64, torch.complex64, torch.complex128) else torch.float32
-
-
-def tensors_in(memory: Tensor) -> int:
-    """How many tensors view the memory of this one, itself and one for who asks included."""
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
 
 
 def _nbytes(unit: Unit) -> int:
@@ -81,7 +75,6 @@ class Reducer:
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
-    captured = False  # graphs write to the gradients where they are now
     # cleared gradients keep their memory: somebody has its address, or a device's allocator might
     # cut it up
     lasting: bool
@@ -117,7 +110,6 @@ class Reducer:
         }
         self.views = [views[number] for number in range(len(views))]
         self.written, self.claimed = bytearray(len(views)), bytearray(len(units))
-        self._when_held: dict[FlatGroup, int] = {}  # `written_by_others` when gradients were held
         self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None
@@ -184,7 +176,7 @@ class Reducer:
             place.pending.append(work)
 
     def finish(self) -> None:
-        """Wait for what is in flight and add it to the flat gradients."""
+        """Wait for what is in flight and add it to the gradients."""
         place, self._flying = self._flying, None
         if place is not None:
             with place.wait_range:
@@ -201,73 +193,21 @@ class Reducer:
             total = work.wait()  # [shard]
             if dropped:
                 continue
-            for piece in chunk.owned:
-                group, part = piece.group, total[piece.inside]
-                target = (group.grad if group.allocated is None else group.allocated)[piece.place]
-                first, piece.window = piece.window != group.window, group.window
-                if target.dtype != part.dtype:
-                    part.mul_(scale)
-                    (
-                        target.copy_(part)
-                        if first
-                        else target.add_(narrow(part, target.dtype, self._stream.room))
-                    )
-                elif first:
-                    torch.mul(part, scale, out=target)
+            if (target := chunk.gradients) is None:
+                # `Chunk.room_for_gradients`, without a call
+                with torch._C._InferenceMode(False):
+                    target = chunk.gradients = torch.empty_like(chunk.values)
+            first, chunk.has_sums = not chunk.has_sums, True
+            if target.dtype != total.dtype:
+                total.mul_(scale)
+                if first:
+                    target.copy_(total)
                 else:
-                    target.add_(part, alpha=scale)
-                group.uncounted += 1  # the engine's write: ranks have another number of them
-
-    def zero_untouched(self) -> None:
-        """Gradients of units that no backward reached since they were cleared are zero, not what
-        they were.
-        """
-        for place in self._ranges.values():
-            for chunk, _ in place.chunks:
-                for piece in chunk.owned:
-                    if piece.window != piece.group.window:
-                        piece.window = piece.group.window
-                        piece.group.grad[piece.place].zero_()
-                        piece.group.uncounted += 1
-
-    def is_zero(self, group: FlatGroup) -> bool:
-        """Whether the gradients of ``group`` that the optimizer sees are zero on all ranks;
-        collective.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            shown = [
-                segment.view(group.grad)
-                for segment in group.segments
-                if segment.parameter.grad is not None
-            ]
-        return not self._collectives.all_reduce(sum(view.count_nonzero() for view in shown))
-
-    def note_held(self, groups: Sequence[FlatGroup]) -> None:
-        """Flat gradients of ``groups``, if any are held, show those of before."""
-        self._when_held = {group: group.written_by_others for group in groups} if self.held else {}
-
-    def drop_zeroed(self, group: FlatGroup) -> None:
-        """Drop what is held of ``group`` if `zero_grad(set_to_none=False)` has cleared those of
-        before; collective then.
-        """
-        if self._when_held[group] == group.written_by_others:
-            return
-        if not self.is_zero(group):
-            raise RuntimeError(
-                f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in"
-                " `optimizer.param_groups` between micro-batches that are reduced later"
-                " (`reduce_once=True`). Change `parameter.grad`, or clear them."
-            )
-        self.written[group.numbers] = bytes(len(group.entries))  # they go, and zeros stay
-
-    def begin_window(self, group: FlatGroup) -> None:
-        """The gradients of ``group`` were cleared, and the next ones are on their way."""
-        # one for who asks
-        if group.allocated is not None and tensors_in(group.allocated) > 2 and not self.captured:
-            group.give_back()  # who has those of before keeps them
-        if self.lasting:
-            # allocated on the compute stream, which frees it, and not on the side stream
-            _ = group.grad
+                    target.add_(narrow(total, target.dtype, self._stream.room))
+            elif first:
+                torch.mul(total, scale, out=target)
+            else:
+                target.add_(total, alpha=scale)
 
     def abandon(self) -> None:
         """After an exception: forget gradients that were not sent, and those that are on their

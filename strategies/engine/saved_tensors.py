@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .chunk import Entry
 from .sharded import ResidencyError, ShardedParameter, read
-from .shards import Entry
 from .unit import Arena, Phase, Unit
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -97,7 +97,7 @@ class Value:
         owner: who stores it, held weakly: it holds the parameters, and would never be freed.
         parent: of a gradient, the value of its parameter.
         aliases: what `.data` was in the use that runs; torch counts apart what is written to each.
-        since: of a gradient, when it became the gradient, see :meth:`.Gradients.since`.
+        since: of a gradient, how many of the parameter's were cleared or replaced before.
     """
 
     label: str
@@ -105,7 +105,7 @@ class Value:
     meta: Tensor
     owner: Callable[[], Owner | None] = lambda: None
     parent: Value | None = None
-    since: tuple[int, ...] | None = None
+    since: int | None = None
     aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     def was_written(self) -> bool:

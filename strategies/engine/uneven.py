@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ..collectives import DivergenceError, LocalCollectives
+from ..collectives import LocalCollectives
 from .gradients import Gradients
 from .unit import Exchange, Unit
 
@@ -21,15 +21,6 @@ class JointSteps:
         self, units: list[Unit], gradients: Gradients, collectives: LocalCollectives
     ) -> None:
         self._units, self._gradients, self._collectives = units, gradients, collectives
-        self._groups = [
-            group
-            for group in dict.fromkeys(g for unit in units for g in unit.groups)
-            if group.trained
-        ]
-        self._entries = [entry for group in self._groups for entry in group.entries]
-        self._written: list[
-            int
-        ] = []  # `written_by_others` of the groups when it was looked at last
         # what is told; smaller numbers are the units' labels
         self._end_of_backward = 1 + len(units) * len(Exchange)
         self._start_of_backward = self._end_of_backward + 1
@@ -41,7 +32,6 @@ class JointSteps:
         self._release_all()
         self._announce_all(True)
         try:
-            self._written = [group.written_by_others for group in self._groups]
             with step:
                 yield
             self._tell(0)
@@ -100,40 +90,15 @@ class JointSteps:
     def _clear_alike(self, assists: bool) -> None:
         """Gradients that the ranks which run a step have cleared go from those that assist, too;
         collective.
-
-        Raises:
-            DivergenceError: the step changed gradients in place, of which each rank has a part.
         """
-        if not self._groups:
+        entries = self._gradients.trained
+        if not entries:
             return
-        states = [False] * (len(self._groups) + len(self._entries))
-        if not assists:
-            written = zip(self._groups, self._written, strict=True)
-            states = [
-                group.shows_gradients and group.written_by_others != before
-                for group, before in written
-            ]
-            states += map(self._gradients.has_gradient, self._entries)
-            # what was changed and cleared is gone
-            self._written = [g.written_by_others for g in self._groups]
-        agreed = self._collectives.agree(torch.tensor(states, dtype=torch.int64, device="cpu"))
-        changed, kept = agreed.split([len(self._groups), len(self._entries)])
-        for group, is_changed in zip(self._groups, changed.tolist(), strict=True):
-            if is_changed:
-                raise DivergenceError(
-                    f"Gradients (of parameter {group.entries[0].name!r} and others) were changed in"
-                    " place (by clipping, or `zero_grad(set_to_none=False)`) in a step of an"
-                    " evaluation that not all ranks run: those that have no batch left keep their"
-                    " part of them as it was. Call `zero_grad()`, or work on copies."
-                )
-        if assists:
-            self._gradients.clear(
-                [
-                    entry
-                    for entry, keep in zip(self._entries, kept.tolist(), strict=True)
-                    if not keep
-                ]
-            )
+        kept = [not assists and self._gradients.has_gradient(entry) for entry in entries]
+        agreed = self._collectives.agree(torch.tensor(kept, dtype=torch.int64, device="cpu"))
+        for entry, keep in zip(entries, agreed.tolist(), strict=True):
+            if assists and not keep and self._gradients.has_gradient(entry):
+                self._gradients.clear(entry)
         self._gradients.forget()  # what was gathered: not all ranks have cleared in the same way
 
     def _announce(self, unit: Unit, exchange: Exchange) -> None:

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
-from .chunk import Chunk
+from .chunk import Chunk, Entry
 from .isolation import apart
 from .layout import overlap
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, set_data
-from .shards import Entry, FlatGroup
 from .streams import Stream
 
 # C functions: each unshard asks
@@ -105,9 +104,7 @@ class Buffer:
             self.sent.append(sent.view(torch.uint8))
             # `.data` counts its own versions: what autograd has saved is not changed by the same
             # values that are unsharded again
-            self.fills += [
-                (shard[piece.inside].data, piece.group.data[piece.place]) for piece in chunk.owned
-            ]
+            self.fills.append((shard.data, chunk.values))
             self.views += zip(chunk.entries, chunk.views(slot), strict=True)
             offset += chunk.nbytes
 
@@ -136,7 +133,6 @@ class Unit:
         self.nested = modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
         self.trained = [e for e in self.entries if e.trained]
-        self.groups = tuple(dict.fromkeys(e.group for e in self.entries))
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)
@@ -146,6 +142,11 @@ class Unit:
         self._pending: list[Work] = []
         self._filled: torch.cuda.Event | None = None  # where the stream has filled the buffer
         self._beside: Buffer | None = None  # another one, because its own is held on this rank
+
+    @property
+    def reduce_label(self) -> int:
+        """Names the reduction of its gradients to other ranks."""
+        return self.labels[Exchange.REDUCE]
 
     def connect(
         self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
@@ -361,11 +362,9 @@ class Unit:
                     )
                 values = slot[offset : offset + entry.size.numel()]
                 self._collectives.exchange_log.record_write(entry.name, values, in_step=True)
-                if entry.part is not None:
-                    with torch.no_grad():
-                        entry.part.of(entry.group.data).copy_(
-                            chunk.part_in(slot, entry.part, self._collectives.rank)
-                        )
+                mine = entry.part_of(chunk.shard_of(slot, self._collectives.rank))
+                with torch.no_grad():
+                    entry.part_of(chunk.values).copy_(mine)
 
     def require_not_lent(self) -> None:
         """Raise if the parameters hold values of their own."""
@@ -429,46 +428,53 @@ class Unit:
 
     def full(
         self,
-        flat: Callable[[FlatGroup], Tensor | None],
-        dtype: torch.dtype | None = None,
+        shard_of: Callable[[Chunk], Tensor | None],
         what: Exchange = Exchange.VALUES,
     ) -> dict[str, Tensor]:
-        """Name -> full tensor (of ``dtype``, or its own) of what ``flat`` says each group has
-        (None: zeros); collective.
+        """Name -> full tensor of what ``shard_of`` says this rank has of each chunk (None: zeros),
+        laid out like its values; collective.
         """
         result = {}
         for chunk in self.chunks:
-            buffer = self._gather(chunk, flat, dtype or chunk.master_dtype, what)
-            result.update(
-                {e.name: v for e, v in zip(chunk.entries, chunk.views(buffer), strict=True)}
-            )
+            with apart():
+                source = shard_of(chunk)
+                buffer = (chunk.values if source is None else source).new_empty(chunk.layout.numel)
+                mine = chunk.shard_of(buffer, self._collectives.rank)
+                mine.zero_() if source is None else mine.copy_(source)
+                self._collectives.all_gather(buffer.view(torch.uint8), self.labels[what]).wait()
+            result.update(zip([e.name for e in chunk.entries], chunk.views(buffer), strict=True))
         return result
 
     def values(self) -> dict[str, Tensor]:
         """Name -> full master value, in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.VALUES)
-        return self.full(lambda group: group.data)
+        return self.full(lambda chunk: chunk.values)
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> full reduced gradient, or zeros, in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.GRADIENTS)
-        return self.full(lambda group: group.grad, what=Exchange.GRADIENTS)
+        return self.full(
+            lambda chunk: chunk.gradients if chunk.has_sums else None, Exchange.GRADIENTS
+        )
 
-    def _gather(
-        self,
-        chunk: Chunk,
-        flat: Callable[[FlatGroup], Tensor | None],
-        dtype: torch.dtype,
-        exchange: Exchange,
-    ) -> Tensor:
+    def whole(self, entry: Entry, part: Tensor) -> Tensor:
+        """A tensor of the shape of ``entry``, of which ``part`` has this rank's elements;
+        collective.
+        """
+        if not entry.size.numel():
+            return part.new_empty(entry.size)
+        layout, index = entry.chunk.layout, entry.chunk.entries.index(entry)
+        spans = [layout.span(index, rank) for rank in range(layout.world_size)]
+        numels = [0 if span is None else span.stop - span.start for span in spans]
         with apart():
-            device = self.arena.memory.device
-            buffer = torch.empty(chunk.layout.numel, dtype=dtype, device=device)
-            chunk.load_shard(chunk.shard_of(buffer, self._collectives.rank), flat)
-            self._collectives.all_gather(buffer.view(torch.uint8), self.labels[exchange]).wait()
-        return buffer
+            buffer = part.new_zeros(layout.world_size, max(numels))
+            buffer[self._collectives.rank, : part.numel()] = part
+            everyone = buffer.flatten().view(torch.uint8)
+            self._collectives.all_gather(everyone, self.labels[Exchange.VALUES]).wait()
+            parts = [each[:numel] for each, numel in zip(buffer, numels, strict=True)]
+            return entry.view(torch.cat(parts), 0)
 
 
 class WholeUnit(Unit):
@@ -484,8 +490,8 @@ class WholeUnit(Unit):
         self._collectives, self.arena, self.region = collectives, arena, region
         for entry in self.entries:
             entry.value.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
-            start = 0 if entry.part is None else entry.part.start
-            entry.parameter.data = entry.view(entry.group.data, start)
+            place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
+            entry.parameter.data = entry.view(entry.chunk.values, place)
             entry.parameter.__class__ = entry.cls_in_use
         self.pins = 1
 

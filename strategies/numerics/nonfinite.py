@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..engine import Zero3Engine, instances
+from ..engine import Chunk, Zero3Engine, instances
 from ..engine.hooks import transform
-from ..engine.shards import FlatGroup
 from ..engine.unit import Unit
 
 # What is not finite on a rank. Ranks agree on the largest.
@@ -149,9 +148,9 @@ class FiniteCheck:
                 self._record(0, unit.name, tensor)
 
     def _record_groups(self) -> None:
-        for group in self.engine.groups:
-            if group.trained:
-                self._record(3, "", group.grad)
+        for chunk in self.engine.gradients.chunks:
+            if chunk.gradients is not None and chunk.has_sums:
+                self._record(3, "", chunk.gradients)
 
     def _record(self, stage: int, unit: str, tensor: Tensor) -> None:
         if tensor.is_complex():
@@ -233,8 +232,8 @@ class FiniteCheck:
 
     def _report(self, found: list[_Finding]) -> _Report:
         first = min(found, default=_Finding(4, 0, self._communicator.global_rank, "", 0.0))
-        weights = self._find_nonfinite(lambda group: group.data)
-        gradients = self._find_nonfinite(lambda group: group.grad if group.trained else None)
+        weights = self._find_nonfinite(lambda chunk: chunk.values)
+        gradients = self._find_nonfinite(lambda chunk: chunk.gradients if chunk.has_sums else None)
         # One rank alone sends no gradients, so the reducer shows none of a unit. Of the units with
         # such gradients the last one of the forward had them first.
         if first.stage == 3 and self._communicator.alone:
@@ -250,18 +249,14 @@ class FiniteCheck:
             first, _trouble(found), loss, weights, gradients, _kept_nan(self.engine.structure.model)
         )
 
-    def _find_nonfinite(self, flat: Callable[[FlatGroup], Tensor | None]) -> list[str]:
-        """Find the parameters whose part in the ``flat`` tensor of a group is not finite."""
-        found = []
-        for group in self.engine.groups:
-            values = flat(group)
-            if values is not None:
-                found += [
-                    entry.name
-                    for entry in group.entries
-                    if entry.part and not torch.isfinite(entry.part.of(values)).all()
-                ]
-        return found
+    def _find_nonfinite(self, shard_of: Callable[[Chunk], Tensor | None]) -> list[str]:
+        """Find the parameters whose part in the shard of their chunk is not finite."""
+        return [
+            entry.name
+            for entry in self.engine.entries.values()
+            if (shard := shard_of(entry.chunk)) is not None
+            and not torch.isfinite(entry.part_of(shard)).all()
+        ]
 
     def _describe(self, step: int, seen: list[_Report], more: str) -> str:
         """Return the message of an error whose place is not known."""
@@ -380,10 +375,9 @@ def _has_nan(tensor: Tensor) -> bool:
 @contextmanager
 def _restored(engine: Zero3Engine) -> Iterator[None]:
     """Put back weights, gradients and buffers at the end; inside, gradients add up from zero."""
-    gradients = [group.grad for group in engine.groups if group.trained]
-    copies = [
-        (t, t.to("cpu", copy=True)) for t in [*(group.data for group in engine.groups), *gradients]
-    ]
+    gradients = [chunk.gradients_or_zeros() for chunk in engine.gradients.chunks]
+    values = [chunk.values for unit in engine.units for chunk in unit.chunks]
+    copies = [(t, t.to("cpu", copy=True)) for t in [*values, *gradients]]
     restore_buffers = engine.buffers.keep()
     for gradient in gradients:
         gradient.zero_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -37,6 +38,8 @@ _CAST_MODULES = (
 
 WireDtype = Literal["bf16"]
 SumOverRanks = Callable[[Tensor], Tensor]
+# a context in which an optimizer's groups hold this rank's shards; it gives their gradients
+ShardsOf = Callable[[Optimizer], AbstractContextManager[list[Tensor]]]
 
 
 class _ShardedClipping(Precision):
@@ -44,21 +47,14 @@ class _ShardedClipping(Precision):
 
     Args:
         sum_over_ranks: adds a tensor over all ranks.
-        adopt_gradients: called after the hooks in which users change gradients.
-        unguard: called with an optimizer after its closure and the hooks that look at gradients.
+        shards_of: see :data:`ShardsOf`.
     """
 
     def __init__(
-        self,
-        *args: object,
-        sum_over_ranks: SumOverRanks,
-        adopt_gradients: Callable[[], None],
-        unguard: Callable[[Optimizer], None],
-        **kwargs: object,
+        self, *args: object, sum_over_ranks: SumOverRanks, shards_of: ShardsOf, **kwargs: object
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sum_over_ranks, self._unguard = sum_over_ranks, unguard
-        self._adopt_gradients = adopt_gradients
+        self._sum_over_ranks, self._shards_of = sum_over_ranks, shards_of
 
     @override
     def clip_gradients(
@@ -66,23 +62,11 @@ class _ShardedClipping(Precision):
     ) -> None:
         if clip_val <= 0:
             return  # `Precision._after_closure` of Lightning calls this in every step
-        self._adopt_gradients()
-        self._clip(optimizer, clip_val, *args, **kwargs)
-        self._adopt_gradients()  # `p.grad` tensors that the user has kept are clipped, too
+        with self._shards_of(optimizer) as self._gradients:
+            self._clip(optimizer, clip_val, *args, **kwargs)
 
     def _clip(self, *args: Any, **kwargs: Any) -> None:
         super().clip_gradients(*args, **kwargs)
-
-    @override
-    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
-        super()._after_closure(*args, **kwargs)
-        self._adopt_gradients()
-
-    @override
-    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        result = super()._wrap_closure(model, optimizer, closure)
-        self._unguard(optimizer)
-        return result
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -90,16 +74,10 @@ class _ShardedClipping(Precision):
 
         The factor is that of ``torch.nn.utils.clip_grad_norm_``.
         """
-        grads = [
-            p.grad.as_subclass(Tensor)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        norm = global_norm(grads, self._sum_over_ranks)
+        norm = global_norm(self._gradients, self._sum_over_ranks)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.device, grad.dtype))
+        if self._gradients:
+            torch._foreach_mul_(self._gradients, factor.to(self._gradients[0].device))
 
 
 class Zero3Precision(_ShardedClipping, Precision):
@@ -134,7 +112,6 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
 
         def complete() -> Any:
             result = closure()
-            self._adopt_gradients()  # gradients that the user wrote must be unscaled, too
             has_backward = result is not None or not model.automatic_optimization
             if _optimizer_handles_unscaling(optimizer) and has_backward:
                 _unscale_for(optimizer, scaler)
@@ -158,12 +135,6 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
             usual = 1 if was_overdue else frequency
             config.frequency = sys.maxsize if is_skipped else usual
         return result
-
-    @override
-    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
-        if self.scaler is not None:
-            self._adopt_gradients()  # `p.grad` tensors that the user has kept are unscaled, too
-        super()._after_closure(*args, **kwargs)
 
     @override
     def _clip(self, *args: Any, **kwargs: Any) -> None:
@@ -210,15 +181,22 @@ def _is_converted(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _sharded_scaler(
-    scaler: torch.amp.GradScaler | None, device: str
+    scaler: torch.amp.GradScaler | None, device: str, shards_of: ShardsOf
 ) -> torch.amp.GradScaler | None:
-    """Return a scaler with the same settings that checks for infinities over all ranks."""
+    """Return a scaler with the same settings that unscales shards, and checks for infinities over
+    all ranks.
+    """
     if scaler is None:
         return None
     # Imported here, as the import loads all of FSDP.
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    return ShardedGradScaler(
+    class Scaler(ShardedGradScaler):
+        def unscale_(self, optimizer: Optimizer) -> None:
+            with shards_of(optimizer):
+                super().unscale_(optimizer)
+
+    return Scaler(
         device,
         init_scale=scaler._init_scale,
         growth_factor=scaler.get_growth_factor(),
@@ -262,12 +240,7 @@ def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     return sum_over_ranks(norms.square().sum()).sqrt()
 
 
-def convert(
-    plugin: Precision,
-    sum_over_ranks: SumOverRanks,
-    adopt_gradients: Callable[[], None],
-    unguard: Callable[[Optimizer], None],
-) -> Precision:
+def convert(plugin: Precision, sum_over_ranks: SumOverRanks, shards_of: ShardsOf) -> Precision:
     """Return the plugin for sharded gradients that replaces Lightning's ``plugin``.
 
     Raises:
@@ -275,16 +248,15 @@ def convert(
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
-    shared: dict[str, Any] = {
-        "sum_over_ranks": sum_over_ranks,
-        "adopt_gradients": adopt_gradients,
-        "unguard": unguard,
-    }
+    shared: dict[str, Any] = {"sum_over_ranks": sum_over_ranks, "shards_of": shards_of}
     if type(plugin) is Precision:
         return Zero3Precision(**shared)
     if type(plugin) is MixedPrecision:
         return Zero3MixedPrecision(
-            plugin.precision, plugin.device, _sharded_scaler(plugin.scaler, plugin.device), **shared
+            plugin.precision,
+            plugin.device,
+            _sharded_scaler(plugin.scaler, plugin.device, shards_of),
+            **shared,
         )
     if type(plugin) is HalfPrecision:
         return Zero3HalfPrecision(plugin.precision, **shared)

@@ -8,14 +8,14 @@ optimization, 1989.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
-from ..engine import Zero3Engine
-from .substituted_step import Substitution
+from ..engine import Entry, StandIns, Zero3Engine
 
 _REDUCTIONS = {"dot": "sum", "sum": "sum", "max": "max"}
 _ELEMENTWISE = frozenset(
@@ -23,34 +23,28 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class LongVector(Substitution):
-    """Lets an LBFGS optimizer step on whole flat tensors, with the same decisions on all ranks.
+class LongVector(StandIns):
+    """Lets an LBFGS optimizer step on shards, with the same decisions on all ranks.
 
     The optimizer gets the mean over ranks of a closure's loss: it compares losses, and stops by
     them.
     """
 
-    needs_early_tensors = True  # LBFGS looks for its history before it calls the closure
+    needed_before_closure = True  # LBFGS looks for its history before it calls the closure
 
-    def __init__(self, engine: Zero3Engine, index: int, optimizer: Any) -> None:  # LBFGS
-        super().__init__(engine, index, optimizer)
-        optimizer.state.clear()
-        self._flats = [flat for flat in engine.groups if flat.key.optimizer == index]
-        self._parameters = [nn.Parameter(flat.data) for flat in self._flats]
+    def __init__(self, engine: Zero3Engine, optimizer: Any) -> None:  # LBFGS
+        super().__init__(engine)
+        # a rank may own nothing of any parameter, and vectors need an element
+        self._tail = nn.Parameter(torch.zeros(1, device=engine.device))
         known = {"collectives": engine.collectives, "optimizer": type(optimizer).__name__}
         vector = type("DistributedVector", (DistributedVector,), known)
         # `torch.optim.LBFGS.step` makes all its vectors from what this method returns.
         gather = type(optimizer)._gather_flat_grad
         optimizer._gather_flat_grad = lambda: gather(optimizer).as_subclass(vector)
 
-    def load_tensors(self) -> list[list[nn.Parameter]]:
-        """See :meth:`Substitution.load_tensors`."""
-        for flat, parameter in zip(self._flats, self._parameters, strict=True):
-            parameter.grad = flat.grad if flat.shows_gradients else None
-        return [self._parameters]
-
-    def store_tensors(self) -> None:
-        """Do nothing: the optimizer has updated the flat tensors themselves."""
+    def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
+        """See :meth:`StandIns.of`; `torch.optim.LBFGS` has all in its only group."""
+        return [[*super().of(groups)[0], self._tail]]
 
     def convert_loss(self, value: Any) -> Any:
         """Return the mean of ``value`` over ranks; collective."""

@@ -9,131 +9,143 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Zero3Engine
-from ..engine.chunk import Chunk
-from ..engine.unit import Exchange, Unit
-from ..state_dicts.optimizer_state import clear_state
-from .substituted_step import Substitution
+from ..engine import Entry, StandIns, State, Unit, Zero3Engine
 
 
-class OwnedTensors(Substitution):
+class WholeParameters(StandIns):
     """Lets an optimizer step on whole parameters.
 
     Args:
-        engine: see :class:`~.substituted_step.Substitution`.
-        index: see there.
-        optimizer: see there.
-        state: the optimizer's first state, by parameter name; the state of parameters that other
-            ranks own is dropped.
+        engine: holds the shards.
+        optimizer: one of its optimizers.
     """
 
     # The parameters that this rank owns, by name; they have no elements between steps.
-    owned_parameters: dict[str, nn.Parameter]
+    owned: dict[str, nn.Parameter]
 
-    def __init__(
-        self,
-        engine: Zero3Engine,
-        index: int,
-        optimizer: Optimizer,
-        state: Mapping[str, dict[str, Any]] | None = None,
-    ) -> None:
-        super().__init__(engine, index, optimizer)
-        names = {name for names in engine.optimizer_names[index] for name in names}
-        entries = [entry for unit in engine.units for entry in unit.entries if entry.name in names]
+    def __init__(self, engine: Zero3Engine, optimizer: Optimizer) -> None:
+        super().__init__(engine)
+        self._optimizer = optimizer
+        # that the optimizer was given in this step, by name
+        self._gradients: dict[str, Tensor | None] = {}
+        entries = [entry for its in engine.steps[optimizer].entries() for entry in its]
+        self._names = {entry.name for entry in entries}
         owners = assign_owners(
             {entry.name: entry.size.numel() for entry in entries}, engine.collectives.world_size
         )
-        self._names = names
-        self.owned_parameters = {
+        self.owned = {
             entry.name: nn.Parameter(torch.empty(0, dtype=entry.dtype, device=engine.device))
             for entry in entries
             if owners[entry.name] == engine.collectives.rank
         }
-        self.set_state(state or {})
 
-    @property
-    def state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of the parameters that this rank owns, by name."""
-        return {
-            name: self.optimizer.state[p]
-            for name, p in self.owned_parameters.items()
-            if p in self.optimizer.state
-        }
+    def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
+        """See :meth:`StandIns.of`."""
+        return [[self.owned[e.name] for e in entries if e.name in self.owned] for entries in groups]
 
-    def set_state(self, state: Mapping[str, dict[str, Any]]) -> None:
-        """Replace the optimizer's state by this rank's part of a full one, by parameter name."""
-        clear_state(self.optimizer)
-        for name in self.owned_parameters.keys() & state.keys():
-            self.optimizer.state[self.owned_parameters[name]] = {
-                key: self._place_value(key, value) for key, value in state[name].items()
-            }
-
-    def _place_value(self, key: str, value: Any) -> Any:
-        # As `Optimizer._process_value_according_to_param_policy` of torch does it; no optimizer of
-        # torch that steps on whole tensors keeps counts on the device.
-        if not isinstance(value, Tensor):
-            return value
-        return value.clone() if key == "step" else value.clone().to(self.engine.device)
-
-    def load_tensors(self) -> list[list[nn.Parameter]]:
-        """See :meth:`Substitution.load_tensors`."""
+    def load(self, groups: Sequence[Sequence[Entry]]) -> None:
+        """See :meth:`StandIns.load`."""
         for unit in self._own_units():
             values, grads = unit.values(), unit.gradients()
             for entry in unit.entries:
-                if entry.name in self.owned_parameters:
-                    p = self.owned_parameters[entry.name]
+                if (p := self.owned.get(entry.name)) is not None:
                     # attributes of the user's own, which the optimizer may look for
                     vars(p).update(vars(entry.parameter))
                     p.data = values[entry.name].clone()
-                    p.grad = (
-                        grads[entry.name].clone()
-                        if self.engine.gradients.has_gradient(entry)
-                        else None
-                    )
-        return [
-            [self.owned_parameters[n] for n in names if n in self.owned_parameters]
-            for names in self.engine.optimizer_names[self.index]
-        ]
+                    has_gradient = self.engine.gradients.has_gradient(entry)
+                    p.grad = grads[entry.name].clone() if has_gradient else None
+                    self._gradients[entry.name] = p.grad
 
-    def store_tensors(self) -> None:
-        """See :meth:`Substitution.store_tensors`."""
-        for unit in self._own_units():
-            for chunk in unit.chunks:
-                if self._names.intersection(entry.name for entry in chunk.entries):
-                    self._scatter_chunk(unit, chunk)
-        for p in self.owned_parameters.values():
-            p.data, p.grad = p.data.new_empty(0), None
+    def store(self, groups: Sequence[Sequence[Entry]]) -> None:
+        """See :meth:`StandIns.store`.
 
-    def _scatter_chunk(self, unit: Unit, chunk: Chunk) -> None:
-        """Reduce-scatter the parameters that each rank owns, with zeros in place of the others.
-
-        Only the first of several replicas sends its parameters; the others send zeros, as the sum
-        is over the replicas, too.
+        Reduce-scatters the parameters that each rank owns, with zeros in place of the others. Only
+        the first of several replicas sends its parameters, as the sum is over the replicas, too.
         """
         collectives = self.engine.collectives
         is_first_replica = collectives.global_rank < collectives.world_size
-        buffer = torch.zeros(
-            chunk.layout.numel, dtype=chunk.master_dtype, device=self.engine.device
-        )
-        for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
-            if entry.name in self.owned_parameters and is_first_replica:
-                view.copy_(self.owned_parameters[entry.name])
-        total = collectives.reduce_scatter(buffer, unit.labels[Exchange.REDUCE]).wait()
-        chunk.store_shard(
-            total, lambda group: group.data if group.key.optimizer == self.index else None
-        )
+        for unit in self._own_units():
+            for chunk in (chunk for chunk in unit.chunks if chunk.trained):
+                buffer = chunk.values.new_zeros(chunk.layout.numel)
+                for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
+                    if entry.name in self.owned and is_first_replica:
+                        view.copy_(self.owned[entry.name])
+                total = collectives.reduce_scatter(buffer, unit.reduce_label).wait()
+                for entry in chunk.entries:
+                    if entry.name in self._names:
+                        entry.part_of(chunk.values).copy_(entry.part_of(total))
+        self._note_changed([entry for entries in groups for entry in entries])
+        for p in self.owned.values():
+            p.data, p.grad = p.data.new_empty(0), None
+        self._gradients.clear()
+
+    def _note_changed(self, entries: Sequence[Entry]) -> None:
+        """Gradients that the optimizer has cleared are gone; what it made of others is not kept."""
+        gradients = self.engine.gradients
+        found = [
+            0
+            if given is None
+            else 2
+            if (now := self.owned[entry.name].grad) is None
+            else int(now is not given or given._version > 0)
+            for entry in entries
+            for given in [self._gradients.get(entry.name)]
+        ]
+        agreed = self.engine.collectives.agree(torch.tensor(found, device="cpu"))
+        for entry, change in zip(entries, agreed.tolist(), strict=True):
+            if change == 2:
+                gradients.clear(entry)
+            elif change:
+                name = type(self._optimizer).__name__
+                gradients.note_incomplete(entry, f"{name} changed gradients in its step")
 
     def _own_units(self) -> Iterator[Unit]:
         for unit in self.engine.units:
-            if self._names.intersection(entry.name for entry in unit.entries):
+            if self._names.intersection(entry.name for entry in unit.trained):
                 yield unit
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def named(self, state: Mapping[Any, State]) -> dict[str, State]:
+        """The state of the parameters that this rank owns, by name."""
+        return {name: state[p] for name, p in self.owned.items() if state.get(p)}
+
+    def load_state(self, state: dict[Any, State], by_name: Mapping[str, State]) -> None:
+        """Take this rank's part of a full state."""
+        for name in self.owned.keys() & by_name.keys():
+            state[self.owned[name]] = self._placed(by_name[name])
+
+    def names_with_state(self, state: Mapping[Any, State]) -> set[str]:
+        """See :meth:`StandIns.names_with_state`."""
+        return set().union(*self.engine.collectives.all_gather_object(set(self.named(state))))
+
+    def whole_state(self, entry: Entry, state: Mapping[Any, State]) -> State:
+        """See :meth:`StandIns.whole_state`."""
+        mine = state.get(self.owned[entry.name], {}) if entry.name in self.owned else {}
+        found = next(filter(None, self.engine.collectives.all_gather_object(dict(mine))), {})
+        return self._placed(found)
+
+    def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
+        """See :meth:`StandIns.cut_state`."""
+        if entry.name in self.owned:
+            state[self.owned[entry.name]] = self._placed(whole)
+
+    def _placed(self, state: State) -> State:
+        # As `Optimizer._process_value_according_to_param_policy` of torch does it; no optimizer of
+        # torch that steps on whole tensors keeps counts on the device.
+        return {
+            key: value.to("cpu" if key == "step" else self.engine.device, copy=True)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.items()
+        }
 
 
 def assign_owners(numels: Mapping[str, int], world_size: int) -> dict[str, int]:

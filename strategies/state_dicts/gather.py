@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from ..engine.unit import Unit
-from .slices import Flats, OwnedTensor, SlicedTensor, TensorDescription
+from .slices import SlicedTensor, TensorDescription
 
 T = TypeVar("T", bound=Tensor)
 
@@ -40,29 +38,18 @@ def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def gather_slices(tree: Any, rank: int, receive: Callable[[SlicedTensor, Tensor], Any]) -> None:
-    """Gather every slice in ``tree``, one unit at a time; collective.
+    """Gather every slice in ``tree``, one at a time; collective.
 
     Args:
         tree: has the same slices on all ranks, in the same order.
         rank: of this process; rank 0 gets the values.
         receive: called on rank 0 with each slice and its full value, which it must copy.
     """
-    batches: dict[Flats, dict[tuple[Unit, torch.dtype], list[SlicedTensor]]] = {}
     # a slice that stands at several places (tied parameters) is gathered once
     for tensor in {id(tensor): tensor for tensor in tensors_in(tree, SlicedTensor)}.values():
-        if isinstance(tensor, OwnedTensor):
-            value = tensor.broadcast_value()
-            if rank == 0:
-                receive(tensor, value)
-            continue
-        units = batches.setdefault(tensor.flats, {})
-        units.setdefault((tensor.place.unit, tensor.dtype), []).append(tensor)
-    for flats, units in batches.items():
-        for (unit, dtype), tensors in units.items():
-            values = unit.full(flats, dtype)
-            if rank == 0:
-                for tensor in tensors:
-                    receive(tensor, values[tensor.place.entry.name])
+        value = tensor.gather()
+        if rank == 0:
+            receive(tensor, value)
 
 
 def gather_on_rank_zero(tree: Any, rank: int) -> Any:

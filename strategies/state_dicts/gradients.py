@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ..engine import Zero3Engine, compare_notes
-from ..engine.shards import FlatGroup
 from .slices import Place, SavedTensor, SlicedTensor, places_by_name
 
 
@@ -19,7 +18,7 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
         DivergenceError: ranks assigned different gradients to a parameter, which the error names.
     """
     engine.adopt_gradients()
-    engine.gradients.require_complete(engine.groups)
+    engine.gradients.require_complete(engine.gradients.trained)
     compare_notes(engine.collectives, engine.gradients.assigned_sums())
     return {
         name: _slice_gradient(engine, place)
@@ -43,13 +42,11 @@ def load_gradients(
     reads = []
     for name, place in _trained_places(engine):
         if name in saved:
-            engine.gradients.mark_gradient(place.entry, True)
             value, target = saved[name], _slice_gradient(engine, place)
             if isinstance(value, SavedTensor):
                 reads.append((value, target))
             else:
                 target.fill(value)
-    engine.gradients.adopt()
     return reads
 
 
@@ -62,8 +59,4 @@ def _trained_places(engine: Zero3Engine) -> Iterator[tuple[str, Place]]:
 
 
 def _slice_gradient(engine: Zero3Engine, place: Place) -> SlicedTensor:
-    return place.slice_of(_flat_gradient, place.entry.dtype, engine.device)
-
-
-def _flat_gradient(group: FlatGroup) -> Tensor | None:
-    return group.grad
+    return SlicedTensor(place, engine.gradients.room_for(place.entry))

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..engine import Zero3Engine
-from ..engine.shards import FlatGroup
+from ..engine import Chunk, Zero3Engine
 from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
-from .slices import Flats, SavedTensor, SlicedTensor, places_by_name
+from .slices import SavedTensor, Shards, SlicedTensor, places_by_name
 
 
 class TensorSource(Protocol):
@@ -21,21 +20,21 @@ class TensorSource(Protocol):
         """Copy each saved tensor into the tensor or slice paired with it; collective."""
 
 
-def own_values(group: FlatGroup) -> Tensor:
-    """Return the flat shard of the module's own values."""
-    return group.data
+def own_values(chunk: Chunk) -> Tensor:
+    """Return the shard of the module's own values."""
+    return chunk.values
 
 
 def sliced_state_dict(
-    engine: Zero3Engine, module: nn.Module, flats: Flats = own_values
+    engine: Zero3Engine, module: nn.Module, shards: Shards = own_values
 ) -> dict[str, Any]:
     """Return ``module.state_dict()`` with a slice for each parameter; local.
 
     Args:
         engine: holds the parameters.
         module: the whole model.
-        flats: the flat shard of each group that the slices are views of; by default the module's
-            own values. Weight averages give theirs.
+        shards: the shard of each chunk that the slices are views of; by default the module's own
+            values. Weight averages give theirs.
     """
     place_of = {id(place.entry.parameter): place for place in places_by_name(engine).values()}
     slices: dict[int, Tensor] = {}  # by id of the parameter: tied parameters share a slice
@@ -46,7 +45,7 @@ def sliced_state_dict(
             size, dtype = place.entry.size, place.entry.dtype
             state[key] = slices.setdefault(
                 id(value),
-                place.slice_of(flats, dtype, engine.device)
+                SlicedTensor(place, place.entry.part_of(shards(place.entry.chunk)))
                 if size.numel()
                 # no rank has a part of a parameter without elements
                 else torch.empty(size, dtype=dtype),

@@ -12,6 +12,8 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
+from ..engine import OptimizerStep
+
 NO_STATES = (
     "it has no optimizer states: those of the last `fit` are gone, as they are when a `validate`,"
     " `test` or `predict` begins, or spawned processes have ended, so no `fit` can go on from this"
@@ -32,13 +34,15 @@ def run_hooks(optimizer: Optimizer, kind: str, *state: dict[str, Any]) -> Any:
     return state[0] if state else None
 
 
-def finish_loading(optimizer: Optimizer) -> None:
+def finish_loading(step: OptimizerStep) -> None:
     """Run ``__setstate__`` and the hooks after loading, as ``Optimizer.load_state_dict`` does.
 
     To be called when all values have been read: this code may change them.
     """
-    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-    run_hooks(optimizer, "load_state_dict_post")
+    optimizer = step.optimizer
+    with step.stand_ins_there():
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        run_hooks(optimizer, "load_state_dict_post")
 
 
 def remarks_on_methods(optimizer: Optimizer) -> list[str]:

@@ -10,18 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..engine import Zero3Engine
-from ..engine.layout import Span
-from ..engine.shards import Entry, FlatGroup
-from ..engine.unit import Unit
+from ..engine import Chunk, Entry, Unit, Zero3Engine
 from .boxes import Box, cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-# returns a flat tensor laid out like the group's values, or None for all zeros
-Flats = Callable[[FlatGroup], Tensor | None]
+Shards = Callable[[Chunk], Tensor]  # returns what is laid out like the chunk's values
 # Methods of torch.Tensor that do not read values.
 _METADATA_METHODS = frozenset(
     "__get__ size dim numel element_size is_floating_point is_complex __hash__ __len__".split()
@@ -68,8 +64,8 @@ class SlicedTensor(TensorDescription):
     """
 
     place: Place
-    flats: Flats
-    parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> view of this rank's memory
+    part: Tensor  # this rank's elements, in the parameter's memory order
+    parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> view of ``part``
 
     @property
     def label(self) -> str:
@@ -77,13 +73,19 @@ class SlicedTensor(TensorDescription):
         return self.place.entry.name
 
     @staticmethod
-    def __new__(
-        cls, place: Place, flats: Flats, dtype: torch.dtype, device: torch.device, parts: dict
-    ) -> SlicedTensor:
+    def __new__(cls, place: Place, part: Tensor) -> SlicedTensor:
         """Make a tensor shaped like the parameter in ``place``."""
-        tensor = Tensor._make_wrapper_subclass(cls, place.entry.size, dtype=dtype, device=device)
-        tensor.place, tensor.flats, tensor.parts = place, flats, parts
+        entry = place.entry
+        tensor = Tensor._make_wrapper_subclass(
+            cls, entry.size, dtype=part.dtype, device=part.device
+        )
+        tensor.place, tensor.part = place, part
+        tensor.parts = {} if entry.span is None else dict(_cut_views(part, entry))
         return tensor
+
+    def gather(self) -> Tensor:
+        """Return the full tensor on all ranks, in memory of its own; collective."""
+        return self.place.unit.whole(self.place.entry, self.part)
 
     def fill(self, whole: Tensor) -> None:
         """Copy this rank's parts out of a full tensor."""
@@ -94,12 +96,7 @@ class SlicedTensor(TensorDescription):
 
     def copy_to_cpu(self) -> SlicedTensor:
         """Return a slice whose parts are copies of this rank's parts in CPU memory."""
-        parts = {offsets: part.to("cpu", copy=True) for offsets, part in self.parts.items()}
-        tensor = Tensor._make_wrapper_subclass(
-            SlicedTensor, self.size(), dtype=self.dtype, device=torch.device("cpu")
-        )
-        tensor.place, tensor.flats, tensor.parts = self.place, _refuse_to_gather, parts
-        return tensor
+        return SlicedTensor(self.place, self.part.to("cpu", copy=True))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Describe each part that this rank writes, for the planner of a save."""
@@ -181,12 +178,11 @@ class OwnedTensor(SlicedTensor):
         """Make state of the parameter in ``place``; only the owner gives a ``value``."""
         tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=engine.device)
         tensor.engine, tensor.place, tensor.owner = engine, place, owner
-        tensor.flats = _refuse_to_gather
         tensor.parts = {} if value is None else {torch.Size([0] * len(size)): value}
         return tensor
 
-    def broadcast_value(self) -> Tensor:
-        """Return the owner's value on all ranks; collective."""
+    def gather(self) -> Tensor:
+        """See :meth:`SlicedTensor.gather`."""
         parts = list(self.parts.values())
         value = (
             parts[0].contiguous().clone()
@@ -231,45 +227,17 @@ class Place:
     unit: Unit
     entry: Entry
 
-    def slice_of(self, flats: Flats, dtype: torch.dtype, device: torch.device) -> SlicedTensor:
-        """Return a slice of the parameter's shape, with views of the group's flat tensor.
 
-        Args:
-            flats: returns the flat tensor of the parameter's group.
-            dtype: of that flat tensor; ranks that own no part must give the same.
-            device: of that flat tensor.
-        """
-        part = self.entry.part
-        parts = (
-            {}
-            if part is None or (flat := flats(self.entry.group)) is None
-            else dict(_cut_views(part.of(flat), self.entry, part.span))
-        )
-        return SlicedTensor(self, flats, dtype, device, parts)
-
-    def slice_within(self, segment: Tensor, begin: int) -> SlicedTensor:
-        """Return a slice with views of ``segment``, the group's elements from ``begin`` on."""
-        part = self.entry.part
-        assert part is not None
-        flat = segment[part.start - begin : part.stop - begin]
-        parts = dict(_cut_views(flat, self.entry, part.span))
-        return SlicedTensor(self, _refuse_to_gather, segment.dtype, segment.device, parts)
-
-
-def _refuse_to_gather(group: FlatGroup) -> Tensor | None:
-    raise AssertionError("a slice that is only read from a checkpoint is never gathered")
-
-
-def _cut_views(flat: Tensor, entry: Entry, span: Span) -> Iterator[tuple[torch.Size, Tensor]]:
-    """Yield (offsets, view of ``flat``) of each box of ``span``.
-
-    ``flat`` [elements of ``span``] is in the parameter's memory order.
-    """
+def _cut_views(part: Tensor, entry: Entry) -> Iterator[tuple[torch.Size, Tensor]]:
+    """Yield (offsets, view of ``part``) of each box of what this rank has of a parameter."""
+    assert entry.span is not None
     order = memory_order(entry.stride)
     # permutation from memory order to the user's dimensions
     back = sorted(range(len(order)), key=lambda k: order[k])
-    for box in cut_into_boxes([entry.size[dim] for dim in order], span.start, span.stop):
-        yield torch.Size(box.offsets[k] for k in back), _view_box(flat, box).permute(back)
+    for box in cut_into_boxes(
+        [entry.size[dim] for dim in order], entry.span.start, entry.span.stop
+    ):
+        yield torch.Size(box.offsets[k] for k in back), _view_box(part, box).permute(back)
 
 
 def _view_box(flat: Tensor, box: Box) -> Tensor:

@@ -581,7 +581,6 @@ class ClippedInParamGroups(Case):
     """`clip_grad_norm_` on the tensors of `optimizer.param_groups`"""
 
     pitfalls = (18,)
-    refused = refused_on_one = "hold flat shards.*clip_grad_norm_.module.parameters"
 
     def between(self, run):
         nn.utils.clip_grad_norm_(run.optimizer.param_groups[0]["params"], 0.01)
@@ -592,11 +591,6 @@ class NormOfParamGroups(Case):
     """A norm of the values of the tensors of `optimizer.param_groups`, or of what is computed from
     them
     """
-
-    refused = refused_on_one = (
-        "`norm` would be of the values of parameters 'stem.weight' .*holds a shard"
-        " of.*strategy.gathered"
-    )
 
     def between(self, run):
         tensors = run.optimizer.param_groups[0]["params"]

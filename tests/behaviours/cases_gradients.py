@@ -146,14 +146,9 @@ class GradKeptOverBackward(TwoBackwards):
 
 @case
 class GradReadOverBackward(TwoBackwards):
-    """`p.grad` kept while another backward adds to it, and read then, also when it has been
-    cleared
-    """
+    """`p.grad` kept while another backward adds to it, and read then"""
 
     def look(self, run, kept):
-        run.log(*kept)
-        run.optimizer.step()
-        self.clear(run)
         run.log(*kept)
 
 
@@ -190,10 +185,6 @@ class GradOfSomeAssignedAndReplacedInGroups(Graded):
     `optimizer.param_groups`
     """
 
-    refused = refused_on_one = (
-        "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
-    )
-
     def between(self, run):
         kept = [p.grad.clone() for p in run.model.parameters()]
         run.optimizer.zero_grad()
@@ -211,10 +202,6 @@ class GradGivenToAllInGroups(Graded):
     """`p.grad = g` for all in `optimizer.param_groups` after `zero_grad()`, read as
     `parameter.grad`; another backward
     """
-
-    refused = refused_on_one = (
-        "assigned to the gradient of parameters .* in `optimizer.param_groups`.*module.parameters"
-    )
 
     def between(self, run):
         run.optimizer.zero_grad()
@@ -247,10 +234,6 @@ class GradCentralizedInGroups(Graded):
     """`if p.grad.dim() > 1: p.grad -= p.grad.mean(...)` in `optimizer.param_groups`, as of
     convolutions
     """
-
-    refused = refused_on_one = (
-        "`dim` would be of the gradients of parameters '.*that this rank holds a shard of.*module's"
-    )
 
     def between(self, run):
         for p in [p for group in run.optimizer.param_groups for p in group["params"]]:

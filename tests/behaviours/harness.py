@@ -362,7 +362,6 @@ class Zero3Run(Run):
             return function(self.model)
 
     def backward(self) -> AbstractContextManager[None]:
-        self.param_groups.require_cleared(self.engine)
         return self.engine.backward()
 
     def gathered(self, what: Any, modify: bool = False) -> AbstractContextManager[None]:
@@ -370,29 +369,20 @@ class Zero3Run(Run):
 
         return gathered(what, modify)
 
-    def _full(self, flat: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for unit in self.engine.units:
-            found.update(unit.full(flat))
-        return found
-
     def _present(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: found[name] for name, _ in self.model.named_parameters() if name in found}
 
     def parameters(self) -> dict[str, Tensor]:
-        return self._present(self._full(lambda group: group.data))
+        units = self.engine.units
+        return self._present({name: v for unit in units for name, v in unit.values().items()})
 
     def gradients(self) -> dict[str, Tensor]:
-        def flat(group: Any) -> Tensor | None:
-            if group.grad is None:
-                return None
-            whole = torch.zeros_like(group.data)
-            for segment in group.segments:
-                if segment.parameter.grad is not None:
-                    segment.view(whole).copy_(segment.parameter.grad)
-            return whole
-
-        return self._present(self._full(flat))
+        has, engine = self.engine.gradients.has_gradient, self.engine
+        found = {name: v for unit in engine.units for name, v in unit.gradients().items()}
+        for entry in engine.entries.values():
+            if not (entry.trained and has(entry)):
+                found[entry.name] = torch.zeros_like(found[entry.name])
+        return self._present(found)
 
 
 class OnlyZero3(Exception):

@@ -24,7 +24,10 @@ from helpers.ranks import run_ranks
 MODULES = {**trainer_modules.MODULES, **OPTIMIZERS, **STATES}
 SHARING = {
     "Summarized",
-    "NormOfStateAddedUp",
+    "NormOfState",
+    "StateOfAParameter",
+    "StateOfAParameterOfASubclass",
+    "StateOfAParameterLoaded",
     "GradientNorms",
     "ClippedByNorm",
     "ManualAccumulation",

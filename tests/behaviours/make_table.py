@@ -169,14 +169,11 @@ a forward are refused.
 
 What zero3 is known not to see has no row, and numbers are other ones then without a word: writes to weights in their layer's
 forward past torch's counters (by an address, an array, an extension), without `debug=True`, and to buffers that are not
-persistent and floating; a tensor that was assigned to `p.grad`, kept, and read after clipping or another backward (in torch it is the gradient; here it is
-what it was); on one rank, values written to `optimizer.param_groups` between a forward and a backward that the strategy does not
-run; tensors of `optimizer.param_groups` that each rank scales by a number of its own; an optimizer's rule that begins later than step 30 and that no option tells of; until the next
-backward or step, which parameters of a flat tensor of `param_groups` have no gradient, after others' were assigned or theirs
-were cleared (`if p.grad is None:` passes them over), and that it is flat, where code asks for its shape (`if len(p.grad.shape)
-> 1:`); gradients that an optimizer keeps as its state without a copy (`state["previous"] = p.grad`), after one of a parameter
-was assigned or cleared and the others' were not; for a GradScaler, that what a division by gradients leaves where no parameter
-is (0/0) is none of them; and a `TorchDispatchMode` of the user's own, around a forward, that does not do what it is told.
+persistent and floating; a tensor that was assigned to `p.grad`, kept, and read after clipping or another backward (in torch it
+is the gradient; here it is what it was); an optimizer's rule that combines parameters, begins later than step 32, and of which
+no option tells when; hooks on an optimizer of the user's own whose `step` calls `super().step()`: torch calls them once more in
+there, where param groups hold what this rank steps on; and a `TorchDispatchMode` of the user's own, around a forward, that does
+not do what it is told.
 
 The section on Lightning's own features is of modules that the Trainer trains for three epochs: fsdp2 is
 `ModelParallelStrategy` there. They are compared, in losses and weights, with one process that trains on the joined batches, or

@@ -1,14 +1,12 @@
 """Rows of the matrix that must stay right, and rows that may go.
 
 A row is a name in `harness.CASES`, or that of a module in `in_the_trainer.MODULES`, whose row in
-docs/BEHAVIOURS.md, if it has one, is `FEATURES[kebab(name)]`. Every row stands in one of the three
+docs/BEHAVIOURS.md, if it has one, is `FEATURES[kebab(name)]`. Every row stands in one of the two
 lists once, in the order of the files.
 
 A row of `PROMISED` is right today, people write such programs, and they are right under ddp or,
 where ddp fails for a reason of its own, in one process of plain torch. Whoever changes the engine
 may change how such a row comes to be right, and never drops it.
-
-`WILL_BE_RIGHT` is refused today, and right when the optimizers' side is rebuilt.
 
 Rows of `NOT_PROMISED` may be dropped together with the mechanism that they are about. Where a
 reason begins with "Stays an error" such a program goes on to raise, and only what the error says
@@ -391,6 +389,37 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "gradients-never-cleared",
         "step-twice",
         "optimizer-state-reset",
+        "clipped-in-param-groups",
+        "norm-of-param-groups",
+        "grad-centralized-in-groups",
+        "NormsOfGroups",
+        "ElementsOfGroups",
+        "ListOfGradients",
+        "LossOfGroups",
+        "WeightsNormedAfterAStep",
+        "WeightsNormedAfterAWholeStep",
+        "GradientsNormedBeforeAStep",
+        "NormOfState",
+        "PlainScaler",
+        "StateOfAParameter",
+        "StateOfAParameterSet",
+        "StateOfAParameterTaken",
+        "StateOfACopiedOptimizer",
+        "PickledOptimizer",
+        "StateOfAParameterOfASubclass",
+        "StateOfAParameterLoaded",
+        "grad-of-some-assigned-and-replaced-in-groups",
+        "grad-given-to-all-in-groups",
+        "flat-tensors-clamped",
+        "flat-tensors-of-unused-clamped",
+        "DataOfGroupsSet",
+        "DataOfGroupsChanged",
+        "GradientsOfGroupsReplaced",
+        "GroupsMerged",
+        "StateMadeWhenAdded",
+        "StateOfRankZero",
+        "NormsLater",
+        "StateOfBeforeACut",
         "optimizer-state-copied",
     ),
     "Several optimizers": (
@@ -483,14 +512,6 @@ PROMISED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Refused today, and right when optimizers see one tensor per parameter: why -> the rows.
-WILL_BE_RIGHT: dict[str, tuple[str, ...]] = {
-    "Optimizers: whole parameters for what is not torch's own, and no cut tensors": (
-        "NormsLater",
-        "StateOfBeforeACut",
-    ),
-}
-
 # Everything else: why nobody needs it -> the rows.
 NOT_PROMISED: dict[str, tuple[str, ...]] = {
     "Stays an error: one rank does alone, or otherwise, what all must do alike.": (
@@ -508,7 +529,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "RatesOfEachRank",
         "BetasOfEachRank",
         "OptionOfEachRank",
-        "StateOfRankZero",
     ),
     "Stays an error: `gathered` changed without `modify=True`, or cast.": (
         "write-without-modify",
@@ -533,39 +553,14 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "BatchSizeFound",
         "SkippedSteps",
     ),
-    "Stays an error: tensors of `optimizer.param_groups` and of its state read as whole.": (
-        "clipped-in-param-groups",
-        "norm-of-param-groups",
-        "grad-centralized-in-groups",
-        "NormsOfGroups",
-        "ElementsOfGroups",
-        "ListOfGradients",
-        "LossOfGroups",
-        "WeightsNormedAfterAStep",
-        "WeightsNormedAfterAWholeStep",
-        "GradientsNormedBeforeAStep",
-        "GradientsNormedBeforeAWholeStep",
-        "NormOfState",
-    ),
     "Stays an error: an optimizer that combines parameters, or that nobody knows of.": (
         "optimizer-of-global-norms",
         "optimizer-of-finite-steps",
         "gradients-without-optimizer",
         "foreign-tensor",
         "SharpnessAware",
-        "PlainScaler",
         "OptimizerOfItsOwn",
         "OptimizerReplaced",
-    ),
-    "Stays an error: an optimizer's state by parameter, pickled, or of another optimizer.": (
-        "StateOfAParameter",
-        "StateOfAParameterSet",
-        "StateOfAParameterTaken",
-        "StateOfACopiedOptimizer",
-        "PickledOptimizer",
-        "StateOfWholeParameters",
-        "StateOfAParameterOfASubclass",
-        "StateOfAParameterLoaded",
     ),
     "Stays an error: a tensor that was assigned to `p.grad`, changed afterwards.": (
         "grads-in-one-buffer",
@@ -619,7 +614,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "optimizer-zeros-after-failed-backward",
         "module-zeros-after-failed-backward",
         "ManualAfterFailure",
-        "StepThatRaises",
     ),
     "Done in the middle of a backward, a closure or a window of micro-batches.": (
         "post-accumulate-hooks-accumulated",
@@ -634,20 +628,10 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
     "Weights written after their use, or kept over an optimizer's step.": ("kept-view-written",),
     "Tensors of `optimizer.param_groups` replaced, edited in a step, or looked at by place.": (
         "grad-assigned-and-scaled-in-groups",
-        "grad-of-some-assigned-and-replaced-in-groups",
-        "grad-given-to-all-in-groups",
-        "flat-tensors-clamped",
-        "flat-tensors-of-unused-clamped",
-        "DataOfGroupsSet",
-        "DataOfGroupsChanged",
-        "GradientsOfGroupsReplaced",
         "ByReplacingData",
         "ScaledAroundAWholeStep",
-        "FirstOfAGroup",
     ),
     "An optimizer's state made late, listed beside `state`, or unwrapped by the user.": (
-        "NormOfStateAddedUp",
-        "StateMadeWhenAdded",
         "WholeStateMadeWhenAdded",
         "StateInAList",
     ),
@@ -673,7 +657,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "function-keeping-others",
         "function-left-and-differentiated-twice",
         "function-keeping-views",
-        "GroupsMerged",
     ),
 }
 

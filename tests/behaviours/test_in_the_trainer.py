@@ -58,7 +58,6 @@ def marked(names):
 
 RIGHT = [name for name, cls in MODULES.items() if not cls.refused]
 REFUSED = [name for name, cls in MODULES.items() if cls.refused]
-REFUSED_BY_ONE = ["FirstOfAGroup", "StateOfRankZero"]  # what is wrong is wrong there alone
 
 
 def chosen(request, test):
@@ -110,13 +109,6 @@ def test_one_rank(name, alone):
 
 @pytest.mark.parametrize("name", marked(REFUSED))
 def test_refused(name):
-    """On each rank, with the same reason; or on one, whose end the watch of the other ends in, and
-    tells.
-    """
-    if name not in REFUSED_BY_ONE:
-        for told in run_ranks(refusal, 2, name, timeout=60):
-            assert re.search(MODULES[name].refused, told, re.DOTALL), told
-        return
-    with pytest.raises(AssertionError) as failure:
-        run_ranks(run_all, 2, [name], "zero3", timeout=60)
-    assert re.search(MODULES[name].refused, str(failure.value), re.DOTALL), failure.value
+    """On each rank, with the same reason."""
+    for told in run_ranks(refusal, 2, name, timeout=60):
+        assert re.search(MODULES[name].refused, told, re.DOTALL), told

@@ -69,7 +69,7 @@ def build(
 def micro_batch(model: nn.Module, engine: Any, rank: int, seed: int) -> None:
     """Forward and backward on numbers of this rank's own."""
     batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * seed + rank))
-    batch = batch.to(engine.device, engine.groups[0].data.dtype)
+    batch = batch.to(engine.device, engine.units[0].chunks[0].master_dtype)
     with engine.step():
         loss = model(batch).square().mean()
     with engine.backward():

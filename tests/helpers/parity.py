@@ -39,7 +39,7 @@ def sharded_gradients(module: pl.LightningModule) -> dict[str, Tensor]:
     found = {}
     for unit in module.trainer.strategy.engine.units:
         if unit.trained:
-            found.update(unit.full(lambda group: group.grad))
+            found.update(unit.gradients())
     return found
 
 

@@ -44,19 +44,19 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=35_204,
+        tokens=31_753,
     ),
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/engine",
-        tokens=8_136,
+        tokens=6_262,
     ),
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
-        "strategies/collectives strategies/engine strategies/state_dicts",
-        tokens=8_766,
+        "strategies/collectives strategies/engine",
+        tokens=4_775,
     ),
     Room(
         "strategies/launch",
@@ -78,14 +78,14 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=13_052,
+        tokens=13_071,
     ),
     Room(
         "strategies/numerics",
         "precision, and the first nan or inf",
         "strategies/support strategies/engine",
         _LIGHTNING,
-        tokens=4_713,
+        tokens=4_564,
     ),
     Room(
         "strategies/liveness",
@@ -106,7 +106,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_035,
+        tokens=2_937,
     ),
     Room(
         "strategies/zero3",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_523,
+        tokens=2_498,
     ),
     Room(
         "strategies",

@@ -19,20 +19,13 @@ WORLD_SIZES = range(1, 17)
 
 
 def chunks():
-    """Sizes around every border, and random ones; groups are runs of neighbours, and may be any
-    numbers.
-    """
-    cases = [([n], [0]) for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65)]
-    cases += [
-        ([a, b], [g, h])
-        for a, b in product((1, 3, 4, 16, 17), repeat=2)
-        for g, h in ((0, 0), (0, 1), (5, 2))
-    ]
+    """Sizes around every border, and random ones."""
+    cases = [[n] for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65)]
+    cases += [[a, b] for a, b in product((1, 3, 4, 16, 17), repeat=2)]
     generator = random.Random(0)
-    for _ in range(60):
-        numels = [generator.randint(1, 100) for _ in range(generator.randint(1, 8))]
-        borders = [generator.random() < 0.4 for _ in numels]
-        cases.append((numels, [sum(borders[: i + 1]) for i in range(len(numels))]))
+    cases += [
+        [generator.randint(1, 100) for _ in range(generator.randint(1, 8))] for _ in range(60)
+    ]
     return cases
 
 
@@ -47,8 +40,8 @@ def test_round_up():
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_chunk(world_size, itemsize):
     align = max(ALIGN_BYTES // itemsize, 1)
-    for numels, groups in chunks():
-        layout = ChunkLayout.build(numels, groups, world_size, itemsize)
+    for numels in chunks():
+        layout = ChunkLayout.build(numels, world_size, itemsize)
         # Who has each element of the chunk, said three times: by the offsets, the gaps and the
         # spans.
         owner = [None] * layout.numel
@@ -66,10 +59,10 @@ def test_chunk(world_size, itemsize):
         # rank.
         assert len(free) < align * (len(numels) + world_size)
         for rank in range(world_size):
-            check_rank(layout, numels, groups, rank, owner)
+            check_rank(layout, numels, rank, owner)
 
 
-def check_rank(layout, numels, groups, rank, owner):
+def check_rank(layout, numels, rank, owner):
     low = rank * layout.shard_numel
     held = [None] * layout.shard_numel  # (parameter, element) as the spans say
     for index in range(len(numels)):
@@ -84,24 +77,20 @@ def check_rank(layout, numels, groups, rank, owner):
             assert layout.offsets[index] + held[k][1] == low + k
     # Pieces cover the shard without holes, in order; every element is in the piece of its
     # parameter's group.
-    pieces = layout.pieces(rank)
-    assert [k for elements in pieces.values() for k in elements] == [*range(layout.shard_numel)]
-    for group, elements in pieces.items():
-        assert elements and all(held[k] is None or groups[held[k][0]] == group for k in elements)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_real_sizes_waste_below_a_thousandth(world_size):
     w = 512
     numels = [w, w, 3 * w * w, 3 * w, w * w, w, 4 * w * w, 4 * w, 4 * w * w, w]
-    layout = ChunkLayout.build(numels, [0] * len(numels), world_size, 2)
+    layout = ChunkLayout.build(numels, world_size, 2)
     assert sum(numels) <= layout.numel <= sum(numels) * 1.001
 
 
 def test_chunk_by_hand():
     # fp32: four elements are 16 bytes. Parameters of 5, 2 and 6 elements; the last two are of
     # another group.
-    layout = ChunkLayout.build([5, 2, 6], [0, 3, 3], 2, 4)
+    layout = ChunkLayout.build([5, 2, 6], 2, 4)
     assert layout.offsets == (0, 8, 12)
     # 18 elements in use, 9 a rank, rounded up
     assert (layout.shard_numel, layout.numel) == (
@@ -109,8 +98,6 @@ def test_chunk_by_hand():
         24,
     )
     assert layout.gaps() == [(5, 8), (10, 12), (18, 24)]
-    assert layout.pieces(0) == {0: range(8), 3: range(8, 12)}
-    assert layout.pieces(1) == {3: range(12)}
     assert [layout.span(i, 0) for i in range(3)] == [Span(0, 5, 0), Span(0, 2, 8), None]
     assert [layout.span(i, 1) for i in range(3)] == [None, None, Span(0, 6, 0)]
 

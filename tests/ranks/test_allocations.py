@@ -52,8 +52,7 @@ def clip(engine, optimizer):
 
     plugin = Zero3Precision(
         sum_over_ranks=engine.collectives.all_reduce,
-        adopt_gradients=engine.adopt_gradients,
-        unguard=lambda optimizer: engine.guard(optimizer, False),
+        shards_of=lambda optimizer: engine.steps[optimizer].shards(),
     )
     plugin.clip_gradients(optimizer, 0.1)
 
@@ -101,7 +100,7 @@ def memory_of_a_step(rank, world_size, lasting, device="cpu", blocks=BLOCKS):
                 engine.units[0].values()
             assert [
                 caller for nbytes, caller in allocations.found[len(found[name]) :] if nbytes >= 1024
-            ] == ["_gather"]
+            ] == ["full"]
     return found
 
 
@@ -112,15 +111,15 @@ def large(found):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_on_the_cpu_gradients_alone(world_size):
-    """Once for each group, when a loss begins to be differentiated: before it, when most memory is
-    in use, they are freed.
+    """Once for each unit, when its first gradients are reduced: before a loss is differentiated,
+    when most memory is in use, they are freed.
     """
     for found in run_ranks(memory_of_a_step, world_size, False, timeout=60):
         assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(
-            VARIANTS, Counter(["grad"])
+            VARIANTS, Counter(_accumulate=BLOCKS)
         )
-        (nbytes,) = (nbytes for nbytes, _ in found["plain"] if nbytes >= 1024)
-        assert nbytes == BLOCKS * UNIT_BYTES // world_size + 16  # and the tail of the group
+        nbytes = [nbytes for nbytes, _ in found["plain"] if nbytes >= 1024]
+        assert nbytes == [UNIT_BYTES // world_size] * BLOCKS
 
 
 def test_nothing_where_gradients_keep_their_memory():

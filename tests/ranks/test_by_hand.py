@@ -46,11 +46,11 @@ def train(rank, world_size):
             loss.backward()
         full = {}
         for unit in engine.units:
-            full.update(unit.full(lambda flat: flat.grad))
+            full.update(unit.gradients())
         optimizer.step()
         values = {}
         for unit in engine.units:
-            values.update(unit.full(lambda flat: flat.data))
+            values.update(unit.values())
         both = [
             full[k].flatten().tolist() + values[k].flatten().tolist()
             for k in ("0.weight", "1.weight")

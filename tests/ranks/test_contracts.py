@@ -312,7 +312,7 @@ def test_bytes_copied_in_a_step(world_size):
 
 
 CALLS = """
-import re, sys, torch, torch.distributed as dist
+import gc, re, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero3.strategies.collectives import make_collectives
@@ -367,6 +367,7 @@ def counts(layers, sharded):  # Python calls of a step, and lines that the engin
         nonlocal lines
         lines += event == "line"
         return trace if re.search("/strategies/engine/", frame.f_code.co_filename) else None
+    gc.collect()  # of the models before, whose tensors call back
     sys.setprofile(profile)
     step()
     sys.setprofile(None)
@@ -384,7 +385,7 @@ print(*(more[1] - less[1] for less, more in zip(ours, ours[1:])))
 
 # Python calls that a unit of nine parameters adds to a step, at most 150. FSDP2 adds 1223 in fp32
 # (torch 2.13).
-MOST_CALLS = {"fp32": 120, "a group each": 131, "bf16-mixed": 125}
+MOST_CALLS = {"fp32": 120, "a group each": 120, "bf16-mixed": 125}
 
 
 def python_calls(kind):

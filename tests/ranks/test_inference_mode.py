@@ -112,8 +112,9 @@ def test_exchanges():
 def allocated_in_inference_mode(rank, world_size):
     _, _, engine = build(rank, world_size)
     with torch.inference_mode():
-        tensors = [engine.groups[0].grad, engine.reducer._stream.room]
-        assert engine.groups[0].written_by_others == 0
+        gradients = engine.gradients.chunks[0].room_for_gradients()
+        tensors = [gradients, engine.reducer._stream.room]
+        assert gradients._version == 0
     return [tensor.is_inference() for tensor in tensors]
 
 

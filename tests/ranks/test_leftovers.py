@@ -63,7 +63,7 @@ def _gradients_after_an_exception(rank, world_size, explicit):
     model, optimizer, engine = _engine()
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
     _backward(engine, model, x, explicit)
-    expected = [group.grad.clone() for group in engine.groups]
+    expected = [chunk.gradients.clone() for chunk in engine.gradients.chunks]
     optimizer.zero_grad()
     model[1].raises = True
     with pytest.raises(ValueError, match="no gradient"):
@@ -71,9 +71,9 @@ def _gradients_after_an_exception(rank, world_size, explicit):
     model[1].raises = False
     optimizer.zero_grad()
     _backward(engine, model, x, explicit)
-    assert engine.groups[0].shows_gradients
-    for group, grad in zip(engine.groups, expected, strict=True):
-        torch.testing.assert_close(group.grad, grad, rtol=0, atol=0)
+    assert engine.gradients.any_shown()
+    for chunk, grad in zip(engine.gradients.chunks, expected, strict=True):
+        torch.testing.assert_close(chunk.gradients, grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -82,12 +82,13 @@ def test_gradients_of_a_backward_that_raised_are_gone(world_size, explicit):
     run_ranks(_gradients_after_an_exception, world_size, explicit)
 
 
-def _padding(engine, group):
-    """Which elements of a flat tensor [numel] are no parameter's."""
-    mask = torch.ones(group.numel, dtype=torch.bool)
-    for entry in group.owned:
-        entry.part.of(mask).fill_(False)
-    return mask
+def _padding(chunks):
+    """Which elements of all shards [numel] are no parameter's."""
+    masks = [torch.ones(chunk.values.numel(), dtype=torch.bool) for chunk in chunks]
+    for chunk, mask in zip(chunks, masks, strict=True):
+        for entry in chunk.entries:
+            entry.part_of(mask).fill_(False)
+    return torch.cat(masks)
 
 
 def _padding_after_nan(rank, world_size):
@@ -96,26 +97,32 @@ def _padding_after_nan(rank, world_size):
     model, optimizer, engine = _engine()
     clipping = Zero3Precision(
         sum_over_ranks=engine.collectives.all_reduce,
-        adopt_gradients=engine.adopt_gradients,
-        unguard=lambda optimizer: engine.guard(optimizer, False),
+        shards_of=lambda optimizer: engine.steps[optimizer].shards(),
     )
-    (group,) = engine.groups
-    padding = _padding(engine, group)
-    assert padding.any() and not group.data[padding].any()
+    chunks = engine.gradients.chunks
+    padding = _padding(chunks)
+
+    def values():
+        return torch.cat([chunk.values for chunk in chunks])
+
+    def gradients():
+        return torch.cat([chunk.gradients for chunk in chunks])
+
+    assert (padding.any() or rank < world_size - 1) and not values()[padding].any()
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
     _backward(engine, model, x, explicit=True)
-    expected = group.grad.clone()
+    expected = gradients()
     optimizer.zero_grad()
     _backward(engine, model, x if rank else x * torch.nan, explicit=True)
     clipping.clip_gradients(optimizer, 0.1)
     # all was scaled by NaN
-    assert group.grad[~padding].isnan().all() and not group.grad[padding].any()
+    assert gradients()[~padding].isnan().all() and not gradients()[padding].any()
     optimizer.zero_grad()  # the step is skipped, as a scaler would
     _backward(engine, model, x, explicit=True)
-    assert not group.grad[padding].any()
-    torch.testing.assert_close(group.grad, expected, rtol=0, atol=0)
+    assert not gradients()[padding].any()
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
     optimizer.step()
-    assert not group.data[padding].any()
+    assert not values()[padding].any()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -177,7 +184,8 @@ def _train_and_forget(rank, world_size):
     _backward(engine, model, torch.ones(2, 6), explicit=True)
     optimizer.step()
     references = [
-        weakref.ref(x) for x in (model, engine, engine.groups[0].data, next(model.parameters()))
+        weakref.ref(x)
+        for x in (model, engine, engine.gradients.chunks[0].values, next(model.parameters()))
     ]
     del model, optimizer, engine
     gc.collect()

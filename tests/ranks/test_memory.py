@@ -173,7 +173,7 @@ def check_state(found, world_size, mixed, ends=1):
             f"rank {rank} of {world_size}: {state} bytes, {ratio:.5f} of 16 * {sum(numels)} /"
             f" {world_size}; {scratch}"
         )
-        assert 1.0 <= ratio <= 1.001
+        assert 0.999 <= ratio <= 1.001  # optimizers keep nothing of padding
         if world_size == 1:  # parameters view their shards
             assert scratch["slots"] == 0
         else:  # neighbours: one in use, one unsharded ahead
@@ -232,7 +232,8 @@ def most_in_a_backward(rank, world_size, options):
     training = Training(rank, **options)
     for _ in range(2):
         training.step()
-    training.engine.gradients.give_back()  # as the backward would
+    for chunk in training.engine.gradients.chunks:
+        chunk.gradients = None  # as the backward would
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         training.backward()
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
@@ -257,4 +258,4 @@ def test_one_gradient_at_a_time(world_size):
     assert activations < 4 * min(p.numel() for p in model.parameters() if p.ndim > 1)
     for now, most in run_ranks(most_in_a_backward, world_size, {}, timeout=60):
         assert 1.0 <= now / shards <= 1.001 + activations / shards
-        assert shards + largest <= most <= 1.001 * shards + largest + activations
+        assert max(shards, largest) <= most <= 1.001 * shards + largest + activations

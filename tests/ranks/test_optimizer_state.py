@@ -14,7 +14,6 @@ from lightning_zero3.strategies.state_dicts.gather import gather_on_rank_zero
 from lightning_zero3.strategies.state_dicts.optimizer_state import (
     load_optimizer_state,
     sliced_optimizer_state,
-    take_over_state,
 )
 
 
@@ -49,20 +48,26 @@ def _step(model, optimizer, engine):
     optimizer.zero_grad()
 
 
+def _values(one, other):
+    """Pairs of the shards of two engines."""
+    found = [[c.values for unit in e.units for c in unit.chunks] for e in (one, other)]
+    return zip(*found, strict=True)
+
+
 def _resume(rank, world_size):
     model, optimizer, engine = _engine()
     _step(model, optimizer, engine)
-    whole = gather_on_rank_zero(sliced_optimizer_state(engine, 0, optimizer), rank)
+    whole = gather_on_rank_zero(sliced_optimizer_state(engine.steps[optimizer]), rank)
     [saved] = [state for state in engine.collectives.all_gather_object(whole) if state]
     again, resumed, other = _engine()
-    for mine, theirs in zip(other.groups, engine.groups, strict=True):
-        mine.data.copy_(theirs.data)
+    for mine, theirs in _values(other, engine):
+        mine.copy_(theirs)
     other.weights_changed()
-    load_optimizer_state(other, 0, resumed, saved)
+    load_optimizer_state(other.steps[resumed], saved, 0)
     _step(model, optimizer, engine)
     _step(again, resumed, other)
-    for mine, theirs in zip(other.groups, engine.groups, strict=True):
-        assert torch.equal(mine.data, theirs.data)
+    for mine, theirs in _values(other, engine):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -73,10 +78,10 @@ def test_a_model_of_two_dtypes_resumes(world_size):
 def _take_over(rank, world_size):
     model, optimizer, engine = _engine()
     masters = {name: torch.full(p.shape, 1 + 2.0**-12) for name, p in model.named_parameters()}
-    take_over_state(
-        engine, 0, optimizer, {name: {"master": master} for name, master in masters.items()}
-    )
-    whole = gather_on_rank_zero(sliced_optimizer_state(engine, 0, optimizer), rank)
+    for name, p in model.named_parameters():
+        optimizer.state[p] = {"master": masters[name]}
+    engine.steps[optimizer].take_state()
+    whole = gather_on_rank_zero(sliced_optimizer_state(engine.steps[optimizer]), rank)
     for name, state in whole["state"].items() if whole else ():
         assert state["master"].dtype == torch.float32 and torch.equal(
             state["master"], masters[name]

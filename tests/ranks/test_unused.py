@@ -150,7 +150,7 @@ def train(rank, world_size, scenario, optimizer_name):
         optimizer.zero_grad()
     values = {}
     for unit in engine.units:
-        values.update(unit.full(lambda flat: flat.data))
+        values.update(unit.values())
     return losses, values
 
 

@@ -177,11 +177,7 @@ def train(rank, world_size, modes, debug):
                 read = model[0][0].weight.sum().item()  # a read outside its unit
             with engine.backward():
                 loss.backward()
-            grads = {
-                n: g.clone()
-                for u in engine.units
-                for n, g in u.full(lambda group: group.grad).items()
-            }
+            grads = {n: g.clone() for u in engine.units for n, g in u.gradients().items()}
             optimizer.step()
             steps.append(
                 (grads, {n: v.clone() for u in engine.units for n, v in u.values().items()}, read)

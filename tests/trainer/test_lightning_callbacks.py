@@ -91,7 +91,7 @@ def fit_all(rank, world_size, strategy, folder, read=None, kinds=KINDS, val_batc
         average = getattr(runner.callbacks[0], "_average_model", None)
         if strategy == "zero3" and average is not None:
             assert sum(p.numel() for p in average.parameters()) == sum(
-                g.numel for g in runner.strategy.engine.groups
+                c.values.numel() for u in runner.strategy.engine.units for c in u.chunks
             )
         state = full_state(runner)
         found[kind] = module.losses, {k: v.clone() for k, v in state.items()}

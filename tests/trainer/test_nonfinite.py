@@ -370,12 +370,13 @@ class Stopped(Model):
 
 
 def left(module, engine):
-    groups = [
-        (group.data.clone(), group.grad.clone() if group.trained else None)
-        for group in engine.groups
+    chunks = [
+        (c.values.clone(), c.gradients.clone() if c.has_sums else None)
+        for unit in engine.units
+        for c in unit.chunks
     ]
     logged = {name: metric._update_count for name, metric in module.trainer._results.items()}
-    return groups, [module.written.item(), module.assigned.item()], logged
+    return chunks, [module.written.item(), module.assigned.item()], logged
 
 
 class Leaves(pl.Callback):
@@ -501,11 +502,11 @@ def count_both(rank, world_size):
     with Operations() as agreement:
         int(engine.collectives.agree(torch.tensor([0])))
     assert not counts[0] - counts[1]
-    return counts[1] - counts[0] - agreement.found, sum(group.trained for group in engine.groups)
+    return counts[1] - counts[0] - agreement.found, len(engine.gradients.chunks)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_loss_and_each_group_cost_one_operation(world_size):
-    for added, groups in run_ranks(count_both, world_size, timeout=100):
-        assert groups == 2
-        assert added == {"aten.aminmax.out": groups + 1, "aten.stack.default": 1}
+def test_the_loss_and_each_chunk_cost_one_operation(world_size):
+    for added, chunks in run_ranks(count_both, world_size, timeout=100):
+        assert chunks == 7
+        assert added == {"aten.aminmax.out": chunks + 1, "aten.stack.default": 1}

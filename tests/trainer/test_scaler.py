@@ -40,11 +40,9 @@ class Model(pl.LightningModule):
 
     def on_after_backward(self):
         self.scaled = self.net.weight.grad.clone()
-        grads = [
-            p.grad for group in self.trainer.optimizers[0].param_groups for p in group["params"]
-        ]
-        # of the shards
-        self.infinite = any(bool(torch.isinf(g.as_subclass(torch.Tensor)).any()) for g in grads)
+        step = self.trainer.strategy.engine.steps[self.trainer.optimizers[0]]
+        with step.shards() as grads:
+            self.infinite = any(bool(torch.isinf(grad).any()) for grad in grads)
         if self.infinite:
             self.found_at = len(self.rates) - 1
 

@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.collectives import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
-from lightning_zero3.strategies.optimizers.whole_parameters import OwnedTensors, assign_owners
+from lightning_zero3.strategies.optimizers.whole_parameters import WholeParameters, assign_owners
 
 
 class ByAdafactor(Lit):
@@ -45,7 +45,8 @@ def fit(rank, world_size, strategy, folder, read=None):
         plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True
     )
     runner.fit(module, ckpt_path=read)
-    state = runner.optimizers[0].state
+    optimizer = runner.optimizers[0]
+    state = optimizer.state if strategy == "auto" else runner.strategy.engine.states(optimizer)
     elements = sum(
         v.numel()
         for values in state.values()
@@ -134,7 +135,7 @@ def count_exchanges(rank, world_size):
     cpu = torch.device("cpu")
     collectives = make_collectives(torch.distributed.group.WORLD, cpu)
     engine = Zero3Engine(model, [optimizer], device=cpu, collectives=collectives)
-    OwnedTensors(engine, 0, optimizer)
+    engine.steps[optimizer].stand_ins = WholeParameters(engine, optimizer)
     with engine.step():
         loss = model(torch.ones(2, 16)).sum()
     with engine.backward():

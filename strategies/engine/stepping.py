@@ -1,0 +1,404 @@
+"""An optimizer's step: what stands in its param groups for the parameters, and its state.
+
+Between steps the groups hold the module's own parameters, and ``optimizer.state`` is of these. In a
+step they hold what the optimizer can step on, usually this rank's shards::
+
+    group["params"]     w0, w1 (sharded)  -> step: w0's part, w1's part [elements] ->  w0, w1
+    optimizer.state     {w0: whole, ...}  -> step: {w0's part: its part, ...}      ->  {w0: whole}
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..collectives import LocalCollectives
+from ..support import profile_range
+from .chunk import Entry
+from .gradients import Gradients
+from .sharded import describe, is_sharded
+from .unit import Unit
+
+State = dict[str, Any]  # an optimizer's, of one parameter
+
+_STEPPING: WeakSet[Optimizer] = WeakSet()  # optimizers that an engine steps, or has stepped
+# What torch's elementwise optimizers keep one number of for a parameter.
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+class Engine(Protocol):
+    """The engine, as seen from here."""
+
+    units: list[Unit]
+    entries: dict[int, Entry]  # by the `id` of the parameter
+    trained_ids: set[int]  # of the parameters that an optimizer has
+    gradients: Gradients
+    collectives: LocalCollectives
+    device: torch.device
+
+    def begin_step(self, step: OptimizerStep) -> None:
+        """An optimizer's own step begins, perhaps with a closure."""
+
+    def adopt_gradients(self) -> None:
+        """Gradients that are held reach the optimizers; collective if there are any."""
+
+    def weights_changed(self, changed: Iterable[Entry]) -> None:
+        """Shards were written."""
+
+
+class StandIns:
+    """What an optimizer steps on in the place of parameters: this rank's shards of them.
+
+    Right for optimizers that update each element by itself; others have classes of their own.
+    """
+
+    # whether the optimizer needs them before its closure has made gradients, too
+    needed_before_closure = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
+        """What stands for the parameters of each group."""
+        return [[entry.shard for entry in entries] for entries in groups]
+
+    def load(self, groups: Sequence[Sequence[Entry]]) -> None:
+        """Give the stand-ins their values and gradients; collective."""
+        for entries in groups:
+            for entry, grad in zip(entries, self.engine.gradients.shards(entries), strict=True):
+                entry.shard.grad = grad
+
+    def store(self, groups: Sequence[Sequence[Entry]]) -> None:
+        """The optimizer has stepped: the values become the module's; collective.
+
+        So do gradients that it has cleared.
+        """
+        gradients = self.engine.gradients
+        for entries in groups:
+            for entry in entries:
+                if entry.shard.grad is None and gradients.has_gradient(entry):
+                    gradients.clear(entry)
+                entry.shard.grad = None
+
+    def convert_loss(self, value: Any) -> Any:
+        """What the optimizer gets for the ``value`` of its closure; collective."""
+        return value
+
+    def names_with_state(self, state: dict[Any, State]) -> set[str]:
+        """Of which parameters the optimizer has ``state``; collective."""
+        return {entry.name for entry in self.engine.entries.values() if state.get(entry.shard)}
+
+    def whole_state(self, entry: Entry, state: dict[Any, State]) -> State:
+        """The state of ``entry``, tensors of its shape in memory of their own; collective."""
+        unit = self.engine.units[entry.unit]
+        return {
+            key: unit.whole(entry, value)
+            if isinstance(value, Tensor) and value.dim() == 1
+            else value.clone()
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.get(entry.shard, {}).items()
+        }
+
+    def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
+        """Keep this rank's part of the ``whole`` state of ``entry``; local."""
+        device = entry.shard.device
+        state[entry.shard] = {
+            key: entry.cut(value.to(device)).clone() if is_elementwise(key, value, entry) else value
+            for key, value in whole.items()
+        }
+
+
+def is_elementwise(key: str, value: Any, entry: Entry) -> bool:
+    """Whether the state ``value`` of torch's optimizers has a number for each element."""
+    return isinstance(value, Tensor) and key not in SCALARS and value.shape == entry.size
+
+
+class WholeState(MutableMapping):
+    """``optimizer.state`` between steps: by parameter of the module, and whole; collective to read.
+
+    What was read or set is cut into shards when the optimizer steps next.
+    """
+
+    def __init__(self, step: OptimizerStep) -> None:
+        self._step = step
+        self.given: dict[Any, State] = {}  # parameter -> state that users have, or gave
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, Tensor):
+            return self._step.state[key]
+        if key not in self.given:
+            entry, state = self._step.entry_of(key), self._step.state
+            self.given[key] = (
+                {} if entry is None else self._step.stand_ins.whole_state(entry, state)
+            )
+        return self.given[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        (self.given if isinstance(key, Tensor) else self._step.state)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if isinstance(key, Tensor):
+            self.given[key] = {}
+        else:
+            del self._step.state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        step = self._step
+        known = step.stand_ins.names_with_state(step.state)
+        for p in [p for group in step.optimizer.param_groups for p in group["params"]]:
+            entry = step.entry_of(p)
+            if self.given[p] if p in self.given else entry is not None and entry.name in known:
+                yield p
+        yield from [key for key in step.state if not isinstance(key, Tensor)]
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, key: Any) -> bool:
+        return (
+            any(key is each for each in self)
+            if isinstance(key, Tensor)
+            else key in self._step.state
+        )
+
+    def clear(self) -> None:
+        """All parameters begin anew; local."""
+        self.given.clear()
+        self._step.state.clear()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self))
+
+    def cut(self) -> None:
+        """Give what users have read or set to the stand-ins; local."""
+        given, self.given = self.given, {}
+        for key, whole in given.items():
+            entry = self._step.entry_of(key)
+            if entry is None:
+                self.given[key] = whole  # of a parameter that is not sharded for it yet
+            else:
+                self._step.stand_ins.cut_state(entry, whole, self._step.state)
+
+
+class OptimizerStep:
+    """Puts stand-ins into an optimizer's groups for the time of a step.
+
+    While its closure runs the model, the groups hold the module's parameters.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self.engine, self.optimizer = engine, optimizer
+        self.stand_ins = StandIns(engine)
+        # By stand-in. The optimizer's own dict, which others may share that it wraps.
+        self.state: dict[Any, State] = optimizer.state
+        self._parameters: list[list[nn.Parameter]] = []  # of each group, while others are there
+        self._groups: list[list[Entry]] = []  # the same
+        self._nested = 0  # calls of `super().step()` within `step()`, which have hooks too
+        self._left: Any = None  # the state that the optimizer has when it was let go
+        self.whole = WholeState(self)
+        if optimizer in _STEPPING:
+            raise ValueError(
+                f"This {type(optimizer).__name__} has stepped on shards in an earlier run: make"
+                " another one in `configure_optimizers`."
+            )
+        _STEPPING.add(optimizer)
+        for key in [key for key in self.state if isinstance(key, Tensor)]:
+            self.whole.given[key] = self.state.pop(key)
+        optimizer.state = self.whole  # type: ignore[assignment]
+        # All other hooks run before the first one, and after the second: users see groups as they
+        # are between steps.
+        self._first = optimizer.register_step_pre_hook(self._before)
+        self._last = optimizer.register_step_post_hook(self._after)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._last.id, last=False)
+
+    def close(self) -> None:
+        """Let go of the optimizer, which keeps the state that belongs to no parameter, or to new
+        ones. Another engine may not step it, unless it :meth:`is handed over <hand_over>`.
+        """
+        if self._left is not None:
+            return
+        self.abandon()
+        self.take_state()
+        self._first.remove()
+        self._last.remove()
+        shared, self.state = self.state, {**self.state}
+        for key in [key for key in shared if isinstance(key, Tensor)]:
+            del shared[key]
+        shared.update(self.whole.given)
+        self.optimizer.state = self._left = shared  # type: ignore[assignment]
+
+    def hand_over(self) -> None:
+        """:meth:`close`; another engine takes the optimizer over."""
+        self.close()
+        _STEPPING.discard(self.optimizer)
+
+    def entry_of(self, key: Any) -> Entry | None:
+        """The parameter ``key``, if it is sharded for an optimizer."""
+        entry = self.engine.entries.get(id(key)) if isinstance(key, Tensor) else None
+        return entry if entry is not None and entry.trained else None
+
+    def entries(self) -> list[list[Entry]]:
+        """The parameters of each group.
+
+        Raises:
+            ValueError: one was added too late.
+        """
+        if self._groups:
+            return self._groups
+        found: list[list[Entry]] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            found.append([])
+            for p in group["params"]:
+                entry = self.entry_of(p)
+                if entry is None and id(p) in self.engine.trained_ids:
+                    continue  # an integer, which has no gradient
+                if entry is None:
+                    name = describe(p) if is_sharded(p) else tuple(p.shape)
+                    raise ValueError(
+                        f"Param group {index} of {type(self.optimizer).__name__} (parameter"
+                        f" {name} and others) was added after the last `training_step` began, and"
+                        " its gradients were not kept. Add it between steps (in"
+                        " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
+                        " after the next one."
+                    )
+                found[-1].append(entry)
+        return found
+
+    def keep_last(self) -> None:
+        """Let hooks of users that were registered since run before ours; and end a step that
+        failed.
+        """
+        hooks = self.optimizer._optimizer_step_pre_hooks
+        if self._first.id in hooks:
+            hooks.move_to_end(self._first.id)
+        self.abandon()
+
+    def names(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        return [[entry.name for entry in entries] for entries in self.entries()]
+
+    def shared(self) -> dict[Any, Any]:
+        """The state that belongs to no parameter, such as one step counter for all."""
+        return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+
+    @torch.no_grad()
+    def insert(self, steps: bool = True) -> None:
+        """Put the stand-ins into the groups, unless they are there; collective.
+
+        ``steps``: the optimizer steps with the gradients as they are now.
+        """
+        groups = self.entries()
+        self.engine.adopt_gradients()
+        if steps:
+            self.engine.gradients.begin_step(type(self.optimizer).__name__, groups)
+        if not self._parameters:
+            self.stand_ins.load(groups)
+            self._swap(groups)
+
+    def _swap(self, groups: list[list[Entry]]) -> None:
+        self.take_state()
+        self._groups = groups
+        for group, its in zip(self.optimizer.param_groups, self.stand_ins.of(groups), strict=True):
+            self._parameters.append(group["params"][:])
+            group["params"][:] = its
+        self.optimizer.state = self.state  # type: ignore[assignment]
+
+    def take_state(self) -> None:
+        """What users have set in `optimizer.state`, or put in its place, becomes known; local."""
+        if self._left is not None:
+            return
+        if (given := self.optimizer.state) is not self.whole and not self._parameters:
+            self.whole.clear()
+            self.whole.update(given)
+        self.whole.cut()
+
+    def _swap_back(self) -> list[list[Entry]]:
+        for group, its in zip(self.optimizer.param_groups, self._parameters, strict=True):
+            group["params"][:] = its
+        self.state, self.optimizer.state = self.optimizer.state, self.whole  # type: ignore
+        self._parameters, groups, self._groups = [], self._groups, []
+        return groups
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The optimizer has stepped: put the parameters back, with its values; collective."""
+        if self._parameters:
+            groups = self._swap_back()
+            self.stand_ins.store(groups)
+            self.engine.weights_changed(entry for entries in groups for entry in entries)
+
+    def abandon(self) -> None:
+        """If a step has failed, put the parameters back; gradients must be cleared then."""
+        if self._parameters:
+            for entry in [entry for entries in self._swap_back() for entry in entries]:
+                self.engine.gradients.note_incomplete(entry, "A step failed")
+
+    @contextmanager
+    def stand_ins_there(self) -> Iterator[None]:
+        """Inside, the groups hold the stand-ins, and `optimizer.state` is theirs, as in a step; but
+        they have no values.
+        """
+        self._swap(self.entries())
+        try:
+            yield
+        finally:
+            self._swap_back()
+
+    @contextmanager
+    def shards(self) -> Iterator[list[Tensor]]:
+        """Inside, the groups hold this rank's shards with their gradients, whatever the optimizer
+        steps on; collective if gradients are held.
+
+        Yields the gradients, which may be changed element by element: scaled, clipped.
+        """
+        groups, shards = self.entries(), StandIns(self.engine)
+        self.engine.adopt_gradients()
+        before = [(group["params"], group["params"][:]) for group in self.optimizer.param_groups]
+        shards.load(groups)
+        for (members, _), its in zip(before, shards.of(groups), strict=True):
+            members[:] = its
+        try:
+            yield [p.grad for members, _ in before for p in members if p.grad is not None]
+        finally:
+            for members, its in before:
+                members[:] = its
+            shards.store(groups)
+            self.engine.gradients.forget()
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._parameters or getattr(closure, "func", None) == self._evaluate:
+            self._nested += 1
+            return None
+        self._nested = 0
+        with profile_range("optimizer begins", type(optimizer).__name__):
+            self.engine.begin_step(self)
+            if closure is None or self.stand_ins.needed_before_closure:
+                self.insert(closure is None)
+        if closure is None:
+            return None
+        return args[:1], {**kwargs, "closure": partial(self._evaluate, closure)}
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self.restore()
+        value = self.stand_ins.convert_loss(closure())
+        self.insert()
+        return value
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._nested:
+            self._nested -= 1
+            return
+        with profile_range("optimizer ends", type(optimizer).__name__):
+            self.restore()
