@@ -158,11 +158,10 @@ def test_ddp_fsdp2_and_zero3(tmp_path):
             for _, _, figures, _ in (ddp, fsdp2, zero3)
         ]
         ledger = zero3[3]
-        # Half of everything, in fp32, and 16 bytes that keep a rank's share from being empty; Adam
-        # counts its steps in 4.
+        # Half of everything, in fp32; Adam counts the steps of each of eight parameters in 4 bytes.
         assert ledger["parameters"] == ledger["gradients"] == 4 * STATE // 2
-        assert ledger["optimizer_state"] == 2 * ledger["parameters"] + 4
-        assert sum(ledger["units"].values()) == 4 * (4 * STATE // 2)
+        assert ledger["optimizer_state"] == 2 * ledger["parameters"] + 8 * 4
+        assert sum(ledger["units"].values()) == 4 * (4 * STATE // 2) + 8 * 4
         assert parameters == [
             pytest.approx(4 * STATE),
             pytest.approx(2 * STATE),
