@@ -1,9 +1,9 @@
-"""Time and memory of saving and loading: zero3 against Lightning's FSDP2 strategy, in one run.
+"""Time and memory of saving and loading: zero3 against Lightning's FSDP2 and `ddp`, in one run.
 
     python benchmarks/checkpoints.py               # 100 million parameters, 2 processes, 3 rounds
     python benchmarks/checkpoints.py --width 128   # a small model, to try it
 
-Both train the same model for one step, then save and load in turns; each figure is the median over
+All train the same model for one step, then save and load in turns; each figure is the median over
 rounds, of the slowest process. Memory is what the process's peak resident set grew by, which a
 process of its own for each strategy measures. Bytes that were written are synced to disk by both;
 zero3 also computes and compares checksums.
@@ -32,6 +32,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_zero3
+
+NAMES = ["zero3", "zero3 sharded", "zero3 background", "fsdp2 sharded", "fsdp2 full", "ddp"]
 
 
 class Model(pl.LightningModule):
@@ -65,12 +67,19 @@ class Model(pl.LightningModule):
 
 
 def strategy_of(name: str, world_size: int) -> pl.strategies.Strategy:
-    if name == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-    background = name == "zero3 background"
-    return lightning_zero3.Zero3Strategy(
-        checkpoint=lightning_zero3.CheckpointOptions(background=background)
+    if name == "ddp":
+        return pl.strategies.DDPStrategy()
+    if name.startswith("fsdp2"):
+        return ModelParallelStrategy(
+            data_parallel_size=world_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=name == "fsdp2 sharded",
+        )
+    options = lightning_zero3.CheckpointOptions(
+        kind="sharded" if name == "zero3 sharded" else "file",
+        background=name == "zero3 background",
     )
+    return lightning_zero3.Zero3Strategy(checkpoint=options)
 
 
 def peak_mib() -> float:
@@ -151,7 +160,7 @@ def run(rank: int, name: str, args: argparse.Namespace, folder: str, results: mp
         connector, took = runner._checkpoint_connector, []
         for step in ("_restore_modules_and_callbacks", "restore_training_state"):
             timed(connector, step, took)
-        if name != "fsdp2":
+        if name.startswith("zero3"):
             timed(runner.strategy, "_load_weights", took)
         runner.fit(module, ckpt_path=f"{folder}/{number}.ckpt")
         loads.append((sum(s for s, _ in took), max(m for _, m in took)))
@@ -174,6 +183,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=29611)
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     args = parser.parse_args()
     parameters = args.depth * (8 * args.width**2 + 5 * args.width)
     share = parameters * 12 / args.devices / 2**20
@@ -183,13 +193,15 @@ def main() -> None:
         f" {share:,.0f} MiB"
     )
     print(f"{'':18}{'save s':>9}{'load s':>9}{'save MiB':>11}{'load MiB':>11}{'on disk MiB':>13}")
-    for name in ("fsdp2", "zero3", "zero3 background"):
+    for name in args.names:
         folder = tempfile.mkdtemp(dir=os.getcwd())
         try:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(run, (name, args, folder, results), nprocs=args.devices)
             _, saves, loads = results.get()
-            size = sum(file.stat().st_size for file in Path(folder, "0.ckpt").iterdir()) / 2**20
+            saved = Path(folder, "0.ckpt")
+            files = saved.iterdir() if saved.is_dir() else [saved]
+            size = sum(file.stat().st_blocks * 512 for file in files) / 2**20
             median = [
                 statistics.median(row[k] for row in rows) for k in (0, 1) for rows in (saves, loads)
             ]

@@ -1,10 +1,10 @@
-"""Train on two processes, go on with one, and read the result with plain torch.
+"""Train on two processes, go on with one, and read the result as of any other run.
 
     python examples/checkpoints.py
 
-Every process writes its own part of a checkpoint, while training goes on. Another number of
-processes reads it, tools look into it without the model's class, and one command makes it a single
-file.
+All processes write a checkpoint's file at once, while training goes on. Another number of processes
+reads it, and so do Lightning itself, plain torch and tools without the model's class; one command
+makes it a folder of safetensors.
 """
 
 import sys
@@ -62,22 +62,21 @@ def fit(folder: Path, devices: int, epochs: int) -> None:
 
 
 def main() -> None:
-    """Train, go on, consolidate, read."""
+    """Train, go on, look, read."""
     with tempfile.TemporaryDirectory() as parent:
-        folder, one = Path(parent, "run"), Path(parent, "one.ckpt")
+        folder, weights = Path(parent, "run"), Path(parent, "weights")
         fit(folder, devices=2, epochs=2)
         fit(folder, devices=1, epochs=4)
         zero3(["inspect", str(folder)])
         zero3(["inspect", str(folder / "epoch=3.ckpt")])
-        zero3(["consolidate", str(folder / "last.ckpt"), str(one)])
-        checkpoint = torch.load(one, weights_only=True)
-        model = Regression()
-        model.load_state_dict(checkpoint["state_dict"])
+        zero3(["consolidate", "--safetensors", str(folder / "last.ckpt"), str(weights)])
+        checkpoint = torch.load(folder / "last.ckpt", weights_only=True, mmap=True)
+        model = Regression.load_from_checkpoint(folder / "last.ckpt").cpu()
         x = torch.randn(64, 8)
         error = torch.nn.functional.mse_loss(model.net(x), x.sum(1, keepdim=True)).item()
         print(
-            f"epoch {checkpoint['epoch']}, error of the model in one file: {error:.3f} (the"
-            " target's variance is 8)"
+            f"epoch {checkpoint['epoch']}, error of the model: {error:.3f} (the target's variance"
+            " is 8)"
         )
 
 

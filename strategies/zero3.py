@@ -83,7 +83,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         data: how loaders are shared out over the ranks and resumed; see
             :class:`~lightning_zero3.strategies.data.DataOptions`. With
             ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
-        checkpoint: sharded directories or full files; see
+        checkpoint: one file or a sharded directory; see
             :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
         debug: compare each unit with its shards at the end of its use, between several ranks: a
             write past torch (by a pointer, an array), which would be lost, is an error that names

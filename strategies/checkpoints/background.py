@@ -1,27 +1,38 @@
-"""Saving in the background: a thread writes a copy of this rank's shards while training goes on.
-
-The thread is the one of ``torch.distributed.checkpoint.async_save``.
-"""
+"""Saving in the background: a thread writes a copy of this rank's shards while training goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
-    from .writer import Prepared
+
+class Save(Protocol):
+    """A checkpoint whose parts are to be written."""
+
+    def copy_to_cpu(self) -> None:
+        """Copy what this rank is going to write, because it changes from now on; collective."""
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's part, and let the checkpoint appear when all have; collective.
+
+        Args:
+            group: of all ranks, for the exchanges; by default the one of the run.
+
+        Raises:
+            CheckpointError: on all ranks, if any could not write.
+        """
 
 
 class BackgroundSave:
     """Keep at most one save in flight, so that at most one copy of the shards exists."""
 
     def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "zero3-checkpoint")
         self._group: dist.ProcessGroup | None = None
-        self._save: tuple[Path, Future[Any]] | None = None  # in flight
+        self._save: Future[None] | None = None  # in flight
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -29,22 +40,21 @@ class BackgroundSave:
         """Whether :meth:`wait` has not been called since the last :meth:`start`."""
         return self._save is not None
 
-    def start(self, prepared: Prepared) -> None:
+    def start(self, save: Save) -> None:
         """Copy this rank's part and begin to write it; collective.
 
         :meth:`wait` must have been called for the save before.
         """
-        from .writer import save_copies
-
         assert self._save is None
         if self._group is None and dist.is_initialized():
             # hazard: the thread's exchanges would mix with the training's in the same group
             self._group = dist.new_group(backend="gloo")
-        self._save = prepared.path, save_copies(prepared, self._group)
+        save.copy_to_cpu()
+        self._save = self._thread.submit(save.write, self._group)
 
     def is_finished(self) -> bool:
         """Return whether the save in flight has ended on this rank; local."""
-        return self._save is not None and self._save[1].done()
+        return self._save is not None and self._save.done()
 
     def wait(self) -> None:
         """Wait for the save in flight, then run the callbacks of :meth:`call_after_save`.
@@ -52,14 +62,10 @@ class BackgroundSave:
         Raises:
             CheckpointError: the save failed, on all ranks; the callbacks are dropped.
         """
-        from .writer import saving
-
         save, self._save = self._save, None
         callbacks, self._callbacks = self._callbacks, []
         if save is not None:
-            path, future = save
-            with saving(path):
-                future.result()
+            save.result()
         # hazard: before the save is complete, they would delete or unlink the only complete one
         for callback in callbacks:
             callback()

@@ -1,4 +1,4 @@
-"""The command ``consolidate``: make one file out of a sharded checkpoint.
+"""The command ``consolidate``: make one file, or safetensors files, out of a checkpoint.
 
 It needs the memory of one tensor, and no model class.
 """
@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ..state_dicts.collective_errors import without_other_ranks
-from ..state_dicts.gather import tensors_in
-from ..state_dicts.optimizer_state import number_parameters
-from ..state_dicts.slices import SavedTensor
-from .full import finish, reserve
 from .sharded import ShardedCheckpoint
-from .storage import begin, commit, make_folder
+from .single_file import FileSave, load, number_states
+from .storage import commit, make_folder
 from .weights import SafetensorsWriter
 
-DESCRIPTION = "write a sharded checkpoint as one file that any strategy and torch.load read"
+DESCRIPTION = "write a checkpoint as one file that any strategy reads, or as safetensors files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("folder", type=Path, help="the sharded checkpoint, of zero3 or of FSDP2")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a sharded checkpoint, of zero3 or of FSDP2, or a file"
+    )
     parser.add_argument("out", type=Path, help="the file to write; with --safetensors a folder")
     parser.add_argument(
         "--safetensors",
@@ -43,17 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file or folder and print sizes; return the exit code."""
     out: Path = arguments.out
     if arguments.safetensors:
-        export(arguments.folder, out, arguments.max_file_bytes)
+        export(arguments.checkpoint, out, arguments.max_file_bytes)
     else:
-        consolidate(arguments.folder, out)
+        consolidate(arguments.checkpoint, out)
     for file in sorted(out.iterdir()) if out.is_dir() else [out]:
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
 
 
 @without_other_ranks()
-def export(folder: Path, out: Path, max_file_bytes: int) -> None:
-    """Write the weights in ``folder`` as safetensors files to the folder ``out``.
+def export(path: Path, out: Path, max_file_bytes: int) -> None:
+    """Write the weights of a checkpoint as safetensors files to the folder ``out``.
 
     ``out`` appears when it is complete.
 
@@ -62,7 +62,7 @@ def export(folder: Path, out: Path, max_file_bytes: int) -> None:
     """
     stage = make_folder(out)
     writer = SafetensorsWriter(stage, max_file_bytes)
-    for key, value in ShardedCheckpoint(folder).checkpoint()["state_dict"].items():
+    for key, value in _open(path)["state_dict"].items():
         if isinstance(value, Tensor):
             writer.add(key, value)
     writer.finish()
@@ -70,21 +70,17 @@ def export(folder: Path, out: Path, max_file_bytes: int) -> None:
 
 
 @without_other_ranks()
-def consolidate(folder: Path, out: Path) -> None:
-    """Write the checkpoint in ``folder`` to the file ``out``, which appears when it is complete.
+def consolidate(path: Path, out: Path) -> None:
+    """Write a checkpoint to the file ``out``, which appears when it is complete.
 
     Raises:
         CheckpointError: the checkpoint is broken.
     """
-    source = ShardedCheckpoint(folder)
-    checkpoint = source.checkpoint()
-    if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [
-            number_parameters(state) for state in checkpoint["optimizer_states"]
-        ]
-    stage = begin(out)
-    places = reserve(checkpoint, stage)
-    saved = {id(tensor): tensor for tensor in tensors_in(checkpoint, SavedTensor)}
-    source.read((saved[key], place) for key, place in places.items())
-    places.clear()  # unmap the file
-    finish(stage, out)
+    checkpoint = _open(path)
+    if path.is_dir():
+        number_states(checkpoint)
+    FileSave(checkpoint, out).write()
+
+
+def _open(path: Path) -> dict[str, Any]:
+    return ShardedCheckpoint(path).checkpoint() if path.is_dir() else load(path, weights_only=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import time
-import zipfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
+from . import manifest, single_file
 from .index import INDEX
 from .manifest import Manifest
 from .sharded import ShardedCheckpoint
-from .storage import changed, damage, last_complete
+from .storage import damage, last_complete
 
 DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
 
@@ -24,7 +24,7 @@ DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a check
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "path", type=Path, help="a sharded checkpoint, a full one, or a folder of them"
+        "path", type=Path, help="a checkpoint, file or sharded, or a folder of them"
     )
 
 
@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     if path.is_dir() and not (path / INDEX).exists() and damage(path) is None:
         print("\n".join(describe_parent(path)))
         return 0
-    fault = damage(path) or changed(path, 0, 1)
+    changed = partial(manifest.changed, part=0, parts=1) if path.is_dir() else single_file.changed
+    fault = damage(path) or changed(path)
     print(f"{path}: {fault or 'complete'}")
     if fault is None:
         print("\n".join(describe_folder(path) if path.is_dir() else describe_file(path)))
@@ -44,9 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe_file(path: Path) -> Iterator[str]:
     """Yield lines about a complete single file, whose tensors are mapped, not read."""
-    checkpoint = torch.load(
-        path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
-    )
+    checkpoint = single_file.read(path, weights_only=True)
     yield f"single file, {path.stat().st_size:,} bytes"
     yield f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
     yield from _describe_tensors(

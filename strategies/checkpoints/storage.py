@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..state_dicts.collective_errors import CheckpointError
-from . import archive, manifest
+from . import manifest, zip_file
 from .manifest import MANIFEST, Manifest
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
@@ -45,7 +45,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a URL, to which sharded checkpoints cannot be written."""
+    """Return whether ``path`` is a URL, to which rank 0 writes alone."""
     return "://" in os.fspath(path)
 
 
@@ -246,9 +246,9 @@ def choose(path: Path, newest: bool) -> Choice:
         else "There is no other complete one in its folder."
     )
     remarks = [
-        f"{path.parent / stage.name}: {damage(stage)}."
+        f"{path.parent / stage.name}: {_describe_unfinished(stage)}."
         for stage in unfinished(path.parent)
-        if stage.is_dir()
+        if not stage.is_symlink()
     ]
     if not path.exists():
         raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
@@ -266,20 +266,15 @@ def unfinished(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_UNFINISHED}*/*"))
 
 
+def _describe_unfinished(stage: Path) -> str:
+    return (damage(stage) if stage.is_dir() else None) or "incomplete: its save did not finish"
+
+
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint by names and sizes, or return None."""
     if path.exists() and not (path.is_dir() or path.is_file()):
         return "no file or folder"  # hazard: reading a FIFO waits for a writer
-    return manifest.damage(path) if path.is_dir() else archive.damage(path)
-
-
-def changed(path: Path, part: int, parts: int) -> str | None:
-    """Compare the checksums of every ``parts``-th file or record, from number ``part`` on.
-
-    Returns:
-        what is damaged; None if they are as they were written.
-    """
-    return (manifest if path.is_dir() else archive).changed(path, part, parts)
+    return manifest.damage(path) if path.is_dir() else zip_file.damage(path)
 
 
 def _is_whole(path: Path) -> bool:

@@ -36,13 +36,11 @@ from ..state_dicts.optimizer_hooks import (
 )
 from ..state_dicts.optimizer_state import (
     load_optimizer_state,
-    number_parameters,
     sliced_optimizer_state,
 )
 from ..state_dicts.slices import Shards
-from ..support import profile_range
-from . import full
-from .background import BackgroundSave
+from . import single_file
+from .background import BackgroundSave, Save
 from .options import CheckpointOptions
 from .storage import Choice, choose, is_remote, point, retire
 
@@ -55,9 +53,9 @@ if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
 _SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
 _GRADIENTS = "zero3_gradients"
 _LOCAL_ONLY = (
-    "sharded checkpoints are folders of a file system that all ranks see, and take no storage"
-    " options. Choose one, or single files:"
-    " `Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))`."
+    "sharded checkpoints, and those that are written in the background, lie on a file system that"
+    " all ranks see, and take no storage options. Choose one, or the default,"
+    " `Zero3Strategy(checkpoint=CheckpointOptions())`."
 )
 
 
@@ -87,29 +85,31 @@ class CheckpointStrategy(ProcessStrategy):
         """Set up as the base does, and check the checkpoint plugin.
 
         Raises:
-            ValueError: a plugin that writes single files is given, and checkpoints are sharded.
+            ValueError: a plugin that writes single files is given, and would not be used.
         """
-        if (
-            self._checkpoints.kind == "sharded"
-            and type(self.checkpoint_io) is not TorchCheckpointIO
-        ):
+        if self._is_local_only and type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
-                f"{type(self.checkpoint_io).__name__} writes single files, and zero3 writes sharded"
-                " checkpoints: it would never be used. Choose"
-                " `Zero3Strategy(checkpoint=CheckpointOptions(kind='full'))`, or leave the plugin"
-                " out. `CheckpointOptions(background=True)` saves while training goes on."
+                f"{type(self.checkpoint_io).__name__} would never be used, because zero3 itself"
+                " writes sharded checkpoints, and those in the background. Choose"
+                " `Zero3Strategy(checkpoint=CheckpointOptions())`, or leave the plugin out."
+                " `CheckpointOptions(background=True)` saves while training goes on."
             )
         super().setup_environment()
+
+    @property
+    def _is_local_only(self) -> bool:
+        """Whether every checkpoint is written by all ranks to a file system that they see."""
+        return self._checkpoints.kind == "sharded" or self._checkpoints.background
 
     def require_local_folders(self, trainer: pl.Trainer) -> None:
         """Check the folders of checkpoint callbacks, which are known when training begins.
 
         Raises:
-            ValueError: a folder is remote, and sharded checkpoints cannot be written there.
+            ValueError: a folder is remote, and checkpoints of this kind cannot be written there.
         """
         for callback in trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
-            if self._checkpoints.kind == "sharded" and folder is not None and is_remote(folder):
+            if self._is_local_only and folder is not None and is_remote(folder):
                 raise ValueError(
                     f"{type(callback).__name__}(dirpath={os.fspath(folder)!r}): {_LOCAL_ONLY}"
                 )
@@ -173,10 +173,35 @@ class CheckpointStrategy(ProcessStrategy):
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
         filepath = self.broadcast(os.fspath(filepath))
+        is_local = storage_options is None and not is_remote(filepath)
+        if self._is_local_only and not is_local:
+            raise ValueError(f"Saving {filepath}: {_LOCAL_ONLY}")
+        self.finish_saving()
         if self._checkpoints.kind == "sharded":
-            self._save_sharded(checkpoint, filepath, storage_options)
+            from .writer import ShardedSave
+
+            self._write(ShardedSave(checkpoint, Path(filepath)))
+            return
+        single_file.number_states(checkpoint)
+        if is_local and type(self.checkpoint_io) is TorchCheckpointIO:
+            self._write(single_file.FileSave(checkpoint, Path(filepath), self._replica()))
+            return
+        content = gather_on_rank_zero(checkpoint, self.global_rank)
+        if content is not None:
+            self.checkpoint_io.save_checkpoint(content, filepath, storage_options=storage_options)
+
+    def _replica(self) -> tuple[int, int]:
+        """Return of which of how many replicas this rank has a part."""
+        if self.engine is None:
+            return 0, 1
+        shards = self.engine.collectives.world_size
+        return self.global_rank // shards, self.world_size // shards
+
+    def _write(self, save: Save) -> None:
+        if self._background is None:
+            save.write()
         else:
-            self._save_full(checkpoint, filepath, storage_options)
+            self._background.start(save)
 
     def _require_all_ranks(self, action: str) -> None:
         """Check that all ranks can put their parts of one model together; collective.
@@ -219,36 +244,6 @@ class CheckpointStrategy(ProcessStrategy):
             )
         else:
             checkpoint[_GRADIENTS] = sliced_gradients(self.engine)
-
-    def _save_full(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        if "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = [
-                number_parameters(state) for state in checkpoint["optimizer_states"]
-            ]
-        if (
-            type(self.checkpoint_io) is TorchCheckpointIO
-            and storage_options is None
-            and not is_remote(path)
-        ):
-            return full.save(checkpoint, Path(path), self.global_rank)
-        content = gather_on_rank_zero(checkpoint, self.global_rank)
-        if content is not None:
-            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
-
-    def _save_sharded(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        if storage_options is not None or is_remote(path):
-            raise ValueError(f"Saving {path}: {_LOCAL_ONLY}")
-        from .writer import prepare, save
-
-        self.finish_saving()
-        with profile_range("prepare checkpoint"):
-            prepared = prepare(checkpoint, Path(path))
-        if self._background is None:
-            with profile_range("write checkpoint"):
-                save(prepared)
-        else:
-            with profile_range("copy checkpoint"):
-                self._background.start(prepared)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background; collective.
@@ -325,10 +320,10 @@ class CheckpointStrategy(ProcessStrategy):
         path = Path(filepath)
         if self._background is not None and self._background.is_running:
             self._background.call_after_save(lambda: retire(path))
-        elif path.is_dir():
-            retire(path)
-        else:
+        elif is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
+        else:
+            retire(path)
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
@@ -368,7 +363,7 @@ class CheckpointStrategy(ProcessStrategy):
             rank_zero_warn(remark)
         try:
             if not chosen.path.is_dir():
-                return full.load(chosen.path, weights_only)
+                return single_file.load(chosen.path, weights_only)
             from .sharded import ShardedCheckpoint
 
             self._source = ShardedCheckpoint(chosen.path, weights_only)
@@ -494,7 +489,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         self._loaded_gradients = checkpoint.get(_GRADIENTS)
-        states = checkpoint["optimizer_states"]
+        states = single_file.named_states(checkpoint)
         require_state_for_each(states, self.optimizers)
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):

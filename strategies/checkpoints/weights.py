@@ -15,7 +15,7 @@ from torch import Tensor
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_slices
 from ..state_dicts.slices import SavedTensor, SlicedTensor
-from . import full
+from . import single_file
 from .manifest import is_file_name
 from .storage import commit, make_folder
 
@@ -61,7 +61,7 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
         run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(path)))
         return tensors, None
     if not path.is_dir():
-        content = full.load(path, weights_only)
+        content = single_file.load(path, weights_only)
         return dict(content.get("state_dict", content)), None
     from .sharded import ShardedCheckpoint
 

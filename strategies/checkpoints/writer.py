@@ -20,9 +20,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future as Upload
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -47,6 +44,7 @@ from ..state_dicts.collective_errors import (
 )
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
+from ..support import profile_range
 from .index import INDEX
 from .manifest import MANIFEST, File, Manifest, measure
 from .storage import commit, discard, make_folder, stage_of, sync
@@ -56,50 +54,78 @@ OTHERS = "others"  # sharded tensors that are neither the model's nor an optimiz
 _MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
 
 
-@dataclass
-class Prepared:
-    """What this rank writes.
+class ShardedSave:
+    """A directory that is being written; making it is collective.
+
+    Args:
+        checkpoint: as Lightning makes it, with a :class:`~.state_dicts.slices.SlicedTensor` for
+            each sharded tensor, wherever the tensor stands.
+        path: of the directory, on a file system that all ranks see. A checkpoint that is there is
+            replaced when the new one is complete.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 cannot pickle something in the checkpoint.
 
     Attributes:
-        path: of the directory, on a file system that all ranks see.
         state: nested, with the rank's slices.
         rest: bytes of ``meta.pt``, which rank 0 writes; empty on the other ranks.
         manifest: without files.
     """
 
-    path: Path
-    state: dict[str, Any]
-    rest: bytes
-    manifest: Manifest
+    def __init__(self, checkpoint: dict[str, Any], path: Path) -> None:
+        self.path = path
+        rank, world_size = rank_and_world_size()
+        self.state = {"state_dict": checkpoint["state_dict"]}
+        for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+            self.state[f"optimizer_{index}"] = optimizer
+        rest = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
+        if any(True for _ in tensors_in(rest, SlicedTensor)):
+            self.state[OTHERS] = {}  # averages of weights, and other slices in callback states
+            rest = _take_slices(rest, (), self.state[OTHERS])
+        packed = io.BytesIO()
+        with profile_range("prepare checkpoint"):
+            run_on_all_ranks(f"Saving {path}", lambda: None if rank else torch.save(rest, packed))
+        self.rest = packed.getvalue()
+        self.manifest = Manifest(
+            world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0)
+        )
 
+    def copy_to_cpu(self) -> None:
+        """Copy this rank's part, which may change from now on; collective."""
 
-def prepare(checkpoint: dict[str, Any], path: Path) -> Prepared:
-    """Split a Lightning checkpoint into sharded tensors and ``meta.pt``; collective.
+        def copy() -> None:
+            self.state = _copied(self.state, {})
 
-    Args:
-        checkpoint: as Lightning makes it, with a :class:`~.state_dicts.slices.SlicedTensor` for
-            each sharded tensor, wherever the tensor stands.
-        path: of the directory that is going to be written.
+        with profile_range("copy checkpoint"):
+            run_on_all_ranks("Copying shards for a background save", copy)
 
-    Raises:
-        CheckpointError: on all ranks, if rank 0 cannot pickle something in the checkpoint.
-    """
-    rank, world_size = rank_and_world_size()
-    state = {"state_dict": checkpoint["state_dict"]}
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        state[f"optimizer_{index}"] = optimizer
-    rest = {
-        key: value
-        for key, value in checkpoint.items()
-        if key not in ("state_dict", "optimizer_states")
-    }
-    if any(True for _ in tensors_in(rest, SlicedTensor)):
-        state[OTHERS] = {}  # averages of weights, and other slices in callback states
-        rest = _take_slices(rest, (), state[OTHERS])
-    packed = io.BytesIO()
-    run_on_all_ranks(f"Saving {path}", lambda: None if rank else torch.save(rest, packed))
-    manifest = Manifest(world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0))
-    return Prepared(path, state, packed.getvalue(), manifest)
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's part, and give the directory its name when all have; collective.
+
+        Args:
+            group: of all ranks, for the exchanges; by default the one of the run.
+
+        Raises:
+            CheckpointError: on all ranks; what was at the path is still there.
+        """
+        try:
+            with torch_errors(f"Saving {self.path}"), profile_range("write checkpoint"):
+                dcp.save(
+                    self.state,
+                    storage_writer=_Writer(self),
+                    # Every rank has all buffers, and they may differ (running statistics do): rank
+                    # 0's are saved, as by every other strategy.
+                    planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                    process_group=group,
+                )
+        except CheckpointError:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                discard(self.path)
+            raise
 
 
 def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
@@ -128,63 +154,6 @@ def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
     return tree
 
 
-def save(prepared: Prepared) -> None:
-    """Write a checkpoint, every rank its part; collective.
-
-    A checkpoint that is at the path is replaced when the new one is complete.
-
-    Raises:
-        CheckpointError: on all ranks; what was at the path is still there.
-    """
-    with saving(prepared.path):
-        dcp.save(prepared.state, storage_writer=_Writer(prepared), planner=_planner())
-
-
-def save_copies(prepared: Prepared, group: dist.ProcessGroup | None) -> Upload[Metadata]:
-    """Copy this rank's part to CPU memory and let a thread write it; collective.
-
-    Args:
-        prepared: this rank's part.
-        group: of all ranks, on gloo, used for nothing else: the training's own collectives go on
-            meanwhile. None without torch.distributed.
-
-    Returns:
-        the future of the save, whose result must be asked for inside :func:`saving`.
-
-    Raises:
-        CheckpointError: on all ranks, if there is no room for the copies.
-    """
-    # `torch.distributed.checkpoint.save` warns in its thread. Filters are global, so they cannot be
-    # changed there for a moment only: the filter stays.
-    if group is None:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    upload = dcp.async_save(
-        prepared.state,
-        storage_writer=_Writer(prepared),
-        planner=_planner(),
-        process_group=group,
-        async_stager=_Copies(),  # type: ignore[abstract]  # torch's protocol lacks defaults
-    )
-    assert isinstance(upload, Upload)
-    return upload
-
-
-@contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """Turn the failure of a save in the body into an error of all ranks, and delete its files.
-
-    Raises:
-        CheckpointError: the save failed, on this or another rank.
-    """
-    try:
-        with torch_errors(f"Saving {path}"):
-            yield
-    except CheckpointError:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            discard(path)
-        raise
-
-
 @contextmanager
 def torch_errors(action: str) -> Iterator[None]:
     """Turn torch's CheckpointException in the body into a CheckpointError, which names the rank.
@@ -199,29 +168,6 @@ def torch_errors(action: str) -> Iterator[None]:
     except CheckpointException as raised:
         rank, (error, _) = next(iter(raised.failures.items()))
         raise CheckpointError(f"{action} failed on rank {rank}: {describe_error(error)}") from error
-
-
-def _planner() -> DefaultSavePlanner:
-    # Every rank has all buffers, and they may differ (running statistics do): rank 0's are saved,
-    # as by every other strategy.
-    return DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-
-
-class _Copies(AsyncStager):
-    """Copy this rank's parts and nothing else to CPU memory.
-
-    The stagers in torch.distributed.checkpoint.staging need tensors that have values, or copy whole
-    storages.
-    """
-
-    _synchronize_after_execute = False  # the copies are complete when `stage` returns
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        copies: dict[str, Any] = {}
-        run_on_all_ranks(
-            "Copying shards for a background save", lambda: copies.update(_copied(state_dict, {}))
-        )
-        return copies
 
 
 def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
@@ -250,8 +196,8 @@ class _Writer(FileSystemWriter):
     alone. An error in any of them on any rank is raised on all ranks.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared, self._stage = prepared, stage_of(prepared.path)
+    def __init__(self, save: ShardedSave) -> None:
+        self._save, self._stage = save, stage_of(save.path)
         super().__init__(self._stage)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -259,8 +205,8 @@ class _Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        make_folder(self._prepared.path)
-        self._prepared.manifest.write(self._stage)
+        make_folder(self._save.path)
+        self._save.manifest.write(self._stage)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -278,13 +224,13 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:  # of `_Written`
         super().finish(metadata, results)
         index, rest = self._stage / INDEX, self._stage / TRAINER_STATE
-        manifest = self._prepared.manifest
-        rest.write_bytes(self._prepared.rest)
+        manifest = self._save.manifest
+        rest.write_bytes(self._save.rest)
         sync(rest)
         for files in (*(written.files for written in results), _measured([index, rest])):
             manifest.files.update(files)
         manifest.write(self._stage)
-        commit(self._stage, self._prepared.path)
+        commit(self._stage, self._save.path)
 
 
 def _measured(files: Any) -> dict[str, File]:

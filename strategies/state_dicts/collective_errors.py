@@ -44,12 +44,15 @@ def rank_and_world_size() -> tuple[int, int]:
     )
 
 
-def run_on_all_ranks(action: str, work: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(
+    action: str, work: Callable[[], T], group: dist.ProcessGroup | None = None
+) -> list[T]:
     """Do this rank's part of some work and wait for the other ranks' parts; collective.
 
     Args:
         action: what the ranks do, for the error: "Saving /a/b.ckpt".
         work: this rank's part; local.
+        group: of all ranks, for the exchange; by default the one of the run.
 
     Returns:
         what each rank's work returned, by rank.
@@ -67,7 +70,7 @@ def run_on_all_ranks(action: str, work: Callable[[], T]) -> list[T]:
     if rank_and_world_size()[1] > 1:
         # hazard: the others wait in this exchange, so an error must not be raised before it
         outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
+        dist.all_gather_object(outcomes, outcome, group)
     for rank, (_, message) in enumerate(outcomes):
         if message is not None:
             where = f" on rank {rank}" if len(outcomes) > 1 else ""

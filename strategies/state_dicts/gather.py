@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,7 +31,11 @@ def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
         return change(tree)
     if isinstance(tree, dict):
         new: Any = {key: replace_tensors(item, change) for key, item in tree.items()}
-        return tree if all(new[key] is tree[key] for key in tree) else new
+        if all(new[key] is tree[key] for key in tree):
+            return tree
+        result = copy(tree)  # of the same class; a state dict has attributes, too
+        result.update(new)
+        return result
     if type(tree) in (list, tuple):
         new = type(tree)(replace_tensors(item, change) for item in tree)
         return tree if all(a is b for a, b in zip(new, tree, strict=True)) else new

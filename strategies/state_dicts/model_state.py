@@ -63,7 +63,7 @@ def load_state_dict(
     """Load weights into the shards; each rank reads only its part of saved parameters. Collective.
 
     ``module.load_state_dict`` loads everything else: a module may accept other shapes for its
-    buffers and extra state.
+    buffers and extra state, and change full tensors of its parameters that it loads.
 
     Args:
         engine: holds the parameters.
@@ -106,14 +106,36 @@ def load_state_dict(
         for k, v in state.items()
         if source is not None and isinstance(v, SavedTensor) and k in sharded
     }
-    rest = {k: v for k, v in state.items() if k in targets and k not in saved}
+    own = _keys_loaded_by_modules(module)
+    full = {
+        k: v
+        for k, v in state.items()
+        if k in sharded and k not in own and k not in saved and isinstance(v, Tensor)
+    }
+    rest = {k: v for k, v in state.items() if k in targets and k not in saved and k not in full}
     module.load_state_dict(_read_saved_tensors(rest, sharded, source), strict=False)
+    for key, value in full.items():
+        targets[key].fill(value)
     if source is not None:
         # by id of the slice: tied parameters are read once
         reads = {id(targets[k]): (value, targets[k]) for k, value in saved.items()}
         source.read(list(reads.values()))
-        engine.weights_changed()
+    engine.weights_changed()
     return keys["Missing"], keys["Unexpected"]
+
+
+def _keys_loaded_by_modules(module: nn.Module) -> set[str]:
+    """Return the keys of parameters whose modules have code of their own that may change them."""
+    found: set[str] = set()
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        prefix = prefix and f"{prefix}."
+        is_plain = all(
+            getattr(type(child), name) is getattr(nn.Module, name)
+            for name in ("load_state_dict", "_load_from_state_dict")
+        )
+        if child._load_state_dict_pre_hooks or not is_plain:
+            found |= {prefix + name for name, _ in child.named_parameters(remove_duplicate=False)}
+    return found
 
 
 def load_module(

@@ -73,9 +73,9 @@ CASES = {
     "plain": (Elastic, {}, dict),
     "scaler": (Elastic, {"keep_in_fp32": ["*"]}, _scaler),
     "in a window": (Elastic, {}, lambda: {"accumulate_grad_batches": 2}),
-    "in a window, one file": (
+    "in a window, sharded": (
         Elastic,
-        {"checkpoint": CheckpointOptions(kind="full")},
+        {"checkpoint": CheckpointOptions(kind="sharded")},
         lambda: {"accumulate_grad_batches": 2},
     ),
     "in a window, held": (Elastic, {"reduce_once": True}, lambda: {"accumulate_grad_batches": 2}),

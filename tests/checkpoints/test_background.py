@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoints.runs import Shuffled
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import writer
-from lightning_zero3.strategies.checkpoints.manifest import damage
+from lightning_zero3.strategies.checkpoints import single_file, writer
+from lightning_zero3.strategies.checkpoints.consolidate import consolidate
+from lightning_zero3.strategies.checkpoints.storage import damage
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 from lightning_zero3.strategies.state_dicts.slices import SlicedTensor
 
@@ -32,19 +32,34 @@ class Disk(Callback):
     before each step.
     """
 
-    def __init__(self, folder, monkeypatch, fails=False):
+    def __init__(self, folder, monkeypatch, kind, fails=False):
         self.folder, self.fails, self.seen, self.copied = Path(folder), fails, [], 0
-        self.answers, write = threading.Event(), writer._Writer.write_data
+        self.answers = threading.Event()
 
-        def write_data(its, plan, planner):
-            slices = [t for t in planner.state_dict.values() if isinstance(t, SlicedTensor)]
-            self.copied = sum(t.part.untyped_storage().nbytes() for t in slices)
+        def answer(parts):
+            memory = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+            self.copied = sum(storage.nbytes() for storage in memory.values())
             assert self.answers.wait(60)
             if fails and dist.get_rank() == 1:
                 raise OSError("the disk is gone")
-            return write(its, plan, planner)
 
-        monkeypatch.setattr(writer._Writer, "write_data", write_data)
+        if kind == "file":
+            write = single_file.write_regions
+
+            def write_regions(file, regions):
+                answer([r.values for r in regions if r.values.is_floating_point()])
+                return write(file, regions)
+
+            monkeypatch.setattr(single_file, "write_regions", write_regions)
+        else:
+            write = writer._Writer.write_data
+
+            def write_data(its, plan, planner):
+                slices = [t for t in planner.state_dict.values() if isinstance(t, SlicedTensor)]
+                answer(part for t in slices for part in t.parts.values())
+                return write(its, plan, planner)
+
+            monkeypatch.setattr(writer._Writer, "write_data", write_data)
 
     def on_train_batch_start(self, trainer, *_):
         there = sorted(self.folder.glob("*.ckpt"))
@@ -81,9 +96,10 @@ class Save(Callback):
         setattr(self, hook, save)
 
 
-def fit(world_size, folder, *callbacks, background=True, keep=-1, **options):
+def fit(world_size, folder, kind, *callbacks, background=True, keep=-1, **options):
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=EVERY, save_top_k=keep, **options)
-    strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(background=background))
+    checkpoint = CheckpointOptions(kind=kind, background=background)
+    strategy = zero3(unit_policy=None, checkpoint=checkpoint)
     options = {
         "max_steps": STEPS,
         "max_epochs": -1,
@@ -95,17 +111,18 @@ def fit(world_size, folder, *callbacks, background=True, keep=-1, **options):
     return runner
 
 
-def fail(world_size, folder, hook=None):
+def fail(world_size, folder, kind, hook=None):
     """The error, the number of steps begun, and the warnings of a run with a save that fails on
     rank 1.
     """
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        disk = Disk(folder, patch, fails=True)
+        disk = Disk(folder, patch, kind, fails=True)
         with pytest.raises((CheckpointError, KeyError)) as error:
             fit(
                 world_size,
                 folder,
+                kind,
                 *([Save(hook, disk)] if hook else []),
                 disk,
                 keep=0 if hook else -1,
@@ -117,40 +134,47 @@ def fail(world_size, folder, hook=None):
     )
 
 
-def run(rank, world_size, folder):
-    fit(world_size, f"{folder}/foreground", background=False)
+def run(rank, world_size, folder, kind):
+    fit(world_size, f"{folder}/foreground", kind, background=False)
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(f"{folder}/background", patch)
-        ledger = fit(world_size, f"{folder}/background", disk).strategy.memory_ledger()
+        disk = Disk(f"{folder}/background", patch, kind)
+        ledger = fit(world_size, f"{folder}/background", kind, disk).strategy.memory_ledger()
         seen = disk.seen
         assert 0 < disk.copied <= ledger["parameters"] + ledger["optimizer_state"]
-        disk = Disk(f"{folder}/one", patch)
+        disk = Disk(f"{folder}/one", patch, kind)
         fit(
             world_size,
             f"{folder}/one",
+            kind,
             disk,
             keep=1,
             save_last="link",
             enable_version_counter=False,
         )
     hooks = [None, "on_train_end", "on_train_batch_start"]
-    return seen, {hook: fail(world_size, f"{folder}/failed {hook}", hook) for hook in hooks}
+    return seen, {hook: fail(world_size, f"{folder}/failed {hook}", kind, hook) for hook in hooks}
 
 
-def test_background_saves(tmp_path):
-    ranks = run_ranks(run, 2, str(tmp_path), timeout=100)
+@pytest.mark.parametrize("kind", ["file", "sharded"])
+def test_background_saves(kind, tmp_path):
+    ranks = run_ranks(run, 2, str(tmp_path), kind, timeout=100)
     names = [f"step={k}.ckpt" for k in range(EVERY, STEPS + 1, EVERY)]
     for seen, _ in ranks:
         assert len(seen) == STEPS and seen[WRITES_AFTER - 1] == [], (
             "training did not go on while the disk did not answer"
         )
     for name in names:  # whenever it was written, what was saved is the state at that step
-        files = [tmp_path / kind / name for kind in ("foreground", "background")]
-        for file in files:
-            dcp_to_torch_save(file, f"{file}.pt")
-        now, then = (torch.load(f"{file}.pt", weights_only=True) for file in files)
+        files = [tmp_path / moment / name for moment in ("foreground", "background")]
+        if kind == "sharded":
+            for file in files:
+                consolidate(file, file.with_suffix(".pt"))
+            files = [file.with_suffix(".pt") for file in files]
+        now, then = (torch.load(file, weights_only=True) for file in files)
         assert_same_tensors(then["state_dict"], now["state_dict"])
-        assert_same_tensors(then["optimizer_0"]["state"], now["optimizer_0"]["state"])
+        ((now,), (then,)) = (states["optimizer_states"] for states in (now, then))
+        assert now["state"] and now["state"].keys() == then["state"].keys()
+        for number, state in now["state"].items():
+            assert_same_tensors(then["state"][number], state)
     one = tmp_path / "one"
     assert {path.name for path in one.iterdir()} == {"last.ckpt", names[-1]}, (
         "superseded ones are removed, later"

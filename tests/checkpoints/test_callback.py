@@ -1,4 +1,4 @@
-"""Lightning's ModelCheckpoint and the Trainer's `ckpt_path`, with sharded checkpoints."""
+"""Lightning's ModelCheckpoint and the Trainer's `ckpt_path`, with checkpoints of both kinds."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,19 +19,27 @@ from checkpoints.runs import Shuffled, flip, full_weights
 from helpers.models import Lit, Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.checkpoints.manifest import damage
+from lightning_zero3 import CheckpointOptions
+from lightning_zero3.strategies.checkpoints import storage
+from lightning_zero3.strategies.checkpoints.storage import damage
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 RECIPE = Recipe(steps=4, optimizer="adamw")
+# kind -> what is said of one that lost a part, and of the place of a changed bit
+KINDS = {
+    "sharded": ("incomplete: 1 of 2 shards (__1_0.distcp missing)", "__1_0.distcp"),
+    "file": ("incomplete: the end of the file is missing", r"its record '.*/data/\d+'"),
+}
 
 
 def new():
     return Lit(RECIPE, lambda module: {})
 
 
-def fit(world_size, folder, saver, epochs=3, module=None, **paths):
+def fit(world_size, folder, saver, epochs=3, module=None, kind="file", **paths):
     options = {"enable_checkpointing": True, "limit_val_batches": 1.0, "default_root_dir": folder}
-    runner = trainer(zero3(), world_size, max_epochs=epochs, callbacks=[saver], **options)
+    strategy = zero3(checkpoint=CheckpointOptions(kind=kind))
+    runner = trainer(strategy, world_size, max_epochs=epochs, callbacks=[saver], **options)
     runner.fit(module or new(), **paths)
     return runner
 
@@ -93,7 +102,7 @@ def triggers(rank, world_size, folder):
     assert_same_tensors(full_weights(other), before)
     with pytest.raises(KeyError, match="save_weights_only"):
         fit(world_size, f"{folder}/small", small, 2, ckpt_path=small.best_model_path)
-    return found, broken(world_size, f"{folder}/broken")
+    return found, {kind: broken(world_size, f"{folder}/broken {kind}", kind) for kind in KINDS}
 
 
 class Newest(ModelCheckpoint):
@@ -108,43 +117,61 @@ def harm(work):
     dist.barrier()
 
 
-def lose_a_shard(path):
-    harm(lambda: Path(path, "__1_0.distcp").unlink())
+def lose_a_part(path):
+    path = Path(path)
+    if path.is_dir():
+        harm((path / "__1_0.distcp").unlink)
+    else:
+        harm(lambda: os.truncate(path, path.stat().st_size - 100))
 
 
-def resume(world_size, folder, path):
+def copy(path, to):
+    (shutil.copytree if path.is_dir() else shutil.copy)(path, to)
+
+
+def change(path):
+    """Change a bit of a weight."""
+    if path.is_dir():
+        flip(path / "__1_0.distcp")
+    else:
+        content = torch.load(path, weights_only=True)["state_dict"]["net.embed.weight"]
+        flip(path, path.read_bytes().index(content.numpy().tobytes()))
+
+
+def resume(world_size, folder, path, kind):
     """The number of steps done, or the error; and what was told."""
     module = new()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            fit(world_size, folder, Newest(folder, save_top_k=0), 4, module, ckpt_path=path)
+            fit(world_size, folder, Newest(folder, save_top_k=0), 4, module, kind, ckpt_path=path)
         except CheckpointError as error:
             return str(error), None
     return len(module.losses), [text for w in caught if "Going on from" in (text := str(w.message))]
 
 
-def broken(world_size, folder):
+def broken(world_size, folder, kind):
     saver = Newest(folder, "{epoch}", monitor="val_loss", mode="max", save_last=True)
-    runner = fit(world_size, folder, saver, 2)
+    runner = fit(world_size, folder, saver, 2, kind=kind)
     found = {"hpc": []}
     for number in (2, 3):
         fit(
-            world_size, folder, Newest(folder, save_top_k=0), number, ckpt_path="last"
+            world_size, folder, Newest(folder, save_top_k=0), number, kind=kind, ckpt_path="last"
         ).save_checkpoint(f"{folder}/hpc_ckpt_{number}.ckpt")
-    found["hpc"].append(resume(world_size, folder, "hpc"))
-    lose_a_shard(f"{folder}/hpc_ckpt_3.ckpt")
-    found["hpc"].append(resume(world_size, folder, "hpc"))
-    lose_a_shard(saver.best_model_path)
+    found["hpc"].append(resume(world_size, folder, "hpc", kind))
+    lose_a_part(f"{folder}/hpc_ckpt_3.ckpt")
+    found["hpc"].append(resume(world_size, folder, "hpc", kind))
+    lose_a_part(saver.best_model_path)
     with pytest.raises(CheckpointError) as error:
         runner.test(ckpt_path="best", verbose=False)
     found["best"] = str(error.value)
-    lose_a_shard(f"{folder}/newest.ckpt")
-    found["incomplete"] = resume(world_size, folder, "last")
-    harm(lambda: shutil.rmtree(f"{folder}/newest.ckpt"))
-    harm(lambda: shutil.copytree(f"{folder}/hpc_ckpt_2.ckpt", f"{folder}/newest.ckpt"))
-    harm(lambda: flip(Path(folder, "newest.ckpt", "__1_0.distcp")))
-    found["damaged"] = resume(world_size, folder, "last")
+    lose_a_part(f"{folder}/newest.ckpt")
+    found["incomplete"] = resume(world_size, folder, "last", kind)
+    newest = Path(folder, "newest.ckpt")
+    harm(lambda: storage.remove(newest))
+    harm(lambda: copy(newest.with_name("hpc_ckpt_2.ckpt"), newest))
+    harm(lambda: change(newest))
+    found["damaged"] = resume(world_size, folder, "last", kind)
     return found
 
 
@@ -155,7 +182,7 @@ def test_the_callback_and_the_names_of_the_trainer(tmp_path):
     assert len(kept) == 3 and "last.ckpt" in kept
     assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-6)
     assert (predicted, more, steps) == (4, 4, 16)
-    (found, broken), (others, broken_elsewhere) = run_ranks(
+    (found, all_broken), (others, broken_elsewhere) = run_ranks(
         triggers, 2, str(tmp_path / "triggers"), timeout=150
     )
     assert found == others
@@ -163,22 +190,23 @@ def test_the_callback_and_the_names_of_the_trainer(tmp_path):
     assert found["time"] == [f"step={k}.ckpt" for k in range(1, 5)]
     assert found["link"] == (["last.ckpt", "newest.ckpt"], True, 4)
 
-    folder = tmp_path / "triggers" / "broken"
-    whole, lost = folder / "hpc_ckpt_2.ckpt", "incomplete: 1 of 2 shards (__1_0.distcp missing)"
-    told = f"{{}} is {lost}. Going on from the last complete checkpoint, {whole}."
-    assert broken["hpc"] == [(4, []), (8, [told.format(folder / "hpc_ckpt_3.ckpt")])]
-    assert broken["incomplete"] == (8, [told.format(folder / "newest.ckpt")])
-    assert re.search(
-        rf"epoch=\d.ckpt is {re.escape(lost)}. The last complete one besides it is {whole}",
-        broken["best"],
-    )
-    assert re.search(
-        r"newest.ckpt failed on rank \d: damaged: __1_0.distcp does not have the checksum .*"
-        rf" besides it is {whole}",
-        broken["damaged"][0],
-    )
-    for name in ("best", "damaged"):
-        assert broken_elsewhere[name] == broken[name]
+    for kind, (lost, part) in KINDS.items():
+        folder, broken = tmp_path / "triggers" / f"broken {kind}", all_broken[kind]
+        whole = folder / "hpc_ckpt_2.ckpt"
+        told = f"{{}} is {lost}. Going on from the last complete checkpoint, {whole}."
+        assert broken["hpc"] == [(4, []), (8, [told.format(folder / "hpc_ckpt_3.ckpt")])]
+        assert broken["incomplete"] == (8, [told.format(folder / "newest.ckpt")])
+        assert re.search(
+            rf"epoch=\d.ckpt is {re.escape(lost)}. The last complete one besides it is {whole}",
+            broken["best"],
+        )
+        assert re.search(
+            rf"newest.ckpt failed.*: damaged: {part} does not have the checksum .*"
+            rf" besides it is {whole}",
+            broken["damaged"][0],
+        )
+        for name in ("best", "damaged"):
+            assert broken_elsewhere[kind][name] == broken[name]
 
 
 class Terminate(Callback):

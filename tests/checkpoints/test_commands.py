@@ -4,8 +4,9 @@ import torch
 
 from checkpoints.runs import Whole, flip, train
 from helpers.models import Recipe
-from helpers.parity import assert_same_tensors, relative, trainer
+from helpers.parity import assert_same_tensors, relative, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 from lightning_zero3.__main__ import main
 
 
@@ -29,7 +30,7 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
     flip(file, file.read_bytes().index(torch.ones(6).numpy().tobytes()))
     assert main(["inspect", str(file)]) == 1
     assert (
-        f"{file}: damaged: its record 'full/data/0' is not what was written"
+        f"{file}: damaged: its record 'full/data/0' does not have the checksum"
         in capsys.readouterr().out
     )
 
@@ -49,6 +50,7 @@ def save_sharded(rank, world_size, folder):
         Whole(Recipe(tied=True, optimizer="adamw", steps=3)),
         1,
         write=f"{folder}/it.ckpt",
+        strategy=zero3(checkpoint=CheckpointOptions(kind="sharded")),
     )
 
 

@@ -22,7 +22,7 @@ from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import full, index
+from lightning_zero3.strategies.checkpoints import index, single_file
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 from lightning_zero3.strategies.state_dicts.slices import SavedTensor
 
@@ -51,8 +51,8 @@ HARM = {
     "no manifest, missing": lambda folder: [
         (folder / name).unlink() for name in ("manifest.json", "__1_0.distcp")
     ],
-    "full, truncated": truncate,
-    "full, flipped": flip_tensor,
+    "file, truncated": truncate,
+    "file, flipped": flip_tensor,
 }
 EXPECTED = {
     "flipped": (
@@ -68,15 +68,15 @@ EXPECTED = {
     ),
     "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
-    "full, truncated": "full, truncated.ckpt is incomplete: the end of the file is missing",
-    "full, flipped": "damaged: its record .*/data/[0-9]+' is not what was written .*Bad CRC-32",
+    "file, truncated": "file, truncated.ckpt is incomplete: the end of the file is missing",
+    "file, flipped": "damaged: its record .*/data/[0-9]+' does not have the checksum that it was",
 }
 
 
 def make(rank, world_size, folder):
-    train(world_size, Whole(RECIPE), 1, write=f"{folder}/good.ckpt")
-    strategy = zero3(checkpoint=CheckpointOptions(kind="full"))
-    train(world_size, Whole(RECIPE), 1, write=f"{folder}/full.ckpt", strategy=strategy)
+    for name, kind in (("good", "sharded"), ("file", "file")):
+        strategy = zero3(checkpoint=CheckpointOptions(kind=kind))
+        train(world_size, Whole(RECIPE), 1, write=f"{folder}/{name}.ckpt", strategy=strategy)
 
 
 def load_all(rank, world_size, folder):
@@ -99,8 +99,8 @@ def test_every_rank_raises_the_same_error_and_nothing_is_loaded(tmp_path):
     run_ranks(make, 2, str(tmp_path), timeout=60)
     for name, harm in HARM.items():
         kind = name.partition(",")[0]
-        copy = shutil.copytree if kind != "full" else shutil.copy
-        copy(tmp_path / ("full.ckpt" if kind == "full" else "good.ckpt"), tmp_path / f"{name}.ckpt")
+        copy = shutil.copytree if kind != "file" else shutil.copy
+        copy(tmp_path / ("file.ckpt" if kind == "file" else "good.ckpt"), tmp_path / f"{name}.ckpt")
         harm(tmp_path / f"{name}.ckpt")
     errors = run_ranks(load_all, 2, str(tmp_path), timeout=100)
     assert errors[0] == errors[1]
@@ -121,9 +121,7 @@ def single_files(folder):
     }
     torch.save(content, folder / "theirs.ckpt")
     saved = {k: SavedTensor(k, v.shape, v.dtype, v.clone) for k, v in content["state_dict"].items()}
-    for key, place in full.reserve({**content, "state_dict": saved}, folder / "stage").items():
-        place.copy_(next(tensor for tensor in saved.values() if id(tensor) == key).read())
-    full.finish(folder / "stage", folder / "ours.ckpt")
+    single_file.FileSave({**content, "state_dict": saved}, folder / "ours.ckpt").write()
     return content
 
 
@@ -134,7 +132,7 @@ def test_any_zip_tool_can_check_what_we_write(tmp_path):
     assert [r.CRC for r in ours.infolist() if "/data/" in r.filename] == [
         r.CRC for r in theirs.infolist() if "/data/" in r.filename
     ]
-    loaded = full.load(tmp_path / "ours.ckpt", weights_only=True)
+    loaded = single_file.load(tmp_path / "ours.ckpt", weights_only=True)
     assert_same_tensors(loaded["state_dict"], content["state_dict"])
 
 
@@ -147,7 +145,7 @@ def test_no_flipped_bit_of_a_single_file_is_loaded(name, tmp_path):
             whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :]
         )
         try:
-            loaded = full.load(file, weights_only=True)
+            loaded = single_file.load(file, weights_only=True)
         except CheckpointError as error:
             assert str(file) in str(error)
             refused += 1
@@ -166,7 +164,7 @@ def test_files_without_checksums_are_loaded(tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     for file in (old, without):
-        assert torch.equal(full.load(file, weights_only=True)["a"], torch.ones(3))
+        assert torch.equal(single_file.load(file, weights_only=True)["a"], torch.ones(3))
 
 
 def content(path):
@@ -176,7 +174,7 @@ def content(path):
 def fill_disk(rank, world_size, folder):
     """A rank that writes may write no more than a kilobyte at the second save."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for kind, full_for in (("sharded", 1), ("full", 0)):
+    for kind, full_for in (("sharded", 1), ("file", 1)):
         path = Path(folder, f"{kind}.ckpt")
         runner = trainer(zero3(checkpoint=CheckpointOptions(kind=kind)), world_size)
         runner.fit(Whole(RECIPE))
@@ -196,7 +194,7 @@ def fill_disk(rank, world_size, folder):
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
-    assert run_ranks(fill_disk, 2, str(tmp_path), timeout=60) == [["full.ckpt", "sharded.ckpt"]] * 2
+    assert run_ranks(fill_disk, 2, str(tmp_path), timeout=60) == [["file.ckpt", "sharded.ckpt"]] * 2
 
 
 class Payload:
@@ -254,9 +252,9 @@ def test_loading_runs_no_code(tmp_path):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "full", "background": True}, {"kind": "both"}])
+@pytest.mark.parametrize("options", [{"kind": "sharded"}, {"background": True}, {"kind": "both"}])
 def test_what_would_be_ignored_is_refused(options):
-    with pytest.raises(ValueError, match=r"kind='full'|choose 'sharded' or 'full'"):
+    with pytest.raises(ValueError, match=r"would never be used|choose 'file' or 'sharded'"):
         trainer(
             zero3(checkpoint=CheckpointOptions(**options), checkpoint_io=AsyncCheckpointIO())
         ).fit(Whole(RECIPE))
@@ -268,12 +266,12 @@ def save_elsewhere(rank, world_size):
     saver = ModelCheckpoint("memory://runs", save_last=True)
     with pytest.raises(
         ValueError,
-        match=r"ModelCheckpoint\(dirpath='memory://runs'\): .*CheckpointOptions\(kind='full'\)",
+        match=r"ModelCheckpoint\(dirpath='memory://runs'\): .*CheckpointOptions\(\)",
     ):
-        trainer(zero3(), callbacks=[saver], enable_checkpointing=True).fit(module)
+        strategy = zero3(checkpoint=CheckpointOptions(kind="sharded"))
+        trainer(strategy, callbacks=[saver], enable_checkpointing=True).fit(module)
     assert not module.losses, "training began"
-    strategy = zero3(checkpoint=CheckpointOptions(kind="full"))
-    runner = trainer(strategy, callbacks=[saver], enable_checkpointing=True)
+    runner = trainer(zero3(), callbacks=[saver], enable_checkpointing=True)
     runner.fit(module)
     assert saver.last_model_path == "memory://runs/last.ckpt"
     result = train(world_size, Whole(RECIPE), 2, read="memory://runs/last.ckpt")

@@ -9,8 +9,9 @@ from torch.distributed.fsdp import fully_shard
 
 from checkpoints.runs import no_gradients, train
 from helpers.models import Lit, Recipe
-from helpers.parity import assert_tensors_close, relative, trainer
+from helpers.parity import assert_tensors_close, relative, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 
 # Everything has a gradient: FSDP2 wants state of every parameter that it trains.
 RECIPE = Recipe(
@@ -69,7 +70,8 @@ def fsdp2(world_size, until, read=None, write=None, build=Fsdp2):
 
 
 def ours(world_size, until, build=Lit, **paths):
-    result = train(world_size, build(RECIPE, no_gradients), until, **paths)
+    strategy = zero3(checkpoint=CheckpointOptions(kind="sharded"))
+    result = train(world_size, build(RECIPE, no_gradients), until, strategy=strategy, **paths)
     return result.losses, result.weights
 
 

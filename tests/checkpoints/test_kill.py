@@ -17,7 +17,7 @@ from checkpoints.runs import Shuffled, full_weights
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints.manifest import damage
+from lightning_zero3.strategies.checkpoints.storage import damage
 
 KILLS = int(os.environ.get("LIGHTNING_ZERO3_KILLS", 3))  # 20 take minutes
 EPOCHS = 2 + KILLS // 2
@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on_from_a_complete_checkpoint(tmp_path):
         with suppress(AssertionError):  # the run was killed, unless the moment came after its end
             kill = [(0,), (1,), (0, 1)][number % 3]
             run_ranks(go_on, 2, str(folder), kill, step, delay, number % 2 == 1, timeout=60)
-        visible = [path for path in Path(folder).glob("*.ckpt") if path.is_dir()]
+        visible = [path for path in Path(folder).glob("*.ckpt")]
         assert not [found for path in visible if (found := damage(path))]
         steps = [int(found[1]) for path in visible if (found := re.match(r"step=(\d+)", path.name))]
         assert not steps or max(steps) >= done, "a checkpoint was lost"

@@ -77,7 +77,7 @@ def around(rank, world_size, folder, kind):
     return saved, found
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_callbacks_read_and_replace_what_was_loaded(world_size, kind, tmp_path):
     ranks = run_ranks(around, world_size, str(tmp_path), kind, timeout=100)
@@ -228,7 +228,7 @@ def keep(rank, world_size, folder, kind):
     return {**found, "same trainer": module.kept}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_modules_load_what_is_no_parameter(world_size, kind, tmp_path):
     for found in run_ranks(keep, world_size, str(tmp_path), kind, timeout=100):

@@ -96,7 +96,7 @@ def own_code(rank, world_size, folder, kind):
     return told
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_own_code_is_asked(world_size, kind, tmp_path):
     told, *others = run_ranks(own_code, world_size, str(tmp_path), kind, timeout=100)

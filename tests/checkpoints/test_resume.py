@@ -12,7 +12,7 @@ from checkpoints.runs import Shuffled, Watch, full_weights, optimizer_states, tr
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.checkpoints import CheckpointOptions
-from lightning_zero3.strategies.checkpoints.manifest import damage
+from lightning_zero3.strategies.checkpoints.storage import damage
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 STOP = 4  # steps, of 6 in an epoch
@@ -264,7 +264,7 @@ def count(rank, world_size, folder, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 def test_state_of_no_parameter_goes_on(kind, tmp_path):
     for whole, rest in run_ranks(count, 2, str(tmp_path), kind, timeout=60):
         steps = len(whole[1])

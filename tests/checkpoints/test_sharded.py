@@ -15,6 +15,7 @@ from checkpoints.runs import Whole, train
 from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, assert_tensors_close, relative, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 
 RECIPES = {
     "adamw": Recipe(tied=True, optimizer="adamw", frozen=("blocks.1",), steps=4),
@@ -22,11 +23,15 @@ RECIPES = {
 }
 
 
+def sharded(**options):
+    return zero3(checkpoint=CheckpointOptions(kind="sharded"), **options)
+
+
 def save(rank, world_size, folder):
     """An uninterrupted run of two epochs, and one that is saved after the first."""
     whole = {name: train(world_size, Whole(recipe), 2) for name, recipe in RECIPES.items()}
     saved = {
-        name: train(world_size, Whole(recipe), 1, write=f"{folder}/{name}.ckpt")
+        name: train(world_size, Whole(recipe), 1, write=f"{folder}/{name}.ckpt", strategy=sharded())
         for name, recipe in RECIPES.items()
     }
     return whole, saved, elastic.save(world_size, folder)
@@ -48,7 +53,12 @@ def resume(rank, world_size, folder):
     for name, recipe in RECIPES.items():
         again = SaveAgain(f"{folder}/{name} on {world_size}.ckpt")
         runs[name] = train(
-            world_size, Whole(recipe), 2, read=f"{folder}/{name}.ckpt", callbacks=[again]
+            world_size,
+            Whole(recipe),
+            2,
+            read=f"{folder}/{name}.ckpt",
+            callbacks=[again],
+            strategy=sharded(),
         )
     return runs, elastic.resume(world_size, folder)
 
@@ -157,7 +167,7 @@ def test_torch_makes_one_file_of_it(folder, on_two_ranks, tmp_path):
 
 def save_replicated(rank, world_size, folder):
     """Two groups of ranks that hold the same shards."""
-    strategy = zero3(shard_size=2)
+    strategy = sharded(shard_size=2)
     return train(
         world_size, Whole(RECIPES["adamw"]), 1, write=f"{folder}/replicated.ckpt", strategy=strategy
     )

@@ -19,7 +19,7 @@ from helpers.parity import trainer
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions, Zero3Strategy
 from lightning_zero3.__main__ import main
-from lightning_zero3.strategies.checkpoints import full, storage
+from lightning_zero3.strategies.checkpoints import single_file, storage
 from lightning_zero3.strategies.checkpoints.index import INDEX, read_index
 from lightning_zero3.strategies.checkpoints.weights import open_weights
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
@@ -282,7 +282,7 @@ def test_a_file_that_is_exchanged_while_it_is_written_is_not_unpickled(tmp_path,
         save({"state_dict": code}, stage)
 
     monkeypatch.setattr(torch, "save", save_and_exchange)
-    full.reserve({"state_dict": {"a": torch.ones(3)}}, stage)
+    single_file.reserve({"state_dict": {"a": torch.ones(3)}}, stage)
     assert not mark.exists()
 
 
@@ -291,7 +291,7 @@ def test_a_file_that_is_there_is_not_written_to(tmp_path):
     mine.write_text("x")
     (tmp_path / "stage").symlink_to(mine)
     with pytest.raises(FileExistsError):
-        full.reserve({"a": torch.ones(3)}, tmp_path / "stage")
+        single_file.reserve({"a": torch.ones(3)}, tmp_path / "stage")
     assert mine.read_text() == "x"
 
 
@@ -304,7 +304,7 @@ def test_what_is_reserved_is_what_torch_loads(tmp_path):
         "nested": {"half": torch.ones(5, dtype=torch.bfloat16), "text": "x"},
         "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
     }
-    full.reserve(tree, tmp_path / "file")
+    single_file.FileSave(tree, tmp_path / "file").write()
     found = torch.load(tmp_path / "file", weights_only=True)
     assert torch.equal(found["a"], tree["a"]) and torch.equal(found["b"][0], shared)
     assert found["a"].untyped_storage()._cdata == found["b"][0].untyped_storage()._cdata
@@ -320,7 +320,7 @@ def umask():
     return now
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 @pytest.mark.parametrize("name", [".unfinished", ".removed"])
 def test_links_in_the_place_of_our_folders_are_refused(name, kind, tmp_path):
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"

@@ -55,7 +55,7 @@ def change(rank, world_size, folder, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_are_changed_where_the_error_says(world_size, kind, tmp_path):
     found, *_ = run_ranks(change, world_size, str(tmp_path), kind, timeout=100)

@@ -74,7 +74,7 @@ ROOMS = [
     ),
     Room(
         "strategies/checkpoints",
-        "files: sharded, full, atomic",
+        "files: one or sharded, atomic",
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",

@@ -21,6 +21,7 @@ LONG = [
     "behaviours/test_over_a_group.py::test_right_on_two_ranks*",
     "behaviours/test_table.py::test_other_engines*",
     "checkpoints/test_example.py*",
+    "checkpoints/test_single_file.py::test_more_than_4_gib",
     "data/test_against_accelerate.py::test_random*",
     "data/test_trainer.py::test_kill_at_every_batch*",
     "faults/test_elastic.py*",

@@ -76,9 +76,9 @@ def ranges_of_a_run(rank, world_size, folder, kind):
     return {name: names.count(name) for name in names if "checkpoint" in name or "batch" in name}
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["file", "sharded"])
 def test_the_loader_and_checkpoints_have_ranges(kind, tmp_path):
-    stages = ("prepare", "write", "finish") if kind == "full" else ("prepare", "write")
+    stages = ("prepare", "write", "finish") if kind == "file" else ("prepare", "write")
     for found in run_ranks(ranges_of_a_run, 2, tmp_path, kind):
         assert found.pop("zero3::wait for batch") >= 2
         assert found == {f"zero3::{stage} checkpoint": 1 for stage in stages}

@@ -71,7 +71,7 @@ KINDS = {"plain": (Lit, RECIPE), "spare": (SpareLit, SPARE)}
 
 
 def full():
-    return zero3(checkpoint=CheckpointOptions(kind="full"))
+    return zero3(checkpoint=CheckpointOptions(kind="file"))
 
 
 def strategy_for(kind):

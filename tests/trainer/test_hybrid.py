@@ -78,7 +78,7 @@ def look_inside(rank, world_size, shard_size, folder):
     checkpoint; bytes of shards.
     """
     losses, nbytes = {}, 0
-    for kind in ("sharded", "full"):
+    for kind in ("sharded", "file"):
         for part, size in (("begun", shard_size), ("over all", None), ("in groups", shard_size)):
             module = Lit(Recipe(optimizer="adam", steps=6), sharded_gradients)
             strategy = zero3(shard_size=size, checkpoint=CheckpointOptions(kind=kind))
@@ -100,11 +100,11 @@ def test_checkpoints_and_memory(tmp_path):
         look_inside, world_size, shard_size, str(tmp_path), timeout=200
     ):
         assert whole / shard_size <= nbytes <= 1.1 * whole / shard_size
-        assert losses["sharded", "in groups"] == losses["full", "in groups"]
-        assert losses["sharded", "over all"] == losses["full", "over all"]
+        assert losses["sharded", "in groups"] == losses["file", "in groups"]
+        assert losses["sharded", "over all"] == losses["file", "over all"]
         # Four summands in another order.
-        assert losses["full", "in groups"] == pytest.approx(losses["full", "over all"], rel=1e-5)
-        assert losses["full", "in groups"] != pytest.approx(losses["full", "begun"], rel=1e-2)
+        assert losses["file", "in groups"] == pytest.approx(losses["file", "over all"], rel=1e-5)
+        assert losses["file", "in groups"] != pytest.approx(losses["file", "begun"], rel=1e-2)
 
 
 def refuse(rank, world_size):

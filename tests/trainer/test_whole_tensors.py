@@ -38,7 +38,7 @@ def fit(rank, world_size, strategy, folder, read=None):
     kind = strategy.removeprefix("zero3-")
     plugged = strategy
     if kind == "replicas":
-        plugged = zero3(shard_size=2, checkpoint=CheckpointOptions(kind="full"))
+        plugged = zero3(shard_size=2, checkpoint=CheckpointOptions(kind="file"))
     elif strategy != "auto":
         plugged = zero3(checkpoint=CheckpointOptions(kind=kind))
     runner = trainer(
@@ -70,7 +70,7 @@ def one(tmp_path_factory):
     return folder, *run_ranks(fit, 1, "auto", folder)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", "file"])
 def test_resumed_on_other_ranks_as_in_one_process(kind, one, tmp_path):
     folder, expected = one
     two = run_ranks(fit, 2, f"zero3-{kind}", tmp_path / "two")
@@ -82,7 +82,7 @@ def test_resumed_on_other_ranks_as_in_one_process(kind, one, tmp_path):
             run_ranks(fit, world_size, f"zero3-{kind}", tmp_path / "rest", source / "epoch=0.ckpt"),
             expected,
         )
-    if kind == "full":
+    if kind == "file":
         assert_same(
             run_ranks(fit, 1, "auto", tmp_path / "rest", tmp_path / "two" / "epoch=0.ckpt"),
             expected,

@@ -1,0 +1,272 @@
+"""One file with everything, as one device writes it, written and read by all ranks at once.
+
+Rank 0 lets ``torch.save`` write the file with holes in the places of the tensors' values. Then each
+rank writes what it has of every tensor at its places, and rank 0 adds the checksums, which the
+ranks computed for what they wrote. No rank needs memory for more than it has. A rank that loads the
+file reads its own parts of the tensors, through a mapping, and compares its share of the checksums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
+from ..state_dicts.gather import replace_tensors, tensors_in
+from ..state_dicts.optimizer_state import number_parameters
+from ..state_dicts.slices import TensorDescription
+from ..support import profile_range
+from .regions import Region, regions_of, write_regions
+from .storage import begin, commit, discard
+from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
+
+# Of the parameters in each group of each optimizer, whose state numbers them: in a run whose
+# optimizers are others, state follows names.
+_NAMES = "zero3_optimizer_names"
+
+
+class FileSave:
+    """A checkpoint's file that is being written; making it is collective.
+
+    Args:
+        checkpoint: has the same slices on all ranks; saved tensors are read when they are written.
+            Everything else is written as rank 0 has it.
+        path: of the file. A file that is there is replaced when the new one is complete.
+        replica: (number, count): of how many replicas of the shards this rank has a part, and of
+            which one. Each writes some of them.
+
+    Raises:
+        CheckpointError: on all ranks; what was at ``path`` is still there.
+    """
+
+    def __init__(
+        self, checkpoint: dict[str, Any], path: Path, replica: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.path, self._action = path, f"Saving {path}"
+        self._rank, _ = rank_and_world_size()
+        self._regions: list[Region] = []
+        # a slice that stands at several places (tied parameters) is written once
+        slices = {id(tensor): tensor for tensor in tensors_in(checkpoint, TensorDescription)}
+
+        def reserve_places() -> tuple[Path, list[int]] | None:
+            if self._rank:
+                return None
+            stage = begin(path)
+            bases, self._regions = reserve(checkpoint, stage)
+            return stage, [bases[key] for key in slices]
+
+        def plan(bases: list[int]) -> None:
+            if len(bases) != len(slices):
+                raise CheckpointError("its checkpoint has other tensors than rank 0's")
+            if not self._stage.is_file():
+                raise CheckpointError(
+                    f"{self._stage} was created by rank 0 and is not there. All ranks must see the"
+                    " same file system, as the same user."
+                )
+            pairs = zip(slices.values(), bases, strict=True)
+            sizes = [0] * replica[1]
+            for region in (region for pair in pairs for region in regions_of(*pair)):
+                # all replicas count alike, and the one that has the least writes the region
+                smallest = sizes.index(min(sizes))
+                sizes[smallest] += region.values.nbytes
+                if smallest == replica[0]:
+                    self._regions.append(region)
+
+        with self._failing(), profile_range("prepare checkpoint"):
+            reserved = run_on_all_ranks(self._action, reserve_places)[0]
+            assert reserved is not None
+            self._stage, bases = reserved
+            run_on_all_ranks(self._action, lambda: plan(bases))
+
+    def copy_to_cpu(self) -> None:
+        """Copy what this rank is going to write, because it changes from now on; collective."""
+
+        def copy() -> None:
+            self._regions = [region.copy_to_cpu() for region in self._regions]
+
+        with self._failing(), profile_range("copy checkpoint"):
+            run_on_all_ranks("Copying shards for a background save", copy)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's part, and give the file its name when all have; collective.
+
+        Args:
+            group: of all ranks, for the exchanges; by default the one of the run.
+
+        Raises:
+            CheckpointError: on all ranks; what was at the path is still there.
+        """
+        regions, self._regions = self._regions, []
+
+        def write() -> list[Piece]:
+            return write_regions(self._stage, regions)
+
+        def complete() -> None:
+            if not self._rank:
+                write_checksums(self._stage, [piece for mine in written for piece in mine])
+                commit(self._stage, self.path)
+
+        with self._failing():
+            with profile_range("write checkpoint"):
+                written = run_on_all_ranks(self._action, write, group)
+            with profile_range("finish checkpoint"):
+                run_on_all_ranks(self._action, complete, group)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            if not self._rank:
+                discard(self.path)
+            raise
+
+
+def reserve(tree: Any, file: Path) -> tuple[dict[int, int], list[Region]]:
+    """Write a file with everything in ``tree`` but the values of tensors.
+
+    Returns:
+        ``id`` of each slice or saved tensor -> where its values belong in the file; and the values
+        of all other tensors, with their places.
+    """
+    fakes: dict[int, Tensor] = {}
+    with FakeTensorMode():
+        skeleton = replace_tensors(tree, lambda tensor: fakes.setdefault(id(tensor), _fake(tensor)))
+    storages: dict[str, torch.UntypedStorage] = {}
+    # hazard: others may put something else under this name. The file is a new one, and is not
+    # opened again to find the places in it.
+    with open(file, "x+b") as stream:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
+        records = {record.name.partition("/data/")[2]: record for record in read_records(stream)}
+    keys = {fake.untyped_storage()._cdata: key for key, fake in fakes.items()}
+    bases: dict[int, int] = {}
+    regions: list[Region] = []
+    for number, storage in storages.items():
+        record = records[number]
+        if record.size != storage.nbytes():
+            raise CheckpointError("torch.save wrote tensors in another way than is expected")
+        if storage._cdata in keys:
+            bases[keys[storage._cdata]] = record.start
+        else:
+            # as it lies there: a conjugated view says so in the file
+            values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            regions += regions_of(values, record.start)
+    return bases, regions
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
+
+
+def _pickle_noting(storages: dict[str, torch.UntypedStorage]) -> Any:
+    """Return a pickle module for ``torch.save`` that notes number of each record -> storage."""
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            # torch's subclass numbers storages in `persistent_id`
+            number: Any = cls.persistent_id
+
+            def persistent_id(self: Any, obj: Any) -> Any:
+                found = number(self, obj)
+                if found is not None:
+                    storages[found[2]] = getattr(obj, "_untyped_storage", obj)
+                return found
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    return SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__)
+
+
+def number_states(checkpoint: dict[str, Any]) -> None:
+    """Number the parameters of optimizer states, as torch's own do, and save their names beside."""
+    if "optimizer_states" in checkpoint:
+        states = checkpoint["optimizer_states"]
+        checkpoint[_NAMES] = [[group["params"] for group in s["param_groups"]] for s in states]
+        checkpoint["optimizer_states"] = [number_parameters(state) for state in states]
+
+
+def named_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the optimizer states of a loaded checkpoint, with names where it says them."""
+    states, all_names = checkpoint["optimizer_states"], checkpoint.get(_NAMES, [])
+    if len(states) != len(all_names):
+        return states
+    result = []
+    for state, names in zip(states, all_names, strict=True):
+        groups, order = state["param_groups"], [name for members in names for name in members]
+        if [group["params"] for group in groups] != _numbers(names):  # a hook changed the groups
+            return states
+        result.append(
+            {
+                **state,
+                "state": {
+                    order[key] if isinstance(key, int) else key: value
+                    for key, value in state["state"].items()
+                },
+                "param_groups": [
+                    {**group, "params": members}
+                    for group, members in zip(groups, names, strict=True)
+                ],
+            }
+        )
+    return result
+
+
+def _numbers(names: list[list[str]]) -> list[list[int]]:
+    numbers = itertools.count()
+    return [[next(numbers) for _ in members] for members in names]
+
+
+def load(path: Path, weights_only: bool) -> dict[str, Any]:
+    """Open a checkpoint's file, whose tensors are mapped and read when they are used; collective.
+
+    Raises:
+        CheckpointError: on all ranks, if the file cannot be read or is not as it was written.
+    """
+    fault = changed(path)
+    if fault is not None:
+        raise CheckpointError(f"Loading {path} failed: {fault}")
+    checkpoint: dict[str, Any] = {}
+    run_on_all_ranks(f"Loading {path}", lambda: checkpoint.update(read(path, weights_only)))
+    return checkpoint
+
+
+def read(path: Path, weights_only: bool) -> dict[str, Any]:
+    """Open a file without comparing checksums; local."""
+    return torch.load(
+        path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
+    )
+
+
+def changed(path: Path) -> str | None:
+    """Compare the checksums of a file, each rank those of its share; collective.
+
+    Files of torch's format before version 1.6 have none, and count as unchanged.
+
+    Returns:
+        on all ranks, what is damaged; None if the records are as they were written.
+
+    Raises:
+        CheckpointError: on all ranks, if the file is not as ``torch.save`` writes it.
+    """
+    part, parts = rank_and_world_size()
+
+    def compute() -> list[Piece] | None:
+        return share_of_checksums(path, part, parts) if zipfile.is_zipfile(path) else None
+
+    shares = run_on_all_ranks(f"Loading {path}", compute)
+    if None in shares:
+        return None
+    return changed_records(path, [piece for share in shares for piece in share or ()])

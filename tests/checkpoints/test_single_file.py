@@ -1,0 +1,225 @@
+"""One file that all ranks write at once: what each of them writes, what a hook adds, and what is
+refused of a file that somebody else made.
+"""
+
+import os
+import random
+import warnings
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from checkpoints.runs import Shuffled, Whole, full_weights, train
+from helpers.models import Recipe
+from helpers.parity import assert_same_tensors, trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
+from lightning_zero3.strategies.checkpoints import single_file, zip_file
+from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
+
+RECIPE = Recipe(tied=True, optimizer="adamw", frozen=("blocks.1",), steps=2)
+
+
+def written(rank, world_size, path, options):
+    """The file's bytes that this rank wrote, and the full weights."""
+    pieces, write = [], single_file.write_regions
+
+    def write_regions(file, regions):
+        pieces.extend(write(file, regions))
+        return pieces
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_file, "write_regions", write_regions)
+        result = train(world_size, Whole(RECIPE), 1, write=path, strategy=zero3(**options))
+    return sum(piece.size for piece in pieces), result.weights
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_size": 2}], ids=["one replica", "two replicas"])
+def test_every_rank_writes_its_share_and_no_byte_is_written_twice(options, tmp_path):
+    path = tmp_path / "a.ckpt"
+    ranks = run_ranks(written, 4, str(path), options, timeout=60)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        size = sum(r.file_size for r in archive.infolist() if "/data/" in r.filename)
+    shares = [share for share, _ in ranks]
+    assert sum(shares) == size
+    tensors = [t for t in ranks[0][1].values() if t.numel()]
+    # rank 0 has buffers and random states of all ranks, too
+    assert max(shares[1:]) < 0.4 * sum(shares[1:])
+    assert min(shares) > sum(t.nbytes for t in tensors) / 8
+    loaded = torch.load(path, weights_only=True, mmap=True)["state_dict"]
+    assert_same_tensors(dict(loaded), ranks[0][1])
+    assert loaded["net.head.weight"].data_ptr() == loaded["net.embed.weight"].data_ptr()
+
+
+class Hidden:
+    """An object that has a tensor, of which the checkpoint does not know."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Hooked(Shuffled):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["added"] = {"list": [torch.arange(5), "text"], "hidden": Hidden(torch.ones(3))}
+        checkpoint["state_dict"]["net.0.bias"] = torch.full((16,), 7.0)
+        checkpoint["state_dict"]["renamed"] = checkpoint["state_dict"].pop("net.3.bias")
+        checkpoint["again"] = checkpoint["state_dict"]["net.3.weight"]
+
+    def on_load_checkpoint(self, checkpoint):
+        self.added = checkpoint["added"]
+        checkpoint["state_dict"]["net.3.bias"] = checkpoint["state_dict"].pop("renamed")
+
+
+def hook(rank, world_size, path):
+    options = {"unit_policy": None, "checkpoint": CheckpointOptions(weights_only=False)}
+    first = trainer(zero3(**options), world_size, max_epochs=1)
+    first.fit(Hooked())
+    first.save_checkpoint(path)
+    module = Hooked()
+    again = trainer(zero3(**options), world_size, max_epochs=1)
+    again.fit(module, ckpt_path=path)
+    return full_weights(first), full_weights(again), module.added
+
+
+def test_hooks_add_replace_and_rename_tensors(tmp_path):
+    path = tmp_path / "a.ckpt"
+    (saved, loaded, added), *_ = run_ranks(hook, 2, str(path))
+    assert_same_tensors(loaded, {**saved, "net.0.bias": torch.full((16,), 7.0)})
+    assert (
+        added["list"][0].tolist() == [0, 1, 2, 3, 4] and added["hidden"].tensor.tolist() == [1] * 3
+    )
+    read = torch.load(path, weights_only=False)
+    assert torch.equal(read["again"], saved["net.3.weight"])
+    # as torch saves a state dict: versions of modules are in it
+    assert read["state_dict"]._metadata["net.0"] == {"version": 1}
+
+
+def test_checksums_of_pieces_are_the_checksum_of_the_whole():
+    chance = random.Random(3)
+    content = chance.randbytes(5000)
+    for count in (1, 2, 7, 300):
+        cuts = [0, *sorted(chance.sample(range(1, 5000), count - 1)), 5000]
+        joined = 0
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            part = content[start:stop]
+            joined = zip_file._join_two(joined, zip_file.Piece(start, len(part), zlib.crc32(part)))
+        assert joined == zlib.crc32(content)
+
+
+def test_a_byte_that_no_rank_wrote_is_an_error(tmp_path, monkeypatch):
+    write = single_file.write_regions
+    monkeypatch.setattr(
+        single_file, "write_regions", lambda file, regions: write(file, regions[:-1])
+    )
+    with pytest.raises(CheckpointError, match=r"bytes [\d,]+ to [\d,]+, of the record .*/data/1"):
+        single_file.FileSave({"a": torch.ones(3), "b": torch.zeros(4)}, tmp_path / "a.ckpt").write()
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+# ---- files of others ---------------------------------------------------------------------------
+
+
+def repack(file, change):
+    """Write the records of a file anew, in another way."""
+    with zipfile.ZipFile(file) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    change(file, records)
+
+
+def compressed(file, records):
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+def twice(file, records):
+    with zipfile.ZipFile(file, "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, content in [*records.items(), *list(records.items())[-1:]]:
+            archive.writestr(name, content)
+
+
+def overlapping(file, records):
+    """The directory says of a record that it is longer than it is."""
+    content = bytearray(file.read_bytes())
+    entry = content.rindex(b"data/0") - len(file.stem) - 1 - 46
+    assert content[entry : entry + 4] == b"PK\1\2"
+    for field in (20, 24):  # compressed size, size
+        content[entry + field : entry + field + 4] = (800).to_bytes(4, "little")
+    file.write_bytes(content)
+
+
+def outside(file, records):
+    content = bytearray(file.read_bytes())
+    entry = content.rindex(b"data/1") - len(file.stem) - 1 - 46
+    for field in (20, 24):
+        content[entry + field : entry + field + 4] = (1 << 31).to_bytes(4, "little")
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (compressed, "is compressed or encrypted"),
+        (twice, "two of its records have one name"),
+        (overlapping, "reaches into what follows it"),
+        (outside, "reaches into what follows it"),
+    ],
+)
+def test_what_torch_does_not_write_is_refused(change, said, tmp_path):
+    file = tmp_path / "a.ckpt"
+    torch.save({"a": torch.ones(64), "b": torch.zeros(64)}, file)
+    assert single_file.load(file, weights_only=True)["a"].sum() == 64
+    repack(file, change)
+    with pytest.raises(CheckpointError, match=f"Loading {file} failed: .*{said}"):
+        single_file.load(file, weights_only=True)
+
+
+# ---- disks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any folder")
+def test_a_folder_that_may_not_be_written_to(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match=f"Saving {tmp_path}/a.ckpt failed: PermissionError"):
+        single_file.FileSave({"a": torch.ones(3)}, tmp_path / "a.ckpt")
+
+
+def test_two_jobs_that_write_one_name(tmp_path):
+    """The second deletes what the first has begun, which is told; its own is complete."""
+    path = tmp_path / "a.ckpt"
+    first = single_file.FileSave({"a": torch.zeros(3)}, path)
+    second = single_file.FileSave({"a": torch.ones(3)}, path)
+    second.write()
+    with pytest.raises(CheckpointError, match=f"Saving {path} failed"):
+        first.write()
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))
+
+
+def test_the_old_name_is_told():
+    with pytest.warns(FutureWarning, match="kind='full'.* is kind='file' now"):
+        assert CheckpointOptions(kind="full") == CheckpointOptions()
+
+
+# ---- large ---------------------------------------------------------------------------------------
+
+
+def test_more_than_4_gib(tmp_path):
+    """Tensors above 2 GiB, of which every 2**22nd element says its place; the rest needs no
+    memory.
+    """
+    path, count, step = tmp_path / "a.ckpt", 2**29 + 2**20, 2**22
+    tensors = {name: torch.zeros(count) for name in ("a", "b")}
+    for value in tensors.values():
+        value[::step] = torch.arange(len(value[::step]), dtype=torch.float32)
+    single_file.FileSave(tensors, path).write()
+    assert path.stat().st_size > 2**32
+    for loaded in (single_file.load(path, weights_only=True), torch.load(path, mmap=True)):
+        for name, value in tensors.items():
+            assert loaded[name].shape == (count,)
+            assert torch.equal(loaded[name][::step], value[::step])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
