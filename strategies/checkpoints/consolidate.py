@@ -6,16 +6,14 @@ It needs the memory of one tensor, and no model class.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ..state_dicts.collective_errors import without_other_ranks
 from .sharded import ShardedCheckpoint
 from .single_file import FileSave, load, number_states
-from .storage import commit, make_folder
-from .weights import SafetensorsWriter
+from .weights import MAX_FILE_BYTES, WeightsSave, rename_keys
 
 DESCRIPTION = "write a checkpoint as one file that any strategy reads, or as safetensors files"
 
@@ -34,8 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-file-bytes",
         type=int,
-        default=5 * 10**9,
+        default=MAX_FILE_BYTES,
         help="of a safetensors file (default: 5 GB)",
+    )
+    parser.add_argument(
+        "--strip-prefix",
+        default="",
+        metavar="PREFIX",
+        help='what safetensors lose at the beginning of their names: "model." for Hugging Face',
     )
 
 
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file or folder and print sizes; return the exit code."""
     out: Path = arguments.out
     if arguments.safetensors:
-        export(arguments.checkpoint, out, arguments.max_file_bytes)
+        export(arguments.checkpoint, out, arguments.max_file_bytes, arguments.strip_prefix)
     else:
         consolidate(arguments.checkpoint, out)
     for file in sorted(out.iterdir()) if out.is_dir() else [out]:
@@ -52,21 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @without_other_ranks()
-def export(path: Path, out: Path, max_file_bytes: int) -> None:
+def export(path: Path, out: Path, max_file_bytes: int, prefix: str = "") -> None:
     """Write the weights of a checkpoint as safetensors files to the folder ``out``.
 
-    ``out`` appears when it is complete.
+    ``out`` appears when it is complete. Keys lose the prefix.
 
     Raises:
         CheckpointError: the checkpoint is broken.
     """
-    stage = make_folder(out)
-    writer = SafetensorsWriter(stage, max_file_bytes)
-    for key, value in _open(path)["state_dict"].items():
-        if isinstance(value, Tensor):
-            writer.add(key, value)
-    writer.finish()
-    commit(stage, out)
+    mapping = {f"^{re.escape(prefix)}": ""}
+    state = rename_keys(_open(path)["state_dict"], mapping)
+    WeightsSave(state, out, max_file_bytes=max_file_bytes).write()
 
 
 @without_other_ranks()

@@ -1,23 +1,40 @@
-"""Parts of tensors as bytes of a file that several ranks write at once, each at its own places."""
+"""Files that all ranks write at once, each its parts of tensors at their places.
+
+Rank 0 makes the files with holes in the places of the tensors' values. Then each rank writes what
+it has of every tensor, so none needs memory for more, and rank 0 gives the files their names.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..state_dicts.slices import SlicedTensor
-from .storage import sync
+from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
+from ..state_dicts.gather import tensors_in
+from ..state_dicts.slices import SlicedTensor, TensorDescription
+from ..support import profile_range
+from .storage import commit, discard, sync
 from .zip_file import Piece
 
 _BLOCK = 1 << 23  # bytes written at a time, while the processor's cache has them
+
+
+class Place(NamedTuple):
+    """Where a tensor begins: the name of a file, below what is written, and an offset in it."""
+
+    file: str
+    base: int
 
 
 @dataclass(frozen=True)
@@ -25,13 +42,13 @@ class Region:
     """A box of a tensor that lies in a file in row-major order.
 
     Attributes:
-        base: where the tensor begins, in bytes.
+        place: where the tensor begins.
         shape: of the tensor.
         offsets: of the box.
         values: of the box, on any device.
     """
 
-    base: int
+    place: Place
     shape: torch.Size
     offsets: tuple[int, ...]
     values: Tensor
@@ -52,40 +69,42 @@ class Region:
         inside = sum(a * s for a, s in zip(self.offsets[outer:], strides[outer:], strict=True))
         for number, index in enumerate(itertools.product(*ranges)):
             place = sum(a * s for a, s in zip(index, strides, strict=False))
-            yield self.base + place + inside, flat[number * length : (number + 1) * length]
+            yield self.place.base + place + inside, flat[number * length : (number + 1) * length]
 
     def copy_to_cpu(self) -> Region:
         """Return a region with a copy of the values."""
         values = self.values.detach().to("cpu", copy=True)
-        return Region(self.base, self.shape, self.offsets, values)
+        return Region(self.place, self.shape, self.offsets, values)
 
 
-def regions_of(tensor: Tensor, base: int) -> Iterator[Region]:
-    """Yield what this rank has of a tensor that begins at ``base``: its slices, or all of it."""
+def regions_of(tensor: Tensor, place: Place) -> Iterator[Region]:
+    """Yield what this rank has of a tensor that begins there: its slices, or all of it."""
     if isinstance(tensor, SlicedTensor):
         for offsets, part in tensor.parts.items():
-            yield Region(base, tensor.size(), offsets, part)
+            yield Region(place, tensor.size(), offsets, part)
     else:
-        yield Region(base, tensor.size(), (0,) * tensor.ndim, tensor)
+        yield Region(place, tensor.size(), (0,) * tensor.ndim, tensor)
 
 
-def write_regions(file: Path, regions: Iterable[Region]) -> list[Piece]:
-    """Write regions to a file that exists, durably; return checksums of what was written.
+def write_regions(stage: Path, regions: Iterable[Region]) -> list[Piece]:
+    """Write regions to files that exist, durably; return checksums of what was written.
 
     Raises:
         OSError: the disk did not take them.
     """
     pieces: list[Piece] = []
-    descriptor = os.open(file, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        for region in regions:
-            for offset, data in region.runs():
-                for block in data.split(_BLOCK):
-                    _write(descriptor, offset, memoryview(block.cpu().numpy()), pieces)
-                    offset += block.numel()
-    finally:
-        os.close(descriptor)
-    sync(file)
+    for name, group in itertools.groupby(regions, lambda region: region.place.file):
+        file = stage / name
+        descriptor = os.open(file, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            for region in group:
+                for offset, data in region.runs():
+                    for block in data.split(_BLOCK):
+                        _write(descriptor, offset, memoryview(block.cpu().numpy()), pieces)
+                        offset += block.numel()
+        finally:
+            os.close(descriptor)
+        sync(file)
     return pieces
 
 
@@ -99,3 +118,117 @@ def _write(descriptor: int, offset: int, block: memoryview, pieces: list[Piece])
     while block:
         written = os.pwrite(descriptor, block, offset)
         block, offset = block[written:], offset + written
+
+
+class ParallelSave:
+    """What all ranks are going to write; making it is collective.
+
+    Args:
+        tree: has the same slices on all ranks; saved tensors are read when they are written.
+            Everything else is written as rank 0 has it.
+        path: of the file or folder. One that is there is replaced when the new one is complete.
+        replica: (number, count): of how many replicas of the shards this rank has a part, and of
+            which one. Each writes some of them.
+
+    Raises:
+        CheckpointError: on all ranks; what was at ``path`` is still there.
+    """
+
+    def __init__(
+        self, tree: Mapping[str, Any], path: Path, replica: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.path, self._action = path, f"Saving {path}"
+        self._rank, _ = rank_and_world_size()
+        self._regions: list[Region] = []
+        # a slice that stands at several places (tied parameters) is written once
+        slices = {id(tensor): tensor for tensor in tensors_in(tree, TensorDescription)}
+
+        def reserve_places() -> tuple[Path, list[Place]] | None:
+            if self._rank:
+                return None
+            stage = self.begin()
+            places, self._regions = self.reserve(tree, stage)
+            return stage, [places[key] for key in slices]
+
+        def plan(places: list[Place]) -> None:
+            if len(places) != len(slices):
+                raise CheckpointError("what it saves has other tensors than what rank 0 saves")
+            if not self._stage.exists():
+                raise CheckpointError(
+                    f"{self._stage} was created by rank 0 and is not there. All ranks must see the"
+                    " same file system, as the same user."
+                )
+            pairs = zip(slices.values(), places, strict=True)
+            sizes = [0] * replica[1]
+            for region in (region for pair in pairs for region in regions_of(*pair)):
+                # all replicas count alike, and the one that has the least writes the region
+                smallest = sizes.index(min(sizes))
+                sizes[smallest] += region.values.nbytes
+                if smallest == replica[0]:
+                    self._regions.append(region)
+
+        with self._failing(), profile_range("prepare checkpoint"):
+            reserved = run_on_all_ranks(self._action, reserve_places)[0]
+            assert reserved is not None
+            self._stage, places = reserved
+            run_on_all_ranks(self._action, lambda: plan(places))
+
+    def begin(self) -> Path:
+        """Return where to write before all is complete; on rank 0."""
+        raise NotImplementedError
+
+    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+        """Write everything in ``tree`` but the values of tensors; on rank 0.
+
+        Returns:
+            ``id`` of each slice or saved tensor -> where its values belong; and the values of all
+            other tensors, with their places.
+        """
+        raise NotImplementedError
+
+    def complete(self, stage: Path, pieces: list[Piece]) -> None:
+        """Add what depends on the pieces that all ranks wrote; on rank 0."""
+        raise NotImplementedError
+
+    def copy_to_cpu(self) -> None:
+        """Copy what this rank is going to write, because it changes from now on; collective."""
+
+        def copy() -> None:
+            self._regions = [region.copy_to_cpu() for region in self._regions]
+
+        with self._failing(), profile_range("copy checkpoint"):
+            run_on_all_ranks("Copying shards for a background save", copy)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's part, and give it its name when all have; collective.
+
+        Args:
+            group: of all ranks, for the exchanges; by default the one of the run.
+
+        Raises:
+            CheckpointError: on all ranks; what was at the path is still there.
+        """
+        regions, self._regions = self._regions, []
+
+        def write() -> list[Piece]:
+            return write_regions(self._stage, regions)
+
+        def complete() -> None:
+            if not self._rank:
+                self.complete(self._stage, [piece for mine in written for piece in mine])
+                commit(self._stage, self.path)
+
+        with self._failing():
+            with profile_range("write checkpoint"):
+                written = run_on_all_ranks(self._action, write, group)
+            with profile_range("finish checkpoint"):
+                run_on_all_ranks(self._action, complete, group)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            if not self._rank:
+                discard(self.path)
+            raise

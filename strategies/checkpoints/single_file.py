@@ -1,9 +1,8 @@
 """One file with everything, as one device writes it, written and read by all ranks at once.
 
-Rank 0 lets ``torch.save`` write the file with holes in the places of the tensors' values. Then each
-rank writes what it has of every tensor at its places, and rank 0 adds the checksums, which the
-ranks computed for what they wrote. No rank needs memory for more than it has. A rank that loads the
-file reads its own parts of the tensors, through a mapping, and compares its share of the checksums.
+``torch.save`` writes the file with holes in the places of the tensors' values. When the ranks have
+written those, rank 0 adds the checksums, which they computed. A rank that loads the file reads its
+own parts of the tensors, through a mapping, and compares its share of the checksums.
 """
 
 from __future__ import annotations
@@ -11,25 +10,22 @@ from __future__ import annotations
 import itertools
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
+from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
-from ..state_dicts.gather import replace_tensors, tensors_in
+from ..state_dicts.gather import replace_tensors
 from ..state_dicts.optimizer_state import number_parameters
-from ..state_dicts.slices import TensorDescription
-from ..support import profile_range
-from .regions import Region, regions_of, write_regions
-from .storage import begin, commit, discard
+from .regions import ParallelSave, Place, Region, regions_of
+from .storage import begin
 from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
 
 # Of the parameters in each group of each optimizer, whose state numbers them: in a run whose
@@ -37,110 +33,24 @@ from .zip_file import Piece, changed_records, read_records, share_of_checksums, 
 _NAMES = "zero3_optimizer_names"
 
 
-class FileSave:
-    """A checkpoint's file that is being written; making it is collective.
+class FileSave(ParallelSave):
+    """Write a Lightning checkpoint to one file."""
 
-    Args:
-        checkpoint: has the same slices on all ranks; saved tensors are read when they are written.
-            Everything else is written as rank 0 has it.
-        path: of the file. A file that is there is replaced when the new one is complete.
-        replica: (number, count): of how many replicas of the shards this rank has a part, and of
-            which one. Each writes some of them.
+    @override
+    def begin(self) -> Path:
+        return begin(self.path)
 
-    Raises:
-        CheckpointError: on all ranks; what was at ``path`` is still there.
-    """
+    @override
+    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+        return reserve(tree, stage)
 
-    def __init__(
-        self, checkpoint: dict[str, Any], path: Path, replica: tuple[int, int] = (0, 1)
-    ) -> None:
-        self.path, self._action = path, f"Saving {path}"
-        self._rank, _ = rank_and_world_size()
-        self._regions: list[Region] = []
-        # a slice that stands at several places (tied parameters) is written once
-        slices = {id(tensor): tensor for tensor in tensors_in(checkpoint, TensorDescription)}
-
-        def reserve_places() -> tuple[Path, list[int]] | None:
-            if self._rank:
-                return None
-            stage = begin(path)
-            bases, self._regions = reserve(checkpoint, stage)
-            return stage, [bases[key] for key in slices]
-
-        def plan(bases: list[int]) -> None:
-            if len(bases) != len(slices):
-                raise CheckpointError("its checkpoint has other tensors than rank 0's")
-            if not self._stage.is_file():
-                raise CheckpointError(
-                    f"{self._stage} was created by rank 0 and is not there. All ranks must see the"
-                    " same file system, as the same user."
-                )
-            pairs = zip(slices.values(), bases, strict=True)
-            sizes = [0] * replica[1]
-            for region in (region for pair in pairs for region in regions_of(*pair)):
-                # all replicas count alike, and the one that has the least writes the region
-                smallest = sizes.index(min(sizes))
-                sizes[smallest] += region.values.nbytes
-                if smallest == replica[0]:
-                    self._regions.append(region)
-
-        with self._failing(), profile_range("prepare checkpoint"):
-            reserved = run_on_all_ranks(self._action, reserve_places)[0]
-            assert reserved is not None
-            self._stage, bases = reserved
-            run_on_all_ranks(self._action, lambda: plan(bases))
-
-    def copy_to_cpu(self) -> None:
-        """Copy what this rank is going to write, because it changes from now on; collective."""
-
-        def copy() -> None:
-            self._regions = [region.copy_to_cpu() for region in self._regions]
-
-        with self._failing(), profile_range("copy checkpoint"):
-            run_on_all_ranks("Copying shards for a background save", copy)
-
-    def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write this rank's part, and give the file its name when all have; collective.
-
-        Args:
-            group: of all ranks, for the exchanges; by default the one of the run.
-
-        Raises:
-            CheckpointError: on all ranks; what was at the path is still there.
-        """
-        regions, self._regions = self._regions, []
-
-        def write() -> list[Piece]:
-            return write_regions(self._stage, regions)
-
-        def complete() -> None:
-            if not self._rank:
-                write_checksums(self._stage, [piece for mine in written for piece in mine])
-                commit(self._stage, self.path)
-
-        with self._failing():
-            with profile_range("write checkpoint"):
-                written = run_on_all_ranks(self._action, write, group)
-            with profile_range("finish checkpoint"):
-                run_on_all_ranks(self._action, complete, group)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            if not self._rank:
-                discard(self.path)
-            raise
+    @override
+    def complete(self, stage: Path, pieces: list[Piece]) -> None:
+        write_checksums(stage, pieces)
 
 
-def reserve(tree: Any, file: Path) -> tuple[dict[int, int], list[Region]]:
-    """Write a file with everything in ``tree`` but the values of tensors.
-
-    Returns:
-        ``id`` of each slice or saved tensor -> where its values belong in the file; and the values
-        of all other tensors, with their places.
-    """
+def reserve(tree: Any, file: Path) -> tuple[dict[int, Place], list[Region]]:
+    """Write a file with everything in ``tree`` but the values of tensors; see `ParallelSave`."""
     fakes: dict[int, Tensor] = {}
     with FakeTensorMode():
         skeleton = replace_tensors(tree, lambda tensor: fakes.setdefault(id(tensor), _fake(tensor)))
@@ -152,19 +62,19 @@ def reserve(tree: Any, file: Path) -> tuple[dict[int, int], list[Region]]:
             torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
         records = {record.name.partition("/data/")[2]: record for record in read_records(stream)}
     keys = {fake.untyped_storage()._cdata: key for key, fake in fakes.items()}
-    bases: dict[int, int] = {}
+    places: dict[int, Place] = {}
     regions: list[Region] = []
     for number, storage in storages.items():
         record = records[number]
         if record.size != storage.nbytes():
             raise CheckpointError("torch.save wrote tensors in another way than is expected")
         if storage._cdata in keys:
-            bases[keys[storage._cdata]] = record.start
+            places[keys[storage._cdata]] = Place("", record.start)
         else:
             # as it lies there: a conjugated view says so in the file
             values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            regions += regions_of(values, record.start)
-    return bases, regions
+            regions += regions_of(values, Place("", record.start))
+    return places, regions
 
 
 def _fake(tensor: Tensor) -> Tensor:

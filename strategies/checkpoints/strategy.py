@@ -27,7 +27,14 @@ from ..optimizers.param_groups import ParamGroups, whole_parameters
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_on_rank_zero
 from ..state_dicts.gradients import load_gradients, sliced_gradients
-from ..state_dicts.model_state import load_module, load_state_dict, own_values, sliced_state_dict
+from ..state_dicts.model_state import (
+    compare_keys,
+    load_module,
+    load_state_dict,
+    own_values,
+    require_fit,
+    sliced_state_dict,
+)
 from ..state_dicts.optimizer_hooks import (
     NO_STATES,
     finish_loading,
@@ -39,10 +46,12 @@ from ..state_dicts.optimizer_state import (
     sliced_optimizer_state,
 )
 from ..state_dicts.slices import Shards
+from ..support import give_back_memory
 from . import single_file
 from .background import BackgroundSave, Save
 from .options import CheckpointOptions
 from .storage import Choice, choose, is_remote, point, retire
+from .weights import MAX_FILE_BYTES, WeightsSave, open_weights, rename_keys
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
     from .sharded import ShardedCheckpoint
@@ -73,8 +82,8 @@ class CheckpointStrategy(ProcessStrategy):
     # a loaded checkpoint whose tensors have not been read yet
     _source: ShardedCheckpoint | None = None
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
-    # state dict to load once the model is sharded, and whether strictly
-    _pending_weights: tuple[Mapping[str, Any], bool] | None = None
+    # state dict to load once the model is sharded, whether strictly, and who reads its tensors
+    _pending_weights: tuple[Mapping[str, Any], bool, ShardedCheckpoint | None] | None = None
 
     def _follow_groups(self) -> None:
         """Shard anew if the optimizers' groups were edited; collective."""
@@ -394,18 +403,25 @@ class CheckpointStrategy(ProcessStrategy):
         Each rank reads its part if the engine still has the parameters. A module on the meta device
         is loaded when it is sharded, also by parts. Any other module is loaded in full.
         """
-        module, weights = self.lightning_module, (checkpoint["state_dict"], strict)
+        _warn_of_keys(*self._load_state(checkpoint["state_dict"], strict, self._source))
+
+    def _load_state(
+        self, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
+    ) -> tuple[list[str], list[str]]:
+        """Load weights into shards or a module with memory, or let them wait for the shards."""
+        module, weights = self.lightning_module, (state, strict, source)
         assert module is not None
+        self._pending_weights = None
         if self.engine is not None and all(
             owner_or_none(p) is self.engine.access for p in module.parameters()
         ):
-            _warn_of_keys(*load_state_dict(self.engine, module, *weights, self._source))
-        elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            return load_state_dict(self.engine, module, *weights)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             self._pending_weights = weights
-        else:
-            # before loading, which then converts from the digits in the file
-            self.precision_plugin.convert_module(module)
-            _warn_of_keys(*load_module(module, *weights, self._source))
+            return [], []
+        # before loading, which then converts from the digits in the file
+        self.precision_plugin.convert_module(module)
+        return load_module(module, *weights)
 
     def _load_weights(self) -> None:
         """Load weights that waited for the model to be sharded; to be called then; collective."""
@@ -416,18 +432,20 @@ class CheckpointStrategy(ProcessStrategy):
             self._group = dist.group.WORLD
         if self._pending_weights is not None:
             weights, self._pending_weights = self._pending_weights, None
-            _warn_of_keys(
-                *load_state_dict(self.engine, self.lightning_module, *weights, self._source)
-            )
+            _warn_of_keys(*load_state_dict(self.engine, self.lightning_module, *weights))
+        give_back_memory()
 
     # -------------------------------------------------------------------------------- weights alone
 
     def load_weights(
         self, path: _PATH, key_mapping: Mapping[str, str] | None = None, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load the weights of another program into the sharded model; collective.
+        """Load the weights of another program; collective.
 
-        To be called by all ranks in `on_fit_start` or later.
+        Each rank reads its part alone, if the model is sharded, or on the meta device: call it in
+        `configure_model` once the model is made there, in `setup`, `on_fit_start` or later.
+        Weights of a checkpoint that the run goes on from take precedence over those that are loaded
+        before the model is sharded.
 
         Args:
             path: a safetensors file, its index or their folder; a checkpoint of any strategy; a
@@ -441,43 +459,38 @@ class CheckpointStrategy(ProcessStrategy):
 
         Raises:
             CheckpointError: on all ranks, if ``path`` cannot be read.
-            RuntimeError: the model is not sharded yet; or keys with ``strict``, or shapes of
-                parameters, do not fit, and nothing was changed.
+            RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
+                changed.
         """
-        if self.engine is None or self.lightning_module is None:
-            raise RuntimeError(
-                "`load_weights` needs the sharded model: call it in `on_fit_start` or later."
-            )
-        from .weights import open_weights, rename_keys
-
-        state, source = open_weights(Path(path), self._checkpoints.weights_only)
-        return load_state_dict(
-            self.engine, self.lightning_module, rename_keys(state, key_mapping), strict, source
-        )
+        module = self.lightning_module
+        assert module is not None
+        content, source = open_weights(Path(path), self._checkpoints.weights_only)
+        state = rename_keys(content, key_mapping)
+        missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+        require_fit(module, missing, unexpected, strict)
+        self._load_state(state, False, source)
+        give_back_memory()
+        return missing, unexpected
 
     def save_weights(
         self,
         folder: _PATH,
         key_mapping: Mapping[str, str] | None = None,
-        max_file_bytes: int = 5 * 10**9,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         """Write the weights as safetensors files with an index, as Hugging Face does; collective.
+
+        Each rank writes its own part. Of tied weights the first is written, as Hugging Face does.
 
         Args:
             folder: receives the files; a folder that is there is replaced when all is written.
             key_mapping: pattern -> replacement, which ``re.sub`` applies to the model's keys in
-                order.
-            max_file_bytes: the most bytes of a file, and of its tensors in memory of rank 0.
+                order: ``{r"^model\\.": ""}`` for a model of Hugging Face's in ``self.model``.
+            max_file_bytes: the most bytes of a file.
         """
-        from .weights import rename_keys, save_weights
-
         self._require_all_ranks(f"Saving {folder}")
-        save_weights(
-            rename_keys(self.lightning_module_state_dict(), key_mapping),
-            Path(folder),
-            max_file_bytes,
-            self.global_rank,
-        )
+        state = rename_keys(self.lightning_module_state_dict(), key_mapping)
+        WeightsSave(state, Path(folder), self._replica(), max_file_bytes).write()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -502,6 +515,7 @@ class CheckpointStrategy(ProcessStrategy):
                 rank_zero_warn(remark)
         if self._source is not None:
             self._source.read(reads)
+        give_back_memory()
         for optimizer in self.optimizers if states else ():
             finish_loading(self.engine.steps[optimizer])
 

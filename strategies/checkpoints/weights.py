@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
-from ..state_dicts.gather import gather_slices
-from ..state_dicts.slices import SavedTensor, SlicedTensor
+from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name
-from .storage import commit, make_folder
+from .regions import ParallelSave, Place, Region, regions_of
+from .storage import make_folder
+from .zip_file import Piece
 
 if TYPE_CHECKING:
     from .sharded import ShardedCheckpoint
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+MAX_FILE_BYTES = 5 * 10**9
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
@@ -74,7 +79,8 @@ def _single_file(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
+def _open_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return tensors that are mapped, and read when they are used."""
     from safetensors import safe_open
 
     if path.is_dir():
@@ -89,25 +95,8 @@ def _open_safetensors(path: Path) -> dict[str, SavedTensor]:
     tensors = {}
     for file in files:
         with safe_open(file, "pt") as stream:
-            for key in stream.keys():
-                part = stream.get_slice(key)
-                dtype = _DTYPES.get(part.get_dtype())
-                if dtype is None:
-                    raise CheckpointError(
-                        f"{key!r} in {file} has the type {part.get_dtype()}, which is not"
-                        " supported."
-                    )
-                tensors[key] = SavedTensor(
-                    key, torch.Size(part.get_shape()), dtype, partial(_read_tensor, file, key)
-                )
+            tensors.update({key: stream.get_tensor(key) for key in stream.keys()})
     return tensors
-
-
-def _read_tensor(file: Path, key: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as stream:
-        return stream.get_tensor(key)
 
 
 def rename_keys(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None) -> dict[str, Any]:
@@ -127,94 +116,104 @@ def rename_keys(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None)
     return result
 
 
-class SafetensorsWriter:
-    """Write tensors to files in the order in which they are added.
+class WeightsSave(ParallelSave):
+    """Write a state dict as safetensors files with an index, as Hugging Face does.
 
-    Memory never has more than the tensors of one file.
-
-    Args:
-        folder: receives the files; exists.
-        max_bytes: of a file. A larger tensor has a file of its own.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
-        self._pending: dict[str, Tensor] = {}  # tensors of the next file
-        self._files: list[list[str]] = []  # names of the tensors in each file
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor to CPU memory, to be written with the next file."""
-        pending_bytes = sum(pending.nbytes for pending in self._pending.values())
-        if self._pending and pending_bytes + tensor.nbytes > self._max_bytes:
-            self._write_file()
-        self._pending[name] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
-        self._total_bytes += tensor.nbytes
-
-    def finish(self) -> None:
-        """Write the last file, and the index if there are several files."""
-        self._write_file()
-        count = len(self._files)
-        names = (
-            [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
-            if count > 1
-            else ["model.safetensors"]
-        )
-        for k, name in enumerate(names):
-            (self._folder / f"part-{k}").rename(self._folder / name)
-        if count > 1:
-            weight_map = {
-                tensor: name
-                for name, tensors in zip(names, self._files, strict=True)
-                for tensor in tensors
-            }
-            content = {
-                "metadata": {"total_size": self._total_bytes},
-                "weight_map": dict(sorted(weight_map.items())),
-            }
-            (self._folder / INDEX).write_text(
-                json.dumps(content, indent=2) + "\n", encoding="utf-8"
-            )
-
-    def _write_file(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(
-            self._pending, self._folder / f"part-{len(self._files)}", metadata={"format": "pt"}
-        )
-        self._files.append(list(self._pending))
-        self._pending = {}
-
-
-def save_weights(state: Mapping[str, Any], path: Path, max_file_bytes: int, rank: int) -> None:
-    """Write a state dict as safetensors files with an index; collective.
+    Of tied weights the first is written; what the others are called is in the file's metadata.
 
     Args:
-        state: has the same :class:`~.state_dicts.slices.SlicedTensor` on all ranks.
-        path: of the folder; a folder that is there is replaced when all is written.
-        max_file_bytes: the most bytes of a file.
-        rank: of this process. Rank 0 writes.
-
-    Raises:
-        CheckpointError: on all ranks; what was at ``path`` is still there.
+        state: has the same slices on all ranks; what is no tensor is left out.
+        path: of the folder.
+        replica: see :class:`~.regions.ParallelSave`.
+        max_file_bytes: the most bytes of a file. A larger tensor has a file of its own.
     """
-    keys: dict[int, list[str]] = {}
-    for key, value in state.items():
-        keys.setdefault(id(value), []).append(key)
-    stage = run_on_all_ranks(f"Saving {path}", lambda: make_folder(path) if rank == 0 else path)[0]
-    writer = SafetensorsWriter(stage, max_file_bytes)
 
-    def write(tensor: SlicedTensor, value: Tensor) -> None:
-        for key in keys[id(tensor)]:
-            writer.add(key, value)
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        path: Path,
+        replica: tuple[int, int] = (0, 1),
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._max_file_bytes, self._size = max_file_bytes, 0
+        super().__init__(state, path, replica)
 
-    gather_slices(state, rank, write)
+    @override
+    def begin(self) -> Path:
+        return make_folder(self.path)
 
-    def finish() -> None:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not isinstance(value, SlicedTensor):
-                writer.add(key, value)
-        writer.finish()
-        commit(stage, path)
+    @override
+    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+        first: dict[Any, str] = {}  # of tied tensors
+        others: dict[str, str] = {}
+        for key, value in tree.items():
+            if isinstance(value, Tensor):
+                kept = first.setdefault(_identity(value), key)
+                others |= {key: kept} if kept != key else {}
+        places: dict[int, Place] = {}
+        regions: list[Region] = []
+        weight_map: dict[str, str] = {}
+        files = self._divide([(key, tree[key]) for key in first.values()])
+        for number, tensors in enumerate(files, 1):
+            name = f"model-{number:05}-of-{len(files):05}" if len(files) > 1 else "model"
+            name += ".safetensors"
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            header["__metadata__"] |= {k: kept for k, kept in others.items() if kept in tensors}
+            # largest elements first: each tensor is aligned to its elements
+            order = sorted(tensors, key=lambda key: -tensors[key].element_size())
+            ends = list(itertools.accumulate(tensors[key].nbytes for key in order))
+            for key, end in zip(order, ends, strict=True):
+                value = tensors[key]
+                header[key] = {
+                    "dtype": _name_of(key, value.dtype),
+                    "shape": list(value.size()),
+                    "data_offsets": [end - value.nbytes, end],
+                }
+            packed = json.dumps(header).encode()
+            packed += b" " * (-len(packed) % 8)
+            with open(stage / name, "xb") as file:
+                file.write(len(packed).to_bytes(8, "little") + packed)
+                begin = file.tell()
+                file.truncate(begin + ends[-1])
+            self._size += ends[-1]
+            for key in order:
+                place = Place(name, begin + header[key]["data_offsets"][0])
+                if isinstance(tensors[key], TensorDescription):
+                    places[id(tensors[key])] = place
+                else:
+                    regions += regions_of(tensors[key], place)
+            weight_map |= dict.fromkeys(tensors, name)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (stage / INDEX).write_text(text, encoding="utf-8")
+        return places, regions
 
-    run_on_all_ranks(f"Saving {path}", finish if rank == 0 else lambda: None)
+    def _divide(self, tensors: list[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
+        files: list[dict[str, Tensor]] = []
+        size = self._max_file_bytes
+        for key, value in tensors:
+            size += value.nbytes
+            if size > self._max_file_bytes or not files:
+                files.append({})
+                size = value.nbytes
+            files[-1][key] = value
+        return files
+
+    @override
+    def complete(self, stage: Path, pieces: list[Piece]) -> None:
+        if sum(piece.size for piece in pieces) != self._size:
+            raise CheckpointError("some bytes were written by no rank, or by two")
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Return what tied tensors have in common."""
+    if isinstance(tensor, TensorDescription) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride(), tensor.device
+
+
+def _name_of(key: str, dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{key!r} has the type {dtype}, which safetensors do not have.")
+    return _NAMES[dtype]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -81,26 +81,14 @@ def load_state_dict(
     """
     targets = sliced_state_dict(engine, module)
     sharded = {key for key, value in targets.items() if isinstance(value, SlicedTensor)}
-    keys = {
-        "Missing": [k for k in targets if k not in state],
-        "Unexpected": [k for k in state if k not in targets],
-    }
-    key_errors = [
-        f"{kind} key(s) in state_dict: " + ", ".join(f'"{k}"' for k in names) + ". "
-        for kind, names in keys.items()
-        if names
-    ]
+    missing, unexpected = compare_keys(targets, state)
     shape_errors = [
         f"size mismatch for {k}: the checkpoint has {tuple(value.shape)}, the model"
         f" {tuple(targets[k].shape)}."
         for k, value in state.items()
         if isinstance(value, Tensor) and k in sharded and value.shape != targets[k].shape
     ]
-    if shape_errors or (strict and key_errors):
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t"
-            + "\n\t".join([*key_errors, *shape_errors])
-        )
+    require_fit(module, missing, unexpected, strict, shape_errors)
     saved = {
         k: v
         for k, v in state.items()
@@ -121,7 +109,39 @@ def load_state_dict(
         reads = {id(targets[k]): (value, targets[k]) for k, value in saved.items()}
         source.read(list(reads.values()))
     engine.weights_changed()
-    return keys["Missing"], keys["Unexpected"]
+    return missing, unexpected
+
+
+def compare_keys(
+    targets: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return keys of ``targets`` that are missing in ``state``, and keys that it has beside.
+
+    Of tied parameters, which are one object in ``targets``, one is enough.
+    """
+    present = {id(targets[key]) for key in state if key in targets}
+    missing = [k for k in targets if k not in state and id(targets[k]) not in present]
+    return missing, [key for key in state if key not in targets]
+
+
+def require_fit(
+    module: nn.Module,
+    missing: list[str],
+    unexpected: list[str],
+    strict: bool,
+    shape_errors: Sequence[str] = (),
+) -> None:
+    """Raise torch's error, a RuntimeError, if keys with ``strict``, or shapes, do not fit."""
+    key_errors = [
+        f"{kind} key(s) in state_dict: " + ", ".join(f'"{k}"' for k in names) + ". "
+        for kind, names in (("Missing", missing), ("Unexpected", unexpected))
+        if names and strict
+    ]
+    if key_errors or shape_errors:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t"
+            + "\n\t".join([*key_errors, *shape_errors])
+        )
 
 
 def _keys_loaded_by_modules(module: nn.Module) -> set[str]:

@@ -1,6 +1,7 @@
-"""What needs no other room: collector pauses, thread stacks, random states, profiler ranges."""
+"""What needs no other room: collector pauses, the heap, stacks, random states, profiler ranges."""
 
 from .gc_pause import without_collection
+from .heap import give_back_memory
 from .profiling import profile_range
 
-__all__ = ["profile_range", "without_collection"]
+__all__ = ["give_back_memory", "profile_range", "without_collection"]

@@ -17,7 +17,7 @@ from checkpoints.runs import Shuffled
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import single_file, writer
+from lightning_zero3.strategies.checkpoints import regions, writer
 from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 from lightning_zero3.strategies.checkpoints.storage import damage
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
@@ -44,13 +44,13 @@ class Disk(Callback):
                 raise OSError("the disk is gone")
 
         if kind == "file":
-            write = single_file.write_regions
+            write = regions.write_regions
 
-            def write_regions(file, regions):
-                answer([r.values for r in regions if r.values.is_floating_point()])
-                return write(file, regions)
+            def write_regions(stage, mine):
+                answer([r.values for r in mine if r.values.is_floating_point()])
+                return write(stage, mine)
 
-            monkeypatch.setattr(single_file, "write_regions", write_regions)
+            monkeypatch.setattr(regions, "write_regions", write_regions)
         else:
             write = writer._Writer.write_data
 

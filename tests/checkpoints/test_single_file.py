@@ -16,7 +16,7 @@ from helpers.models import Recipe
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.checkpoints import single_file, zip_file
+from lightning_zero3.strategies.checkpoints import regions, single_file, zip_file
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 RECIPE = Recipe(tied=True, optimizer="adamw", frozen=("blocks.1",), steps=2)
@@ -24,14 +24,14 @@ RECIPE = Recipe(tied=True, optimizer="adamw", frozen=("blocks.1",), steps=2)
 
 def written(rank, world_size, path, options):
     """The file's bytes that this rank wrote, and the full weights."""
-    pieces, write = [], single_file.write_regions
+    pieces, write = [], regions.write_regions
 
-    def write_regions(file, regions):
-        pieces.extend(write(file, regions))
+    def write_regions(stage, mine):
+        pieces.extend(write(stage, mine))
         return pieces
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_file, "write_regions", write_regions)
+        patch.setattr(regions, "write_regions", write_regions)
         result = train(world_size, Whole(RECIPE), 1, write=path, strategy=zero3(**options))
     return sum(piece.size for piece in pieces), result.weights
 
@@ -110,10 +110,8 @@ def test_checksums_of_pieces_are_the_checksum_of_the_whole():
 
 
 def test_a_byte_that_no_rank_wrote_is_an_error(tmp_path, monkeypatch):
-    write = single_file.write_regions
-    monkeypatch.setattr(
-        single_file, "write_regions", lambda file, regions: write(file, regions[:-1])
-    )
+    write = regions.write_regions
+    monkeypatch.setattr(regions, "write_regions", lambda stage, mine: write(stage, mine[:-1]))
     with pytest.raises(CheckpointError, match=r"bytes [\d,]+ to [\d,]+, of the record .*/data/1"):
         single_file.FileSave({"a": torch.ones(3), "b": torch.zeros(4)}, tmp_path / "a.ckpt").write()
     assert list(tmp_path.rglob("*.ckpt")) == []

@@ -4,11 +4,14 @@ safetensors library.
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoints.runs import full_weights, no_gradients
@@ -16,6 +19,8 @@ from helpers.models import Lit, Recipe, TinyLm, make
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.__main__ import main
+from lightning_zero3.strategies.checkpoints import regions
+from lightning_zero3.strategies.checkpoints.weights import WeightsSave
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 RECIPE = Recipe(steps=2, seed=7)
@@ -129,8 +134,129 @@ def test_weights_from_and_for_others(world_size, tmp_path):
     assert all(
         sum(v.nbytes for v in load_file(file).values()) <= max(2000, largest) for file in files
     )
-    assert (
-        main(["consolidate", "--safetensors", str(tmp_path / "end.ckpt"), str(tmp_path / "end")])
-        == 0
+    paths = [str(tmp_path / name) for name in ("end.ckpt", "end")]
+    assert main(["consolidate", "--safetensors", "--strip-prefix", "net.", *paths]) == 0
+    assert_same_tensors(
+        load_file(tmp_path / "end" / "model.safetensors"),
+        {key.removeprefix("net."): value for key, value in end.items()},
     )
-    assert_same_tensors(load_file(tmp_path / "end" / "model.safetensors"), end)
+
+
+class Early(Lit):
+    """Loads weights before the model is sharded, into memory or on the meta device."""
+
+    def __init__(self, recipe, path, hook, device):
+        super().__init__(recipe, no_gradients)
+        self.path, self.hook, self.lists = path, hook, None
+        self.net.to(device)
+        self.net.reset_parameters = lambda: None  # it has a parameter of its own
+
+    def load(self, hook):
+        if hook == self.hook:
+            self.lists = self.trainer.strategy.load_weights(self.path, MAPPING)
+
+    def configure_model(self):
+        self.load("configure_model")
+
+    def setup(self, stage):
+        self.load("setup")
+
+
+def early(rank, world_size, folder):
+    found = {}
+    for hook in ("configure_model", "setup"):
+        for device in ("cpu", "meta"):
+            for source in ("two", "dcp", "raw.pt"):
+                module = Early(replace(RECIPE, steps=0), f"{folder}/{source}", hook, device)
+                runner = trainer(zero3(), world_size)
+                runner.fit(module)
+                found[hook, device, source] = module.lists, full_weights(runner)
+    return found
+
+
+def test_weights_are_loaded_before_the_model_is_sharded(tmp_path):
+    expected = write_foreign(tmp_path)
+    found, *_ = run_ranks(early, 2, str(tmp_path), timeout=100)
+    for key, (lists, weights) in found.items():
+        assert lists == ([], []), key
+        assert_same_tensors(weights, expected)
+
+
+class Tied(Callback):
+    def __init__(self, folder):
+        self.folder, self.errors = folder, []
+
+    def on_fit_start(self, trainer, module):
+        strategy = trainer.strategy
+        self.before = full_weights(trainer)
+        strategy.save_weights(f"{self.folder}/tied")
+        with strategy.gathered(module, modify=True), torch.no_grad():
+            for p in module.parameters():
+                p.zero_()
+        assert strategy.load_weights(f"{self.folder}/tied") == ([], [])
+        self.after = full_weights(trainer)
+
+
+def tied(rank, world_size, folder):
+    callback = Tied(folder)
+    trainer(zero3(), world_size, callbacks=[callback]).fit(
+        Lit(Recipe(tied=True, steps=1), no_gradients)
+    )
+    return callback.before, callback.after
+
+
+def test_tied_weights_are_written_once_and_none_is_missing(tmp_path):
+    (before, after), _ = run_ranks(tied, 2, str(tmp_path), timeout=60)
+    assert_same_tensors(after, before)
+    written = load_file(tmp_path / "tied" / "model.safetensors")
+    assert set(before) - set(written) == {"net.head.weight"} and "net.embed.weight" in written
+    with safe_open(tmp_path / "tied" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "net.head.weight": "net.embed.weight"}
+
+
+def mixed(rank, world_size, folder):
+    """A state of many dtypes, in which the ranks have parts of two."""
+    state = {
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "double": torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+        "scalar": torch.tensor(2.5),
+        "bool": torch.tensor([True, False, True]),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "across": torch.arange(6.0).view(2, 3).t(),
+        "none": torch.empty(0, 4),
+    }
+    WeightsSave(state, Path(folder)).write()
+    return state
+
+
+def test_dtypes_are_aligned_and_what_safetensors_lack_is_named(tmp_path):
+    (state,) = run_ranks(mixed, 1, str(tmp_path / "mixed"))
+    assert_same_tensors(load_file(tmp_path / "mixed" / "model.safetensors"), state)
+    with pytest.raises(CheckpointError, match="'x' has the type torch.complex64"):
+        WeightsSave({"x": torch.ones(2, dtype=torch.complex64)}, tmp_path / "complex")
+    assert not (tmp_path / "complex").exists()
+
+
+def share(rank, world_size, folder):
+    sizes, write = [], regions.write_regions
+
+    def write_regions(stage, mine):
+        pieces = write(stage, mine)
+        sizes.append(sum(piece.size for piece in pieces))
+        return pieces
+
+    runner = trainer(zero3(), world_size)
+    runner.fit(Lit(RECIPE, no_gradients))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "write_regions", write_regions)
+        runner.strategy.save_weights(folder)
+    return sizes, full_weights(runner)
+
+
+def test_every_rank_writes_its_share_of_the_weights(tmp_path):
+    ranks = run_ranks(share, 3, str(tmp_path / "out"), timeout=60)
+    weights = ranks[0][1]
+    written = [sum(sizes) for sizes, _ in ranks]
+    assert sum(written) == sum(value.nbytes for value in weights.values())
+    assert min(written) > sum(written) / 4
+    assert_same_tensors(load_file(tmp_path / "out" / "model.safetensors"), weights)

@@ -280,20 +280,20 @@ class Model(pl.LightningModule):
 
 def die_half_way(fault, folder):
     """Trigger ``fault`` when this rank has written half of its part of the second checkpoint."""
-    from lightning_zero3.strategies.checkpoints import single_file
+    from lightning_zero3.strategies.checkpoints import regions
 
-    saved, write = [], single_file.write_regions  # of each step one is saved, and one as "last"
+    saved, write = [], regions.write_regions  # of each step one is saved, and one as "last"
 
-    def write_regions(file, regions):
-        saved.append(file)
+    def write_regions(stage, mine):
+        saved.append(stage)
         marker = Path(folder, "fault")
         if len(saved) == 3 and not marker.exists():
-            write(file, regions[: len(regions) // 2])
+            write(stage, mine[: len(mine) // 2])
             marker.write_text(str(time.time()))
             KINDS[fault.kind](folder)
-        return write(file, regions)
+        return write(stage, mine)
 
-    single_file.write_regions = write_regions
+    regions.write_regions = write_regions
 
 
 def run_ahead():
