@@ -1,8 +1,8 @@
 """Loaders that give every rank its share, and continue with the next sample after a restart.
 
 The order of samples is a function of (seed, epoch, position), never of world size, worker count or
-restarts. A loader's state counts the batches that the loader handed over, not the batches that its
-workers fetched ahead.
+restarts; so are the random numbers that a batch is made with. A loader's state counts the batches
+that the loader handed over, not the batches that its workers fetched ahead.
 
 Words: an epoch's **order** lists its samples; a **row** is one micro-batch on every rank; a
 **feed** yields this rank's batches, each with the position after the batch.

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from .seeding import WorkerInit
+
 Pairs = Iterator[tuple[Any, Any]]  # (batch, position after the batch)
 
 
@@ -22,10 +24,13 @@ class Feed(Protocol):
     label: str  # names rank and loader in errors
     row_samples: int  # samples that all ranks together get in one row
 
-    def start(self, epoch: int, cycle: int, position: Any, is_new_epoch: bool) -> Pairs:
+    def start(
+        self, epoch: int, cycle: int, position: Any, is_new_epoch: bool, salt: int = 0
+    ) -> Pairs:
         """Yield the batches from ``position`` on, each with the position after the batch.
 
-        With ``is_new_epoch``, ``position`` is the end of the epoch before.
+        With ``is_new_epoch``, ``position`` is the end of the epoch before. ``salt`` tells the
+        random numbers of loaders apart that are read side by side.
         """
         ...
 
@@ -99,7 +104,8 @@ def copy_loader(loader: DataLoader, **replaced: Any) -> DataLoader:
     else:
         clone = copy.copy(loader)
     # `DataLoader.__setattr__` refuses to change `dataset` and the samplers after construction.
-    clone.__dict__.update(_iterator=None, **replaced)
+    init = WorkerInit(loader.worker_init_fn)
+    clone.__dict__.update(_iterator=None, worker_init_fn=init, **replaced)
     return clone
 
 

@@ -107,12 +107,14 @@ class DispatchFeed:
         dist.broadcast_object_list(facts, group=self.group)
         self.row_samples, self._batch_counts, self._facts = facts[0]
 
-    def start(self, epoch: int, cycle: int, position: Any, is_new_epoch: bool) -> Pairs:
+    def start(
+        self, epoch: int, cycle: int, position: Any, is_new_epoch: bool, salt: int = 0
+    ) -> Pairs:
         """See `Feed`."""
         self._finish_sending()
         if self.rank == 0:
             assert self.feed is not None
-            return self._send_rows(self.feed.start(epoch, cycle, position, is_new_epoch))
+            return self._send_rows(self.feed.start(epoch, cycle, position, is_new_epoch, salt))
         if not isinstance(self.feed, MapFeed):
             return self._receive_batches(lambda count: count)
         self.feed.sampler.begin_pass(epoch, cycle, 0 if is_new_epoch else position or 0)

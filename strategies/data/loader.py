@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ..support import profile_range
+from ..support.random_states import derive_seed
 from .base_feed import Feed
 from .device import DeviceFeed
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
+from .seeding import WorkerInit
 from .stream import is_stateful
 
 VERSION = 1
@@ -64,6 +66,7 @@ class ShardedLoader:
         epoch: the epoch that the next pass belongs to, see `set_epoch`.
         count_prefetched_batches: returns how many of the newest batches the loop has fetched but
             not used; these do not count as handed over.
+        find_number: returns which of the loaders that are read together this is.
         place_on_device: whether this loader copies batches to the device.
         accumulate: micro-batches per step, as written into states.
         saved_run: the run that saved the loaded state; None again from the next epoch on.
@@ -71,6 +74,7 @@ class ShardedLoader:
 
     epoch: int
     count_prefetched_batches: Callable[[], int]
+    find_number: Callable[[], int]
     place_on_device: bool
     accumulate: int
     saved_run: SavedRun | None
@@ -96,7 +100,7 @@ class ShardedLoader:
         self.device = device
         self.label = feed.label
         self.epoch = 0
-        self.count_prefetched_batches = _count_nothing
+        self.count_prefetched_batches = self.find_number = _count_nothing
         self.place_on_device = options.prefetch_to_device and device.type != "cpu"
         self.accumulate = 1
         self.saved_run = None
@@ -175,16 +179,18 @@ class ShardedLoader:
         return self._origin if last.batches - self._origin.batches <= 1 else Place(self.epoch)
 
     def _start_feed(self, origin: Place) -> Iterator[tuple[Any, Any]]:
-        pairs = self.feed.start(origin.epoch, origin.cycle, origin.position, origin.is_new_epoch)
+        # Data that is made of noise must not be the same in validation, or in a loader beside.
+        salt = derive_seed(self.stage == "fit", self.find_number())
+        pairs = self.feed.start(
+            origin.epoch, origin.cycle, origin.position, origin.is_new_epoch, salt
+        )
         if self._batches_to_skip:
             pairs = islice(pairs, self._batches_to_skip, None)
             self._batches_to_skip = 0
         if not self.place_on_device:
             return pairs
-        # hazard: without workers, fetching ahead would draw the next batch's random numbers before
-        # the current step draws its own, an order that a resumed run cannot repeat.
-        can_fetch_ahead = self.feed.loader.num_workers > 0 or self.options.per_sample_seed
-        return DeviceFeed(pairs, self.device, can_fetch_ahead)
+        # Without workers, the dataset may look at what the current step changes.
+        return DeviceFeed(pairs, self.device, ahead=self.feed.loader.num_workers > 0)
 
     def skip_first_batches(self, batches: int) -> ShardedLoader:
         """Make the next pass alone leave out this rank's first ``batches`` batches."""
@@ -402,11 +408,11 @@ class ShardedLoader:
     def worker_init_fn(self) -> Any:
         """The function that the feed's loader calls in each new worker."""
         # Lightning's `_auto_add_worker_init_fn` sets this attribute.
-        return self.feed.loader.worker_init_fn
+        return self.feed.loader.worker_init_fn.function
 
     @worker_init_fn.setter
     def worker_init_fn(self, fn: Any) -> None:
-        self.feed.loader.worker_init_fn = fn
+        self.feed.loader.worker_init_fn = WorkerInit(fn)
 
     @property
     def _iterator(self) -> None:

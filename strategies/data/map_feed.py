@@ -14,7 +14,7 @@ from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .order import batches_before
 from .sampler import ShardSampler
-from .seeding import SeededDataset
+from .seeding import SeededDataset, return_unchanged
 from .source import MapSource, read_source, unwrap_index_recorder
 
 
@@ -48,14 +48,23 @@ class MapFeed:
                 replaced["batch_sampler"]._batch_sampler = self.sampler
         else:
             replaced["sampler"] = self.sampler
-        if options.per_sample_seed:
-            replaced["dataset"] = SeededDataset(loader.dataset, seed)
-        self.loader = copy_loader(loader, **replaced)
+        self.loader = copy_loader(
+            loader,
+            dataset=SeededDataset(
+                loader.dataset, loader.collate_fn, self.source.is_collated, options.per_sample_seed
+            ),
+            collate_fn=return_unchanged,
+            **replaced,
+        )
 
-    def start(self, epoch: int, cycle: int, position: int | None, is_new_epoch: bool) -> Pairs:
+    def start(
+        self, epoch: int, cycle: int, position: int | None, is_new_epoch: bool, salt: int = 0
+    ) -> Pairs:
         """See `Feed`. The loader reads no sample before ``position``."""
         start = 0 if is_new_epoch else position or 0
         self.sampler.begin_pass(epoch, cycle, start)
+        owner = self.rank if self.source.is_sharded_by_user else 0
+        self.sampler.draw_seed = derive_seed(self.sampler.seed, epoch, cycle, salt, owner)
         plan = self.sampler.plan()
         seed = derive_seed(self.sampler.seed, epoch, cycle, self.rank, start)
         self.loader.generator.manual_seed(seed)
@@ -150,9 +159,6 @@ class MapFeed:
     def reseed(self, seed: int) -> None:
         """See `Feed`."""
         self.sampler.seed = seed
-        if isinstance(self.loader.dataset, SeededDataset):
-            self.close()
-            self.loader.dataset.seed = seed
 
     def rewind(self) -> None:
         """See `Feed`. A pass depends on nothing but its position, so this method does nothing."""

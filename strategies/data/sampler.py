@@ -9,7 +9,7 @@ import numpy as np
 
 from .options import DataOptions, Stage
 from .order import RowPlan, read_cell
-from .seeding import SampleKey
+from .seeding import Cell
 from .source import MapSource
 from .unsized_order import UnsizedOrder
 
@@ -27,6 +27,7 @@ class ShardSampler:
     epoch: int
     cycle: int
     start: int  # items of the order that were handed over before
+    draw_seed: int  # of the random numbers that datasets draw in this pass
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class ShardSampler:
         self.ranks = [self.rank]
         self.tail = options.tail_for(stage, self.world_size)
         self.batch = self._batch_per_rank()
-        self.epoch = self.cycle = self.start = 0
+        self.epoch = self.cycle = self.start = self.draw_seed = 0
         self._cached_order: tuple[tuple[int, int, int], Sequence[Any]] | None = None
 
     def _batch_per_rank(self) -> int:
@@ -104,20 +105,16 @@ class ShardSampler:
         return RowPlan(items, self.batch, self.world_size, self.tail, drops_last, start)
 
     def __iter__(self) -> Iterator[Any]:
-        plan, order, epoch = self.plan(), self.order, self.epoch
+        plan, order, seed = self.plan(), self.order, self.draw_seed
+        sample_key = (self.seed, self.epoch) if self.options.per_sample_seed else None
         sliced_rows = 0
-        if (
-            len(self.ranks) == 1
-            and isinstance(order, np.ndarray)
-            and not self.options.per_sample_seed
-        ):
+        if len(self.ranks) == 1 and isinstance(order, np.ndarray):
             # Full rows by slices of an array, because this runs for every batch, and batches can be
             # tiny. The last full row is left out, because it may belong to the tail.
             sliced_rows = max(0, (plan.items - plan.start) // plan.row_items - 1)
             first = plan.start + self.ranks[0] * plan.batch
             for lo in range(first, first + sliced_rows * plan.row_items, plan.row_items):
-                cell = order[lo : lo + plan.batch].tolist()
-                yield cell if self.source.is_collated else cell[0]
+                yield Cell(order[lo : lo + plan.batch].tolist(), sample_key or (seed, lo))
         for plan, row in self._plan_rows(sliced_rows):
             for rank in self.ranks:
                 cell = read_cell(order, plan, row, rank)
@@ -125,9 +122,7 @@ class ShardSampler:
                     continue
                 if self.source.has_batch_items:
                     cell = list(cell[0])
-                if self.options.per_sample_seed:
-                    cell = [SampleKey(epoch, index) for index in cell]
-                yield cell if self.source.is_collated else cell[0]
+                yield Cell(cell, sample_key or (seed, plan.bounds(row, rank)[0]))
 
     def _plan_rows(self, first: int) -> Iterator[tuple[RowPlan, int]]:
         """Yield the rows from ``first`` on, each as (plan for this row, row)."""

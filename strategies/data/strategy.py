@@ -93,6 +93,7 @@ class DataHooks:
             device=strategy.root_device,
         )
         if isinstance(sharded, ShardedLoader):
+            sharded.find_number = lambda: _find_number(trainer, sharded)
             sharded.accumulate = trainer.accumulate_grad_batches
             if _user_moves_batches(trainer):
                 sharded.place_on_device = False
@@ -306,6 +307,15 @@ def _stage(trainer: Any) -> Stage:
 def _count_prefetched_batches(trainer: Any) -> int:
     """Count the batches that `_PrefetchDataFetcher` fetched ahead to know which is the last."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def _find_number(trainer: Any, loader: ShardedLoader) -> int:
+    """Find the place of a loader among those that its loop reads."""
+    fit, validate = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    for loop in (fit, validate, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        if loader in (loaders := sharded_loaders(loop._combined_loader)):
+            return loaders.index(loader)
+    return 0
 
 
 def _set_done_batches(progress: Any, batches: int) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..support.random_states import derive_seed, scoped, seed_cpu
+from ..support.random_states import derive_seed, seed_cpu
 from .device import map_tensors
 from .no_batch import NoBatch
 from .order import RowPlan, stream_rows
+from .seeding import draw_apart
 
 # How a pass uses its position: not at all, or to continue the epoch or begin the next one there.
 _FROM_BEGINNING, _WITHIN_EPOCH, _AFTER_EPOCH = 0, 1, 2
@@ -118,8 +119,7 @@ class StreamShard(IterableDataset):
         shape: batch per rank, world, tail and drop_last.
         ranks: the ranks whose cells are yielded, in rank order; one rank, or all for dispatch.
         collate: the user's ``collate_fn``; None hands items over one by one.
-        sample_seed: seed each item from (seed, epoch, worker, place in the stream); None: do not
-            seed.
+        per_sample: seed each item by its place in the stream, not each row.
         label: names rank and loader in messages.
         needs_padding: ranks without a cell in a row get a `NoBatch`, so that all ranks have equally
             many batches.
@@ -131,7 +131,7 @@ class StreamShard(IterableDataset):
         shape: RowPlan,
         ranks: Sequence[int],
         collate: Callable[[list[Any]], Any] | None,
-        sample_seed: int | None,
+        per_sample: bool,
         label: str,
         needs_padding: bool = False,
     ) -> None:
@@ -140,27 +140,33 @@ class StreamShard(IterableDataset):
         self.shape = shape
         self.ranks = list(ranks)
         self.collate = collate
-        self.sample_seed = sample_seed
+        self.items_per_seed = 1 if per_sample else shape.row_items
         self.label = label
         self.position = StreamPosition()
-        # [epoch, resume mode]
-        self.control = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
+        # [epoch, resume mode, seed of the random numbers]
+        self.control = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
 
-    def begin_pass(self, epoch: int, position: StreamPosition, is_new_epoch: bool = False) -> None:
-        """Make the next iteration continue at ``position``.
+    def begin_pass(
+        self, epoch: int, position: StreamPosition, is_new_epoch: bool = False, seed: int = 0
+    ) -> None:
+        """Make the next iteration continue at ``position``, with random numbers from ``seed``.
 
         With ``is_new_epoch``, ``position`` is the end of the epoch before.
         """
         self.position = position
         resume_mode = _AFTER_EPOCH if is_new_epoch else _WITHIN_EPOCH
-        self.control[0] = epoch
+        self.control[0], self.control[2] = epoch, seed
         self.control[1] = resume_mode if position.marks else _FROM_BEGINNING
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[WorkerBatch | EndedTurn]:
+        return self._iterate() if get_worker_info() is not None else draw_apart(self._iterate())
+
+    def _iterate(self) -> Iterator[WorkerBatch | EndedTurn]:
         worker = info.id if (info := get_worker_info()) is not None else 0
-        epoch, resume_mode = self.control.tolist()
+        epoch, resume_mode, seed = self.control.tolist()
+        seed = derive_seed(seed, worker)
         mark, rows_to_skip, has_ended = None, 0, False
         if resume_mode != _FROM_BEGINNING:
             mark, rows_to_skip, has_ended = self.position.marks.get(worker, (None, 0, False))
@@ -172,33 +178,31 @@ class StreamShard(IterableDataset):
         if info is not None and callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         label = self.label if worker == 0 else None
-        cursor = Cursor(self.dataset, self._make_seeds(epoch, worker))
+        cursor = Cursor(self.dataset, seed, self.items_per_seed)
+        seed_cpu(seed)  # `iter` of the dataset may draw
         if resume_mode == _AFTER_EPOCH:
             cursor.begin_epoch_after(mark)
             mark, rows_to_skip = None, 0
         else:
             wraps = self.shape.tail in ("wrap", "level") and not self.shape.drop_last
             cursor.begin_pass(mark, label, self.shape.row_items if wraps else 0)
-        yield from self._make_batches(cursor, worker, mark, rows_to_skip)
+        yield from self._make_batches(cursor, worker, mark, rows_to_skip, seed)
 
     def _make_batches(
-        self, cursor: Cursor, worker: int, mark: Mark | None, rows_to_skip: int
+        self, cursor: Cursor, worker: int, mark: Mark | None, rows_to_skip: int, seed: int
     ) -> Iterator[WorkerBatch]:
         read_head = (lambda: cursor.head) if mark is not None else None
         rows = stream_rows(cursor, self.shape, cursor.make_mark, read_head, mark)
         for row in itertools.islice(rows, rows_to_skip, None):
             for rank in self.ranks:
                 if cell := row.cells[rank]:
+                    # The next row's items are seeded anew when they are read.
+                    read = 0 if row.mark is None else row.mark["read"]
+                    seed_cpu(derive_seed(seed, read, row.rows_to_skip, rank))
                     batch = cell[0] if self.collate is None else self.collate(cell)
                     yield WorkerBatch(worker, batch, row.mark, row.rows_to_skip, row.is_last)
                 elif self.needs_padding:
                     yield WorkerBatch(worker, NoBatch(), row.mark, row.rows_to_skip, row.is_last)
-
-    def _make_seeds(self, epoch: int, worker: int) -> Callable[[int], int] | None:
-        if self.sample_seed is None:
-            return None
-        seed = self.sample_seed
-        return lambda place: derive_seed(seed, epoch, worker, place)
 
 
 class Cursor:
@@ -211,10 +215,11 @@ class Cursor:
 
     items: Iterator[Any]
 
-    def __init__(self, dataset: Any, get_seed: Callable[[int], int] | None) -> None:
+    def __init__(self, dataset: Any, seed: int, items_per_seed: int) -> None:
         self.dataset = dataset
         self.items_read = 0
-        self.get_seed = get_seed
+        self.seed = seed
+        self.items_per_seed = items_per_seed
         self.head: list[Any] = []
         self._begin_state = _state_of(dataset)
         self._peeked_items: list[Any] = []
@@ -234,8 +239,7 @@ class Cursor:
         else:
             if head:
                 self.begin_epoch_after({**mark, "state": mark["begin"]})
-                peeked, self._peeked_items = self._peeked_items, []
-                self.head = peeked + list(itertools.islice(self.items, head - len(peeked)))
+                self.head = list(itertools.islice(self, head))
             self.items_read, self._begin_state = mark["read"], mark["begin"]
             self.items = self._load_state(mark["state"])
 
@@ -294,14 +298,9 @@ class Cursor:
         return item
 
     def _next_item(self) -> Any:
-        if self.get_seed is None:
-            return next(self.items)
-        if get_worker_info() is not None:
-            seed_cpu(self.get_seed(self.items_read))
-            return next(self.items)
-        # the main process needs its own generators back
-        with scoped(self.get_seed(self.items_read)):
-            return next(self.items)
+        if self.items_read % self.items_per_seed == 0:
+            seed_cpu(derive_seed(self.seed, self.items_read))
+        return next(self.items)
 
     def make_mark(self) -> Mark:
         """Return the current position.

@@ -15,6 +15,7 @@ from .base_feed import Pairs, close_loader, copy_loader
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .order import RowPlan
+from .seeding import return_unchanged
 from .stream import EndedTurn, StreamPosition, StreamShard, WorkerBatch, is_stateful
 
 
@@ -39,14 +40,19 @@ class StreamFeed:
         self.shape = self._read_shape(loader, options, stage, 1 if is_own else world)
         ranks = range(world) if options.sharding == "dispatch" else [0 if is_own else rank]
         self.row_samples = self.shape.batch * world
-        sample_seed = seed if options.per_sample_seed else None
         collate = None if loader.batch_size is None else loader.collate_fn
         needs_padding = stage != "fit" and not is_own and not hasattr(loader.dataset, "__len__")
         self.shard = StreamShard(
-            loader.dataset, self.shape, ranks, collate, sample_seed, label, needs_padding
+            loader.dataset,
+            self.shape,
+            ranks,
+            collate,
+            options.per_sample_seed,
+            label,
+            needs_padding,
         )
         # Of a loader with a batch size, `StreamShard` calls the user's `collate_fn` itself.
-        convert = _ConvertBatch(loader.collate_fn) if collate is None else _return_unchanged
+        convert = _ConvertBatch(loader.collate_fn) if collate is None else return_unchanged
         self.loader = copy_loader(
             loader,
             dataset=self.shard,
@@ -76,7 +82,12 @@ class StreamFeed:
         return RowPlan(0, batch, world, options.tail_for(stage, world), loader.drop_last)
 
     def start(
-        self, epoch: int, cycle: int, position: StreamPosition | None, is_new_epoch: bool
+        self,
+        epoch: int,
+        cycle: int,
+        position: StreamPosition | None,
+        is_new_epoch: bool,
+        salt: int = 0,
     ) -> Pairs:
         """See `Feed`."""
         position = position or StreamPosition()
@@ -91,7 +102,9 @@ class StreamFeed:
         self._begin_state = self._save_begin_state(position, is_new_epoch)
         if position.marks:
             self.close()  # persistent workers do not see a new position
-        self.shard.begin_pass(epoch, position, is_new_epoch)
+        owner = self.rank if self.is_sharded_by_user else 0
+        seed = derive_seed(self.seed, epoch, cycle, salt, owner)
+        self.shard.begin_pass(epoch, position, is_new_epoch, seed)
         self.loader.generator.manual_seed(
             derive_seed(self.seed, epoch, cycle, self.rank, _items_read(position))
         )
@@ -190,9 +203,6 @@ class StreamFeed:
     def reseed(self, seed: int) -> None:
         """See `Feed`."""
         self.seed = seed
-        if self.shard.sample_seed is not None:
-            self.close()
-            self.shard.sample_seed = seed
 
     def rewind(self) -> None:
         """See `Feed`. Without workers, the pass has moved the user's dataset: go back there."""
@@ -205,10 +215,6 @@ class StreamFeed:
 
 def _items_read(position: StreamPosition) -> int:
     return sum(mark["read"] for mark, _, _ in position.marks.values() if mark is not None)
-
-
-def _return_unchanged(worker_batch: WorkerBatch) -> WorkerBatch:
-    return worker_batch
 
 
 class _ConvertBatch:

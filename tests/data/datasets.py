@@ -53,6 +53,18 @@ class Augmented(Indices):
         )
 
 
+class NoisyStream(IterableDataset):
+    """The samples of `Augmented`; each worker takes every n-th."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        info = get_worker_info()
+        for index in range(info.id if info else 0, self.size, info.num_workers if info else 1):
+            yield Augmented(self.size)[index]
+
+
 class Stream(IterableDataset):
     """0, 1, ... each worker takes every n-th. No state."""
 

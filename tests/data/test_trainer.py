@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from data.datasets import Indices, make_loader, row_major
+from data.datasets import Augmented, Indices, NoisyStream, make_loader, row_major
 from data.trainers import fit, fit_and_resume, order_of
 from helpers.ranks import run_ranks
 
@@ -87,6 +87,30 @@ def test_resume_from_every_checkpoint_in_every_way(tmp_path, world):
             assert not set(ranks[0]["draws"]) & set(ranks[1]["draws"]), (
                 "ranks have dropout streams of their own"
             )
+
+
+def resume_augmented(rank, world, folder):
+    validate = lambda: make_loader(Augmented(4), 0, batch_size=2)  # noqa: E731
+    found = {}
+    for workers in (0, 2):
+        for data in (Augmented, NoisyStream):
+            loaders = {
+                "train": partial(make_loader, data(samples(world)), workers, batch_size=BATCH),
+                "validate": validate,
+            }
+            name = f"{data.__name__}-{workers}"
+            kwargs = {"num_sanity_val_steps": 1} if workers else {"val_check_interval": 2}
+            found[name] = fit_and_resume(f"{folder}/{name}", loaders, **kwargs)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot go to a position", "ignore:.*reads the whole stream")
+@pytest.mark.parametrize("world", [1, 2])
+def test_augmentation_goes_on_after_every_checkpoint(tmp_path, world):
+    for result in run_ranks(resume_augmented, world, str(tmp_path), timeout=240):
+        for name, found in result.items():
+            assert len(found["differing"]) >= 3
+            assert not any(found["differing"].values()), (name, found["differing"])
 
 
 def fit_in_other_ways(rank, world, folder):
