@@ -40,6 +40,7 @@ from ..collectives import CollectiveTimer, LocalCollectives, Meeting
 from .cluster_environment import choose_environment, identify
 from .detect import list_variables
 from .host import bind_to_numa_node, limit_threads, visible_devices
+from .orphans import PARENT_VARIABLE, end_with_parent
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
 from .world import LaunchError, Request, World
@@ -81,6 +82,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _needs_port(self.cluster_environment, self.num_nodes):
             os.environ["MASTER_PORT"] = str(serve_at(listen()))
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
         try:
             return super().launch(function, *args, **kwargs)
         except BaseException:
@@ -305,9 +307,10 @@ class ProcessStrategy(ParallelStrategy):
             bind_to_numa_node(self.root_device)
         self._process_group_backend = self.world.backend
         device = self.root_device if self.root_device.type != "cpu" else None
-        start_process_group(
-            self.world, self.world.backend, self._timeout, self._start_timeout, device
-        )
+        with end_with_parent(self.world):
+            start_process_group(
+                self.world, self.world.backend, self._timeout, self._start_timeout, device
+            )
         if self.world.world_size > 1:  # for tools of the user's; torchrun has set them already
             os.environ.update(
                 MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port)

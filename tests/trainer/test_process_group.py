@@ -71,6 +71,51 @@ def weight_after_fit(size, **options):
         return module.net.weight.detach().clone()
 
 
+ORPHANS = """
+import os, signal, sys, threading, time
+import lightning_zero3
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class DiesAtStart(lightning_zero3.Zero3Strategy):
+    def setup_environment(self):
+        print("process", os.getpid(), file=sys.stderr, flush=True)
+        if self.local_rank == 0:
+            # The process that has started the others is rank 0 itself, or this one's parent.
+            time.sleep(3)
+            os.kill(os.getpid() if sys.argv[1] == "popen" else int(os.environ["CALLER"]), signal.SIGKILL)
+            time.sleep(1000)
+        super().setup_environment()
+
+if __name__ == "__main__":
+    os.environ["CALLER"] = str(os.getpid())
+    strategy = DiesAtStart(start_method=sys.argv[1])
+    Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False).fit(BoringModel())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(
+    "start_method", ["popen", pytest.param("forkserver", marks=pytest.mark.variant)]
+)
+def test_ranks_do_not_wait_for_one_whose_starter_was_killed(tmp_path, start_method):
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS)
+    output = tmp_path / "output"
+    with output.open("w") as stderr:
+        main = subprocess.Popen(
+            [sys.executable, str(script), start_method], stderr=stderr, stdout=subprocess.DEVNULL
+        )
+        assert main.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while "Rank 1 ends" not in output.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert re.search(r"Rank 1 ends: process \d+, which had started it, is gone", output.read_text())
+    for pid in re.findall(r"process (\d+)\n", output.read_text()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)  # rank 0 of forkserver, which sleeps
+
+
 def fits(rank, size, port):
     dist.destroy_process_group()  # the test's own
     os.environ["MASTER_PORT"] = str(port)
