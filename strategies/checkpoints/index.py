@@ -166,6 +166,7 @@ def _faults(metadata: Any) -> Iterator[str]:
         return
     for index, place in places.items():
         yield from _place_faults(index, place, tensors)
+    yield from _size_faults(tensors, places)
     yield from _path_faults(_get(metadata, "planner_data"), tensors)
 
 
@@ -223,6 +224,29 @@ def _place_faults(index: Any, place: Any, tensors: dict[str, Any]) -> Iterator[s
         yield f"{index.fqn} is stored in another form"
     if not is_file_name(file):
         yield f"{index.fqn} lies in {file!r}, which is no name of a file in the folder"
+
+
+def _size_faults(
+    tensors: dict[str, Any], places: dict[MetadataIndex, _StorageInfo]
+) -> Iterator[str]:
+    """Compare what tensors take with what files have for them, of types that were compared before.
+
+    A reader makes room for the tensors before it reads them.
+    """
+    for name, kind in tensors.items():
+        for chunk in kind.chunks if type(kind) is TensorStorageMetadata else ():
+            place = places.get(MetadataIndex(name, chunk.offsets))
+            size = math.prod(chunk.sizes) * kind.properties.dtype.itemsize
+            if place is None or place.length < size:
+                room = "no place" if place is None else f"{place.length:,} bytes"
+                yield f"{name} has {room} for a chunk of {size:,} bytes"
+    end, last = 0, ""
+    for file, begin, length in sorted(
+        (place.relative_path, place.offset, place.length) for place in places.values()
+    ):
+        if file == last and begin < end:
+            yield f"{file} has two values at byte {begin:,}"
+        end, last = begin + length, file
 
 
 def _path_faults(paths: Any, tensors: dict[str, Any]) -> Iterator[str]:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import io
+import os
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.slices import SavedTensor
@@ -95,9 +98,12 @@ class ShardedCheckpoint:
         return checkpoint
 
     def _trainer_state(self) -> dict[str, Any]:
-        return torch.load(
-            self.folder / TRAINER_STATE, map_location="cpu", weights_only=self._weights_only
-        )
+        with open(self.folder / TRAINER_STATE, "rb") as stream:
+            _require_stored(stream)
+            state = torch.load(stream, map_location="cpu", weights_only=self._weights_only)
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{TRAINER_STATE} is a {type(state).__name__}")
+        return state
 
     def state(self) -> dict[str, Any]:
         """Return the nested state as it was saved; collective.
@@ -195,3 +201,26 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        part: Any = _Part(file, sinfo.offset, sinfo.length)
+        _require_stored(part)
+        return part
+
+
+class _Part(_ReaderView):
+    """A part of a file, where the end is found too: torch's view counts from it forwards."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = max(self.len + offset, 0), os.SEEK_SET
+        return super().seek(offset, whence)
+
+
+def _require_stored(stream: IO[bytes]) -> None:
+    """Raise an error if a record of what ``torch.save`` wrote is larger than the place it takes."""
+    with zipfile.ZipFile(stream) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(f"a record {record.filename!r} is compressed")
+    stream.seek(0)

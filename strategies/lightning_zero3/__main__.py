@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from .strategies.state_dicts.collective_errors import CheckpointError
+from .strategies.support import printable
 
 # Command -> module with `DESCRIPTION`, `add_arguments(parser)` and `run(arguments) -> exit code`.
 COMMANDS = {
@@ -33,9 +34,12 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except (CheckpointError, OSError) as error:
-        # A wrong path or a full disk needs no traceback.
-        print(error, file=sys.stderr)
+    except Exception as error:
+        # A wrong path, a full disk or a damaged file needs no traceback.
+        text = str(error)
+        if not isinstance(error, CheckpointError | OSError):
+            text = f"{' '.join(argv or sys.argv[1:])} failed: {type(error).__name__}: {error}"
+        print(printable(text), file=sys.stderr)
         sys.stdout = None  # else Python tries to write the rest of it again at exit
         return 1
 

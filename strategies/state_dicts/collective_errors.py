@@ -12,11 +12,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..support import printable
+
 T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
     """Report that a checkpoint could not be written or read; all ranks raise it."""
+
+    def __init__(self, message: str) -> None:
+        # it may quote a file of a stranger's
+        super().__init__(printable(message, kept="\n\t"))
 
 
 _ignores_other_ranks = ContextVar("_ignores_other_ranks", default=False)

@@ -1,11 +1,13 @@
 """Checkpoints and folders of strangers: what a file can do is to be refused."""
 
+import io
 import json
 import os
 import pathlib
 import pickle
 import random
 import stat
+import zipfile
 import zlib
 
 import pytest
@@ -173,6 +175,25 @@ def chunk_outside(metadata):
     kind.chunks[0].offsets = torch.Size([1] * len(kind.size))
 
 
+def more_than_the_file_has(metadata):
+    kind = next(k for k in metadata.state_dict_metadata.values() if hasattr(k, "chunks"))
+    size = torch.Size([2**40] * len(kind.size))
+    kind.size, kind.chunks = (
+        size,
+        [dcp_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+    )
+
+
+def chunk_without_a_place(metadata):
+    index = next(i for i in metadata.storage_data if i.offset is not None)
+    del metadata.storage_data[index]
+
+
+def two_in_one_place(metadata):
+    first, second = list(metadata.storage_data.values())[:2]
+    second.relative_path, second.offset = first.relative_path, first.offset
+
+
 def compressed(metadata):
     next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
 
@@ -185,6 +206,9 @@ def compressed(metadata):
         (size_without_chunks, "has chunks of 0 of 1,000,000,000,000 elements"),
         (chunk_outside, "has a chunk outside of its shape"),
         (compressed, "is stored in another form"),
+        (more_than_the_file_has, r"bytes for a chunk of [\d,]{16,} bytes"),
+        (chunk_without_a_place, "has no place for a chunk of"),
+        (two_in_one_place, "has two values at byte"),
     ],
 )
 def test_claims_are_compared_with_each_other(change, words, checkpoint, tmp_path):
@@ -193,6 +217,121 @@ def test_claims_are_compared_with_each_other(change, words, checkpoint, tmp_path
     (tmp_path / INDEX).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=words):
         read_index(tmp_path)
+
+
+def deflate(file, begin=0, end=None):
+    """Compress the records of a zip file, or of one in a part of a file, and say how long it is."""
+    data = file.read_bytes()
+    whole = zipfile.ZipFile(io.BytesIO(data[begin:end]))
+    small = io.BytesIO()
+    with zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record in whole.infolist():
+            archive.writestr(record.filename, whole.read(record))
+    file.write_bytes(data[:begin] + small.getvalue() + (b"" if end is None else data[end:]))
+    return len(small.getvalue())
+
+
+def write_manifest(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("what", ["meta.pt", "shard"])
+def test_records_are_as_large_as_the_place_they_take(what, checkpoint, tmp_path, capsys):
+    bad = copy(checkpoint, tmp_path / "bad.ckpt", (checkpoint / INDEX).read_bytes())
+    if what == "shard":
+        metadata = pickle.loads((bad / INDEX).read_bytes())
+        places = metadata.storage_data.values()
+        last = max(places, key=lambda place: (place.relative_path, place.offset))
+        last.length = deflate(bad / last.relative_path, last.offset, last.offset + last.length)
+        (bad / INDEX).write_bytes(pickle.dumps(metadata))
+    else:
+        deflate(bad / "meta.pt")
+    write_manifest(bad)
+    assert main(["consolidate", str(bad), str(tmp_path / "out.ckpt")]) == 1
+    assert "is compressed" in capsys.readouterr().err
+
+
+LOOP = b"\x80\x02]q\x00h\x00a"  # a list that has itself as its item, without the end
+
+
+def pickled(content):
+    """A file of torch.save whose pickle is another one."""
+    whole, other = io.BytesIO(), io.BytesIO()
+    torch.save({}, whole)
+    with zipfile.ZipFile(whole) as read, zipfile.ZipFile(other, "w") as write:
+        for record in read.infolist():
+            data = content if record.filename.endswith("data.pkl") else read.read(record)
+            write.writestr(record.filename, data)
+    return other.getvalue()
+
+
+def change_manifest(**items):
+    def change(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**manifest, **items}))
+
+    return change
+
+
+def with_file(name, content):
+    def change(folder):
+        (folder / name).write_bytes(content)
+        write_manifest(folder)
+
+    return change
+
+
+MALFORMED = {
+    "a list for an index": with_file(INDEX, b"]."),
+    "a list in itself for an index": with_file(INDEX, LOOP + b"."),
+    "a list in itself in the trainer's state": with_file("meta.pt", pickled(LOOP + b".")),
+    "a list for the trainer's state": with_file("meta.pt", pickled(b"].")),
+    "junk for the trainer's state": with_file("meta.pt", b"junk"),
+    "saved at no time": change_manifest(saved=1e300),
+    "a number for the files": change_manifest(files=3),
+    "junk for a manifest": lambda folder: (folder / "manifest.json").write_text("junk"),
+    "a list for a manifest": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "brackets for a manifest": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+}
+FILES = {
+    "junk": b"junk",
+    "nothing": b"",
+    "a list": pickled(b"]."),
+    "a list in itself": pickled(LOOP + b"."),
+    "a dict of a list in itself": pickled(b"\x80\x02}X\n\x00\x00\x00state_dict" + LOOP[2:] + b"s."),
+    "a beginning": pickled(b"].")[:50],
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_checkpoint_is_one_sentence(what, checkpoint, tmp_path, capsys):
+    bad = copy(checkpoint, tmp_path / "bad.ckpt", (checkpoint / INDEX).read_bytes())
+    MALFORMED[what](bad)
+    assert main(["consolidate", str(bad), str(tmp_path / "out.ckpt")]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and str(bad) in said.err and said.out == ""
+    assert not (tmp_path / "out.ckpt").exists()
+    if "trainer" not in what:  # which `inspect` does not read
+        assert main(["inspect", str(bad)]) == 1
+        assert capsys.readouterr().err.count("\n") <= 1
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_malformed_file_is_one_sentence(what, tmp_path, capsys):
+    bad = tmp_path / "bad.ckpt"
+    bad.write_bytes(FILES[what])
+    assert main(["inspect", str(bad)]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") <= 1 and str(bad) in (said.err or said.out)
+
+
+def test_errors_do_not_write_to_the_terminal():
+    error = CheckpointError("a\x1b[2J\rb\u202ec\n  hint \u00fc")
+    assert str(error) == "a\\x1b[2J\\rb\\u202ec\n  hint \u00fc"
 
 
 def test_a_safetensors_index_names_files_of_its_folder_alone(tmp_path):

@@ -128,7 +128,7 @@ ROOMS = [
     Room(
         "strategies/lightning_zero3",
         "what users import, and its commands",
-        "strategies/state_dicts strategies",
+        "strategies/support strategies/state_dicts strategies",
         "",
         tokens=304,
     ),
