@@ -169,7 +169,16 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def listen() -> socket.socket:
-    """Return a socket that listens at a free port, which no other process can take from then on."""
+    """Return a socket that listens at a free port, which no other process can take from then on.
+
+    All processes are on this host, and others cannot reach it, unless the user has given another
+    name of the host.
+    """
+    address = os.environ.get("MASTER_ADDR", LOOPBACK[0])
+    if address in LOOPBACK:
+        family = socket.AF_INET6 if address == "::1" else socket.AF_INET
+        place = ("::1" if address == "::1" else LOOPBACK[0], 0)
+        return socket.create_server(place, family=family, backlog=2048)
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=2048, dualstack_ipv6=dual)

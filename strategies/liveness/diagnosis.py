@@ -54,10 +54,32 @@ class Beat:
 
     @staticmethod
     def unpack(text: str | bytes) -> Beat:
-        """Return the beat that :meth:`pack` made ``text`` of."""
-        fields = json.loads(text)
-        place = fields.pop("place")
-        return Beat(place=Place(**{**place, "activity": Activity(place["activity"])}), **fields)
+        """Return the beat that :meth:`pack` made ``text`` of.
+
+        Raises:
+            ValueError: it made none of that.
+        """
+        try:
+            fields = json.loads(text)
+            place = fields.pop("place")
+            place = Place(**{**place, "activity": Activity(place["activity"])})
+            beat = Beat(place=place, **fields)
+        except (AttributeError, KeyError, RecursionError, TypeError) as error:
+            raise ValueError("it has other items than a beat") from error
+        numbers = beat.number, beat.pid, beat.descriptor, place.step, place.unit, place.exchanges
+        shares = beat.busy, 0 if beat.device is None else beat.device
+        texts = beat.machine, beat.waits, beat.code
+        if not (
+            all(type(number) is int and -1 <= number < 2**63 for number in numbers)
+            and max(beat.pid, beat.descriptor) < 2**31
+            and all(type(share) in (int, float) for share in shares)
+            and all(type(text) is str for text in texts)
+            and beat.machine.split()
+            and type(beat.trace) is list
+            and all(type(label) is int for label in beat.trace)
+        ):
+            raise ValueError("its items are other ones than a beat's")
+        return beat
 
 
 def align_traces(beats: Sequence[Beat]) -> list[list[int]]:

@@ -6,18 +6,22 @@ A thread of their own sends them, because it may have to wait for the store.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..support import printable
 from .diagnosis import Beat
 
+T = TypeVar("T")
 BEAT_S = 1.0
 # A rank that has looked at nothing for so long was stopped (Ctrl-Z), and perhaps all ranks were.
 SUSPENDED_S = 5 * BEAT_S
@@ -41,6 +45,35 @@ class Report:
 def first_line(error: BaseException) -> str:
     """Return the class of ``error`` and the first line of its message, at most 500 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:500]
+
+
+def print_error(text: str) -> None:
+    """Print a line that may quote other processes."""
+    # stderr may be on a full disk, or closed: the watch goes on.
+    with suppress(OSError, ValueError):
+        print(printable(text, kept="\n"), file=sys.stderr, flush=True)
+
+
+def read_verdict(text: str | bytes, world_size: int) -> dict[str, Any]:
+    """Return the verdict in ``text``, as :meth:`Reports.send_verdict` has sent it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        verdict = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if (
+        type(verdict) is not dict
+        or not {"rank", "text"} <= verdict.keys() <= {"rank", "text", "stuck"}
+        or type(verdict["rank"]) is not int
+        or not -1 <= verdict["rank"] < world_size
+        or type(verdict["text"]) is not str
+        or type(verdict.get("stuck", False)) is not bool
+    ):
+        raise ValueError("it is no verdict")
+    return verdict
 
 
 class Reports:
@@ -67,6 +100,7 @@ class Reports:
         self.verdict: dict[str, Any] | None = None
         self.answered = time.monotonic()
         self._own_verdict: str | None = None  # JSON of a verdict that this rank sends
+        self._misfits: set[str] = set()  # keys under which something else stood
         self._needs_all = rank == 0
         self._wake_event, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(
@@ -129,8 +163,8 @@ class Reports:
                 # The store is gone for good. `answered` says so without torch's log of each
                 # attempt to connect.
                 return
-            except (RuntimeError, ValueError):
-                pass  # errors of the store, and of the values in it
+            except RuntimeError:
+                pass  # of the store
             if not last:
                 self._wake_event.wait(BEAT_S)
                 self._wake_event.clear()
@@ -140,7 +174,12 @@ class Reports:
         if self._own_verdict is not None:
             self._store.compare_set("verdict", "", self._own_verdict)
         if self.verdict is None and self._store.check(["verdict"]):
-            self.verdict = json.loads(self._store.get("verdict"))
+            value = self._store.get("verdict")
+            self.verdict = self._read(
+                "verdict", value, partial(read_verdict, world_size=self._world_size)
+            )
+            if self.verdict is None and self._own_verdict is not None:
+                self._store.set("verdict", self._own_verdict)
         keys = [str(rank) for rank in range(self._world_size)]
         has_all = len(self.newest) == self._world_size
         # hazard: `get` of a key that no rank has set yet waits.
@@ -153,7 +192,21 @@ class Reports:
             else map(self._store.get, wanted)
         )
         for key, value in zip(wanted, values, strict=True):
-            self._keep(int(key), Beat.unpack(value))
+            if (beat := self._read(key, value, Beat.unpack)) is not None:
+                self._keep(int(key), beat)
+
+    def _read(self, key: str, value: bytes, unpack: Callable[[bytes], T]) -> T | None:
+        """Return what ``value`` says; None, told once, if it is no message of this package."""
+        try:
+            return unpack(value)
+        except ValueError as error:
+            if key not in self._misfits:
+                self._misfits.add(key)
+                print_error(
+                    f"What stands under {key!r} in the store is no message of the watch, and is"
+                    f" dropped ({error}): {value[:60]!r}"
+                )
+            return None
 
     def _keep(self, rank: int, beat: Beat) -> None:
         now, known = time.monotonic(), self.newest.get(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -64,7 +65,6 @@ class WatchedStrategy(ProcessStrategy):
     watch: Watch | None = None
     engine: Zero3Engine | None
     _watch_options: WatchOptions | None = None
-    _runs = 0  # number of runs of this process, the same on all ranks
     _has_ended = False  # whether training has ended on all ranks
 
     def __init_subclass__(cls) -> None:
@@ -77,7 +77,6 @@ class WatchedStrategy(ProcessStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        WatchedStrategy._runs += 1
         self._has_ended = False
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
@@ -93,7 +92,10 @@ class WatchedStrategy(ProcessStrategy):
         # hazard: the watch must not wait for the default store's connection, which the training
         # thread may hold while it waits there.
         default_store: Any = distributed_c10d._get_default_store()  # torch's stub lacks `clone`
-        store = dist.PrefixStore(f"lightning_zero3/watch/{self._runs}", default_store.clone())
+        # Who reaches the store's port does not find what the watch takes orders from: the name is
+        # known to the ranks alone.
+        token = self.broadcast(uuid.uuid4().hex)
+        store = dist.PrefixStore(f"lightning_zero3/watch/{token}", default_store.clone())
         self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())
         connector = self.lightning_module.trainer._checkpoint_connector
         connector.dump_checkpoint = partial(self._dump_checkpoint, connector)  # type: ignore[method-assign]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 import traceback
@@ -36,10 +35,11 @@ from ..collectives import (
     shared_memory,
 )
 from ..collectives.exchange_log import LOOK_FOR
+from ..support import printable
 from ..support.thread_stacks import read_frames
 from .device_idle import DeviceWaits
 from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, align_traces
-from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, first_line
+from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, first_line, print_error
 from .position import Activity, Neighbour, Place, Position, machine
 
 _NO_RANK = -1  # in a verdict: no single rank is its cause
@@ -223,6 +223,21 @@ class Watch:
         os.write(self._wake_writer, b".")
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            # The other ranks would not hear that this one looks after nobody any more.
+            traceback.print_exc()
+            self._give_verdict(
+                self._rank,
+                f"Rank {self._rank} has stopped watching: its watch (not its model) raised"
+                f" {first_line(error)!r}; its own output says where.",
+            )
+            while not self._is_stopping:
+                self._end_process_if_late()
+                time.sleep(BEAT_S / _SAMPLES)
+
+    def _watch(self) -> None:
         while not self._is_stopping:
             self._open_neighbours()
             self._find_ended_processes()
@@ -433,11 +448,12 @@ class Watch:
         if self._verdict is not None:
             return
         self._verdict = verdict
+        verdict["text"] = printable(verdict["text"])
         self.position.leave_message(verdict["text"])
         self._deadline = time.monotonic() + (0 if verdict.get("stuck") else self._options.grace)
         self._verdict_event.set()
         if verdict["rank"] != self._rank or verdict.get("stuck"):
-            _print_error(self._describe_verdict(verdict))
+            print_error(self._describe_verdict(verdict))
 
     def _end_process_if_late(self) -> None:
         if time.monotonic() < self._deadline or self._is_stopping:
@@ -449,7 +465,7 @@ class Watch:
                 else []
             )
         )
-        _print_error(
+        print_error(
             f"Rank {self._rank} did not end by itself; its process is ended here:\n{''.join(stack)}"
         )
         os._exit(1)
@@ -482,12 +498,6 @@ class _ActivityContext:
     ) -> None:
         if error is None:
             self._position.activity = self._before
-
-
-def _print_error(text: str) -> None:
-    # stderr may be on a full disk, or closed: the watch goes on.
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _is_connection_error(error: BaseException) -> bool:

@@ -179,9 +179,7 @@ def test_diverging_ranks_all_say_so(fault):
         and outcome.seconds < 8
     )
     for rank, said in outcome.said.items():
-        assert (
-            "DivergenceError: In step 5" in said and f"rank {rank} is about to unshard unit" in said
-        ), said
+        assert re.search(f"DivergenceError: In step 5.* rank {rank} is about to .*unit", said), said
     assert goes_on(outcome, fault, 4) == 0.0
 
 

@@ -113,6 +113,83 @@ def test_a_rank_ends_though_nothing_can_be_said(error, monkeypatch):
         assert ended.wait(20)
 
 
+def placed(**items):
+    beat = json.loads(BEAT.pack())
+    return json.dumps({**beat, "place": {**beat["place"], **items}})
+
+
+NO_BEATS = [
+    "junk",
+    "[]",
+    "[" * 100_000,
+    "{}",
+    json.dumps({**json.loads(BEAT.pack()), "more": 1}),
+    replace(BEAT, number="1").pack(),
+    replace(BEAT, machine="").pack(),
+    replace(BEAT, machine=["host"]).pack(),
+    replace(BEAT, pid=2**31).pack(),
+    replace(BEAT, busy="all").pack(),
+    replace(BEAT, trace=[{}]).pack(),
+    placed(activity=99),
+    placed(step=1.5),
+    placed(unit=-5),
+]
+NO_VERDICTS = [
+    "junk",
+    "[]",
+    "[" * 100_000,
+    json.dumps({"rank": 1}),
+    json.dumps({"rank": 2, "text": "no such rank"}),
+    json.dumps({"rank": [0], "text": "x"}),
+    json.dumps({"rank": 1, "text": {}, "stuck": False}),
+    json.dumps({"rank": 1, "text": "x", "stuck": 1}),
+]
+
+
+@pytest.mark.parametrize("key", ["1", "verdict"])
+def test_what_is_no_message_of_the_watch_is_dropped_and_told_once(key, capsys):
+    store = dist.HashStore()
+    for value in NO_BEATS if key == "1" else NO_VERDICTS:
+        store.set("1", replace(BEAT, machine=machine(), pid=os.getpid()).pack())
+        store.set(key, value)
+        with watching(store) as watch:
+            for number in (2, 4):  # more than one look
+                watch._reports.request_all()
+                wait_for(lambda: watch._number > number)  # noqa: B023
+            assert watch._thread.is_alive() and watch._reports._thread.is_alive(), value
+            assert watch._verdict is None
+            if key == "1":
+                assert 1 not in watch._reports.newest
+            else:  # a verdict of this rank's own takes the place
+                watch.report_error(ValueError("mine\x1b[2J"))
+                wait_for(lambda: b"mine" in store.get("verdict"))
+                assert "\x1b" not in watch._verdict["text"]
+        said = capsys.readouterr().err
+        assert said.count("is dropped") == 1 and said.count("\n") == 1, (value, said)
+
+
+def wait_for(is_done):
+    until = time.monotonic() + 20
+    while not is_done() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert is_done()
+
+
+def test_a_watch_that_fails_says_so(monkeypatch, capsys):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(Watch, "_open_neighbours", lambda self: [][1])
+    store = dist.HashStore()
+    with watching(store) as watch:
+        wait_for(lambda: store.check(["verdict"]))
+        verdict = json.loads(store.get("verdict"))
+        assert verdict["rank"] == 0
+        assert "Rank 0 has stopped watching: its watch (not its model) raised" in verdict["text"]
+        watch._deadline = 0
+        assert ended.wait(20)
+    assert "test_watch.py" in capsys.readouterr().err  # the traceback
+
+
 def test_a_warning_that_is_an_error_does_not_end_the_watch():
     store, asked = dist.HashStore(), []
     store.set("1", replace(BEAT, machine=machine(), pid=os.getpid()).pack())

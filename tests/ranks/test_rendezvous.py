@@ -182,6 +182,18 @@ def total(rank):
     return x.item()
 
 
+@pytest.mark.parametrize("address", [None, "127.0.0.1", "localhost"])
+def test_a_run_on_one_host_cannot_be_reached_from_others(address, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if address is not None:
+        monkeypatch.setenv("MASTER_ADDR", address)
+    with listen() as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection((address or "127.0.0.1", port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):  # another address of this host
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
 def port_that_nobody_else_can_take(rank):
     box = [serve_at(listen()) if rank == 0 else None]
     dist.broadcast_object_list(box)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
 from helpers.parity import trainer
@@ -132,6 +134,24 @@ def fits(rank, size, port):
         assert dist.group.WORLD is not before
     assert not torch.equal(first, Model().net.weight)
     return [torch.equal(weight, first) for weight in weights]
+
+
+def order_the_end():
+    """As a process does that reaches the port, and knows what may be known."""
+    verdict = json.dumps({"rank": 1, "text": "Rank 1 waits for ever.", "stuck": True})
+    store = distributed_c10d._get_default_store()
+    for number in range(4):
+        store.set("verdict", verdict)
+        dist.PrefixStore(f"lightning_zero3/watch/{number}", store).set("verdict", verdict)
+    time.sleep(3)
+
+
+def fit_beside_a_stranger(rank, size):
+    return torch.equal(weight_after_fit(size, fail=order_the_end), weight_after_fit(size))
+
+
+def test_the_watch_takes_no_orders_from_strangers():
+    assert run_ranks(fit_beside_a_stranger, 2) == [True, True]
 
 
 @pytest.mark.parametrize("size", [1, 2])
