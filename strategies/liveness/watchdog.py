@@ -369,8 +369,8 @@ class Watch:
                 self._finished[rank] = place
                 del self._unexplained[rank]
             elif time.monotonic() >= until:
-                end = "ended; its own output says why, unless it was killed; it was last heard of"
-                self._give_verdict(rank, f"Rank {rank} {end} in {self._describe_place(place)}.")
+                end = "ended; its own output says why, unless it was killed"
+                self._give_verdict(rank, f"Rank {rank} {end}; {self._describe_last(newest[rank])}.")
 
     def _find_silent_ranks(self, newest: dict[int, Report]) -> None:
         limit = 3 * BEAT_S if self._needs_verdict else self._options.lost
@@ -395,13 +395,21 @@ class Watch:
 
     def _report_silence(self, rank: int, report: Report, silence: str, owner: str) -> None:
         neighbour = self._neighbours.get(rank)
-        place = neighbour.place() if neighbour is not None else report.beat.place
+        where = (
+            self._describe_last(report)
+            if neighbour is None
+            else f"it is in {self._describe_place(neighbour.place())}"
+        )
         self._give_verdict(
             rank,
             f"Rank {rank} on {report.beat.machine.split()[0]} {silence} ({owner} process is"
-            " stopped, or its machine or network is gone); it was in"
-            f" {self._describe_place(place)}.",
+            f" stopped, or its machine or network is gone); {where}.",
         )
+
+    def _describe_last(self, report: Report) -> str:
+        """Say where a rank was when it was heard of, which it may have left since."""
+        age, place = time.monotonic() - report.since, self._describe_place(report.beat.place)
+        return f"it last said, {age:.0f} s ago, that it was in {place}"
 
     def _diagnose(self, beats: list[Beat]) -> None:
         # NCCL does not compare what ranks exchange. The engine does so at the end of its backward,

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -80,6 +81,26 @@ def test_another_file_in_the_place_of_a_position_tells_nothing():
     assert neighbour.message is None and neighbour.place() == PLACE and not neighbour.has_ended
     neighbour.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
+    store = dist.HashStore()
+    store.set("1", replace(BEAT, machine=machine() if is_here else "host", pid=os.getpid()).pack())
+    with watching(store) as watch:
+        wait_for(lambda: watch._neighbours.get(1) if is_here else 1 in watch._neighbours)
+        if is_here:  # its memory says where it is now
+            monkeypatch.setattr(watch._neighbours[1], "place", lambda: replace(PLACE, step=20))
+        report = watch._reports.newest[1]
+        report = replace(report, since=report.since - 60)
+        watch._report_silence(1, report, "has not been heard of for 60 s", "its")
+        text = watch._verdict["text"]
+    where = (
+        "it is in forward, unit 1, step 20"
+        if is_here
+        else (r"it last said, 6[01] s ago, that it was in forward, unit 1, step 3")
+    )
+    assert re.search(f"; {where}\\.$", text), text
 
 
 class Unwritable:
