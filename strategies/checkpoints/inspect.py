@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
+from ..support import printable
 from . import manifest, single_file
 from .index import INDEX
 from .manifest import Manifest
@@ -32,14 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the description; return 1 if the checkpoint is broken, else 0."""
     path: Path = arguments.path
-    if path.is_dir() and not (path / INDEX).exists() and damage(path) is None:
-        print("\n".join(describe_parent(path)))
-        return 0
-    changed = partial(manifest.changed, part=0, parts=1) if path.is_dir() else single_file.changed
-    fault = damage(path) or changed(path)
-    print(f"{path}: {fault or 'complete'}")
-    if fault is None:
-        print("\n".join(describe_folder(path) if path.is_dir() else describe_file(path)))
+    fault = damage(path)
+    if path.is_dir() and not (path / INDEX).exists() and fault is None:
+        lines = list(describe_parent(path))
+    else:
+        changed = (
+            partial(manifest.changed, part=0, parts=1) if path.is_dir() else single_file.changed
+        )
+        fault = fault or changed(path)
+        lines = [f"{path}: {fault or 'complete'}"]
+        if fault is None:
+            lines += describe_folder(path) if path.is_dir() else describe_file(path)
+    print("\n".join(map(printable, lines)))
     return int(fault is not None)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +28,7 @@ from ..support import profile_range
 from .index import INDEX, read_index
 from .manifest import changed, damage
 from .writer import OTHERS, TRAINER_STATE, put_back, torch_errors
+from .zip_file import read_records
 
 
 class ShardedCheckpoint:
@@ -99,7 +99,8 @@ class ShardedCheckpoint:
 
     def _trainer_state(self) -> dict[str, Any]:
         with open(self.folder / TRAINER_STATE, "rb") as stream:
-            _require_stored(stream)
+            read_records(stream)
+            stream.seek(0)
             state = torch.load(stream, map_location="cpu", weights_only=self._weights_only)
         if not isinstance(state, dict):
             raise CheckpointError(f"{TRAINER_STATE} is a {type(state).__name__}")
@@ -204,7 +205,8 @@ class _Reader(FileSystemReader):
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         part: Any = _Part(file, sinfo.offset, sinfo.length)
-        _require_stored(part)
+        read_records(part)  # raises if one is larger than the place it takes
+        part.seek(0)
         return part
 
 
@@ -215,12 +217,3 @@ class _Part(_ReaderView):
         if whence == os.SEEK_END:
             offset, whence = max(self.len + offset, 0), os.SEEK_SET
         return super().seek(offset, whence)
-
-
-def _require_stored(stream: IO[bytes]) -> None:
-    """Raise an error if a record of what ``torch.save`` wrote is larger than the place it takes."""
-    with zipfile.ZipFile(stream) as archive:
-        for record in archive.infolist():
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"a record {record.filename!r} is compressed")
-    stream.seek(0)

@@ -100,6 +100,7 @@ def discard(path: Path) -> None:
     with suppress(CheckpointError, OSError):  # the save's own error is the one to raise
         _require_own(stage.parent)
         _delete(stage)
+        stage.parent.rmdir()  # unless another checkpoint is written there
 
 
 def remove(path: Path) -> None:

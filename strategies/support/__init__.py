@@ -1,4 +1,4 @@
-"""What needs no other room: collector, heap, thread stacks, random states, profiler ranges, text."""
+"""What needs no other room: collector, heap, stacks, random states, profiler ranges, text."""
 
 from .gc_pause import without_collection
 from .heap import give_back_memory
