@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import stat
 import zipfile
 import zlib
@@ -26,6 +27,7 @@ from lightning_zero3.strategies.checkpoints.index import INDEX, read_index
 from lightning_zero3.strategies.checkpoints.weights import open_weights
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLASSES = [
     *(cls for cls in vars(dcp_metadata).values() if isinstance(cls, type)),
     _StorageInfo,
@@ -429,20 +431,69 @@ def test_two_thousand_mutated_indexes_change_nothing(checkpoint, tmp_path):
     assert 0 < read < 1000
 
 
-# ---- folders that others may write to -------------------------------------------------------------
+def test_each_row_of_the_guides_table_has_its_test():
+    guide = (ROOT / "docs" / "GUIDE.md").read_text()
+    table = guide.partition("### What a file can and cannot do to you")[2].partition("\n### ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    tests = {name for name in globals() if name.startswith("test_")}
+    tests |= {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    told = [name for *_, names in rows for name in re.findall("`(.*?)`", names)]
+    assert len(rows) >= 13 and set(told) <= tests
+    assert [row[0] for row in rows if "`" not in row[-1]] == [rows[-1][0]]  # what a file can do
 
 
 class Code:
     """Runs when it is unpickled."""
 
+    def __init__(self, mark):
+        self.mark = mark
+
     def __reduce__(self):
         return (os.mkdir, (str(self.mark),))
 
 
+@pytest.mark.parametrize("what", ["file", "meta.pt", "value in a shard"])
+def test_no_file_runs_code_unless_it_is_trusted(what, checkpoint, tmp_path, capsys):
+    bad, mark = tmp_path / "bad.ckpt", tmp_path / "mark"
+    content = io.BytesIO()
+    torch.save({"epoch": Code(mark), "state_dict": {}}, content)
+    if what == "file":
+        bad.write_bytes(content.getvalue())
+        with pytest.raises(CheckpointError):
+            open_weights(bad, weights_only=True)
+    else:
+        metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+        copy(checkpoint, bad, (checkpoint / INDEX).read_bytes())
+        if what == "meta.pt":
+            (bad / "meta.pt").write_bytes(content.getvalue())
+        else:
+            kinds = metadata.state_dict_metadata
+            plain = next(i for i in metadata.storage_data if not hasattr(kinds[i.fqn], "chunks"))
+            place = metadata.storage_data[plain]
+            file = bad / place.relative_path
+            place.offset, place.length = file.stat().st_size, len(content.getvalue())
+            file.write_bytes(file.read_bytes() + content.getvalue())
+            (bad / INDEX).write_bytes(pickle.dumps(metadata))
+        write_manifest(bad)
+        assert main(["consolidate", str(bad), str(tmp_path / "out.ckpt")]) == 1
+    main(["inspect", str(bad)])
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match="weights_only|UnpicklingError"):
+        trainer("zero3", 1, max_steps=1).fit(BoringModel(), ckpt_path=bad)
+    assert not mark.exists()
+    strategy = Zero3Strategy(checkpoint=CheckpointOptions(weights_only=False))
+    with pytest.raises(Exception):  # noqa: B017  # what the code returns is nobody's state
+        trainer(strategy, 1, max_steps=1).fit(BoringModel(), ckpt_path=bad)
+        raise ValueError
+    assert mark.exists()  # the code does run where it is let
+
+
+# ---- folders that others may write to -------------------------------------------------------------
+
+
 def test_a_file_that_is_exchanged_while_it_is_written_is_not_unpickled(tmp_path, monkeypatch):
     mark, stage = tmp_path / "mark", tmp_path / "stage"
-    code, save = Code(), torch.save
-    code.mark = mark
+    code, save = Code(mark), torch.save
 
     def save_and_exchange(*args, **kwargs):
         save(*args, **kwargs)
