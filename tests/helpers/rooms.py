@@ -36,7 +36,7 @@ ROOMS = [
         "strategies/support",
         "collector pauses, thread stacks, RNG states",
         packages="torch numpy",
-        tokens=1_110,
+        tokens=1_212,
     ),
     Room("strategies/collectives", "every exchange between ranks", tokens=9_290),
     Room(
@@ -49,8 +49,8 @@ ROOMS = [
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
-        "strategies/engine",
-        tokens=6_262,
+        "strategies/support strategies/engine",
+        tokens=6_623,
     ),
     Room(
         "strategies/optimizers",
@@ -63,14 +63,14 @@ ROOMS = [
         "how processes find each other",
         "strategies/collectives",
         f"{_LIGHTNING} rich",
-        tokens=11_954,
+        tokens=12_269,
     ),
     Room(
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy",
-        tokens=17_615,
+        tokens=18_127,
     ),
     Room(
         "strategies/checkpoints",
@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=13_071,
+        tokens=15_692,
     ),
     Room(
         "strategies/numerics",
@@ -92,7 +92,7 @@ ROOMS = [
         "heartbeats and the watchdog",
         "strategies/support strategies/collectives strategies/engine strategies/launch",
         _LIGHTNING,
-        tokens=7_819,
+        tokens=8_418,
     ),
     Room(
         "strategies/evaluation",
@@ -130,7 +130,7 @@ ROOMS = [
         "what users import, and its commands",
         "strategies/support strategies/state_dicts strategies",
         "",
-        tokens=304,
+        tokens=330,
     ),
     Room("callbacks/allocator", "options of the CUDA allocator", packages=_LIGHTNING, tokens=7_185),
     Room(
@@ -152,7 +152,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=23_871,
+        tokens=23_890,
     ),
     Room(
         "callbacks/cuda_backend",
