@@ -243,7 +243,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self._has_differing_ranks(self.engine):
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
-        prepare_metrics(module, self.root_device)
+        prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
 
     def _build_engine(self) -> Zero3Engine:

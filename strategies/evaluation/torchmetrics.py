@@ -1,41 +1,103 @@
-"""Gathers states of torchmetrics over ranks of which some had nothing to measure."""
+"""Joins the states of torchmetrics over ranks, of which some had less or nothing to measure.
+
+torchmetrics gathers tensor by tensor. Ranks with lists of different lengths would take part in
+different numbers of exchanges, and ranks whose states have other shapes or dtypes in exchanges of
+different sizes: processes hang or end. Here all states of a metric make one exchange.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.utilities import dim_zero_cat
+
+_NOTHING = object()
 
 
-def prepare_metrics(module: nn.Module, device: torch.device) -> None:
-    """Move the metrics in ``module`` to ``device``, and let :func:`gather_states` gather them.
+def prepare_metrics(module: nn.Module, others: Iterable[object], device: torch.device) -> None:
+    """Let :func:`sync_states` join the metrics of ``module`` and of ``others``, as callbacks are.
 
-    A metric that has a ``dist_sync_fn`` of its own keeps it.
+    Metrics that are submodules of ``module`` move to ``device``. Metrics in lists and dicts are
+    found too. One with a ``dist_sync_fn`` or a ``_sync_dist`` of the user's keeps it.
     """
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(device)
-            child.dist_sync_fn = child.dist_sync_fn or gather_states
+    # `modules` does not look into lists and dicts.
+    for owner in (*module.modules(), *others):
+        for metric in _find_metrics([owner, *vars(owner).values()]):
+            is_theirs = type(metric)._sync_dist.__module__.startswith("torchmetrics.")
+            if metric.dist_sync_fn is None and is_theirs:
+                metric._sync_dist = partial(sync_states, metric)  # type: ignore[method-assign]
 
 
-def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the ``state`` of each rank; collective. Metrics call it as their ``dist_sync_fn``.
+def _find_metrics(value: object) -> Iterator[Metric]:
+    if isinstance(value, Metric):
+        yield value
+    elif isinstance(value, dict):
+        yield from _find_metrics(list(value.values()))
+    elif isinstance(value, nn.Module):
+        yield from (child for child in value.modules() if isinstance(child, Metric))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _find_metrics(item)
 
-    ``gather_all_tensors`` of torchmetrics needs the same number of dimensions and the same dtype on
-    all ranks. A rank that saw no sample has an empty float vector, whatever the others' states are,
-    and the state of a single sample may have no dimension: ranks would exchange other numbers of
-    bytes, which ends processes.
+
+def sync_states(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+    """Replace the states of ``metric`` by those of all ranks, joined; collective.
+
+    Lists are joined in the order of the samples, as one process would have them: the first element
+    of each rank, then the second of each.
     """
-    own_form = tuple(state.shape), state.dtype
-    forms: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(forms, own_form, group=group)
-    filled = [form for form in forms if 0 not in form[0]]
-    shape, dtype = max(filled, key=lambda form: len(form[0]), default=own_form)
-    if 0 in state.shape:
-        state = state.new_empty((0, *shape[1:]), dtype=dtype)
-    needs_dimension = state.dim() == 0 and any(shape for shape, _ in forms)
-    return gather_all_tensors(state.reshape(1) if needs_dimension else state, group)
+    group = process_group or metric.process_group
+    states = [getattr(metric, name) for name in metric._reductions]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, _pack(states), group=group)
+    everyone = [_unpack(packed, metric.device) for packed in everyone]
+    everyone[dist.get_rank(group)] = states  # which know how they were computed
+    reductions: dict[str, Any] = metric._reductions
+    joined: Any
+    for (name, reduction), values in zip(
+        reductions.items(), zip(*everyone, strict=True), strict=True
+    ):
+        if reduction is dim_zero_cat or any(isinstance(value, list) for value in values):
+            lists = [value if isinstance(value, list) else [value] for value in values]
+            rows = zip_longest(*lists, fillvalue=_NOTHING)
+            joined = [value for row in rows for value in row if value is not _NOTHING]
+        else:
+            # A rank that saw no sample may have the state as it was made, a single number.
+            joined = torch.stack(torch.broadcast_tensors(*values))
+        is_reduced = reduction is not None and len(joined) > 0
+        setattr(metric, name, reduction(joined) if is_reduced else joined)
+
+
+class _Packed(NamedTuple):
+    """A tensor as bytes, because one exchange is to carry every dtype."""
+
+    data: Any  # an array of numpy, which is quicker to pickle than a tensor
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_pack(item) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    data = value.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return _Packed(data.view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _unpack(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, device) for item in value]
+    if not isinstance(value, _Packed):
+        return value
+    return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape).to(device)
