@@ -1,7 +1,8 @@
 """Adapts Lightning's callbacks that use weights, param groups or checkpoint paths by themselves.
 
-Such a callback gets another class: a subclass of its own that goes through the strategy. For
-Lightning and in checkpoints it keeps its name.
+Such a callback gets another class. Its bases are a class of ours that changes what the user's
+methods are called with, the user's class, and a class of ours that replaces methods of Lightning's,
+which the user's still override. For Lightning and in checkpoints it keeps its name.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _strategy(trainer: pl.Trainer) -> Any:
 
 
 class _Averaging(Callback):
-    """Averages shards.
+    """Averages shards, in place of Lightning's methods.
 
     The average exists from the strategy's set-up on. A checkpoint that Lightning loads earlier is
     kept until then. Subclasses make the average (``_make_average``), load it (``_load_average``),
@@ -79,7 +80,7 @@ class _WeightAveraging(_Averaging, WeightAveraging):
         return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
 
     def _load_average(self, state: tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]) -> None:
-        self.on_load_checkpoint(*state)
+        super().on_load_checkpoint(*state)
 
     def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
         average = AveragedModel(models[0], **self._kwargs)
@@ -102,7 +103,7 @@ class _WeightAveraging(_Averaging, WeightAveraging):
 
     @override
     def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
-        self._average_model.module.write_to_module(buffers=True)
+        self._average_model.module.write_to_module()
 
 
 class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
@@ -114,13 +115,6 @@ class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     def _load_average(self, state: dict[str, Any]) -> None:
         self._average_model.load_state_dict(state)
 
-    def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
-        average = deepcopy(models[0])
-        n_averaged = torch.tensor(0)
-        for model in models:
-            StochasticWeightAveraging.update_parameters(average, model, n_averaged, self._avg_fn)
-        return average.parameters()
-
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
         if self._average_model is None:
@@ -128,19 +122,31 @@ class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
         else:
             super()._load_average_model_state(model_state)
 
-    @staticmethod
+
+class _AverageOfShards(StochasticWeightAveraging):
+    """Hands over shards in place of the module; to be called by Lightning before the user's."""
+
+    def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
+        average = deepcopy(models[0])
+        n_averaged = torch.tensor(0)
+        for model in models:
+            super().update_parameters(average, model, n_averaged, self._avg_fn)
+        return average.parameters()
+
     @override
-    def update_parameters(
-        average_model: Any, model: pl.LightningModule, n_averaged: Tensor, avg_fn: Any
+    def update_parameters(  # type: ignore[override]  # a static method of Lightning's
+        self, average_model: Any, model: pl.LightningModule, n_averaged: Tensor, avg_fn: Any
     ) -> None:
-        StochasticWeightAveraging.update_parameters(
+        super().update_parameters(
             average_model, average_model.shards_of_module(), n_averaged, avg_fn
         )
 
-    @staticmethod
     @override
-    def transfer_weights(src_pl_module: Any, dst_pl_module: pl.LightningModule) -> None:
-        src_pl_module.write_to_module(buffers=False)
+    def transfer_weights(  # type: ignore[override]  # a static method of Lightning's
+        self, src_pl_module: Any, dst_pl_module: pl.LightningModule
+    ) -> None:
+        super().transfer_weights(src_pl_module, src_pl_module.shards_of_module())
+        src_pl_module.weights_changed()
 
 
 class _Pruning(ModelPruning):
@@ -266,12 +272,13 @@ class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
         trainer.strategy.barrier()
 
 
-_ADAPTERS: dict[type[Callback], type] = {
-    ModelCheckpoint: _ModelCheckpoint,
-    OnExceptionCheckpoint: _OnExceptionCheckpoint,
-    ModelPruning: _Pruning,
-    WeightAveraging: _WeightAveraging,
-    StochasticWeightAveraging: _StochasticWeightAveraging,
+# Lightning's class -> ours before and after the user's class.
+_ADAPTERS: dict[type[Callback], tuple[type | None, type | None]] = {
+    ModelCheckpoint: (_ModelCheckpoint, None),
+    OnExceptionCheckpoint: (_OnExceptionCheckpoint, None),
+    ModelPruning: (None, _Pruning),
+    WeightAveraging: (None, _WeightAveraging),
+    StochasticWeightAveraging: (_AverageOfShards, _StochasticWeightAveraging),
 }
 
 
@@ -295,15 +302,17 @@ def adapt(callbacks: Sequence[Callback]) -> None:
             if isinstance(callback, base):
                 raise ValueError(f"{type(callback).__name__} {reason}")
         cls: Any = type(callback)
-        for base, adapter in _ADAPTERS.items():
-            if isinstance(callback, base) and not isinstance(callback, adapter):
+        for base, (before, after) in _ADAPTERS.items():
+            if isinstance(callback, base) and not isinstance(callback, before or after or base):
+                theirs = None if after is not None and issubclass(after, cls) else cls
                 namespace = {
                     "__module__": cls.__module__,
                     # `Callback.state_key` returns it.
                     "__qualname__": cls.__qualname__,
                     "__reduce_ex__": partialmethod(_pickle_as, cls),
                 }
-                callback.__class__ = type(cls.__name__, (adapter, cls), namespace)
+                bases = tuple(part for part in (before, theirs, after) if part is not None)
+                callback.__class__ = type(cls.__name__, bases, namespace)
 
 
 def _pickle_as(callback: Callback, cls: Any, protocol: int) -> Any:

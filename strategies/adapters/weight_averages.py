@@ -63,12 +63,16 @@ class Shards(nn.Module):
             value = mine.clone()
             mine.copy_(theirs)
             theirs.copy_(value)
-        self._model.engine.weights_changed()
+        self.weights_changed()
 
-    def write_to_module(self, buffers: bool) -> None:
-        """Write the values of this copy to the module, those of buffers if ``buffers``."""
-        for mine, theirs in self._pairs(buffers):
+    def write_to_module(self) -> None:
+        """Write the values of this copy to the module."""
+        for mine, theirs in self._pairs():
             theirs.copy_(mine)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Tell the engine that the module's shards were written to."""
         self._model.engine.weights_changed()
 
     def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
@@ -115,9 +119,9 @@ class Shards(nn.Module):
         self._model.lightning_module.load_state_dict(wanted, strict=args[1])
         self.swap_values()
 
-    def _pairs(self, buffers: bool = True) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         mine, theirs = (
-            [t.detach() for t in (*shards.parameters(), *(shards.buffers() if buffers else ()))]
+            [t.detach() for t in (*shards.parameters(), *shards.buffers())]
             for shards in (self, self.shards_of_module())
         )
         return list(zip(mine, theirs, strict=True))

@@ -235,3 +235,74 @@ def test_adapted_callbacks_are_pickled_as_the_classes_that_the_user_wrote():
     restored = pickle.loads(pickle.dumps(callbacks))
     assert [type(callback) for callback in restored] == [ModelCheckpoint, OwnAverage]
     assert restored[0].save_top_k == -1 and vars(restored[1]).keys() == vars(callbacks[1]).keys()
+
+
+CALLED = []
+
+
+class OwnEma(EMAWeightAveraging):
+    def setup(self, *args, **kwargs):
+        CALLED.append("EMA's setup")
+        super().setup(*args, **kwargs)
+
+    def on_load_checkpoint(self, *args):
+        CALLED.append("EMA's on_load_checkpoint")
+        super().on_load_checkpoint(*args)
+
+
+class OwnSwa(StochasticWeightAveraging):
+    """An average of its own, transferred by half."""
+
+    def setup(self, *args, **kwargs):
+        CALLED.append("SWA's setup")
+        super().setup(*args, **kwargs)
+
+    @staticmethod
+    def update_parameters(average, model, count, average_function):
+        StochasticWeightAveraging.update_parameters(average, model, count + 2, average_function)
+
+    @staticmethod
+    def transfer_weights(source, target):
+        for mine, theirs in zip(source.parameters(), target.parameters(), strict=True):
+            theirs.detach().lerp_(mine.detach(), 0.5)
+
+
+class OwnPruning(ModelPruning):
+    def on_save_checkpoint(self, *args):
+        CALLED.append("pruning's on_save_checkpoint")
+        super().on_save_checkpoint(*args)
+
+    def apply_pruning(self, amount):
+        super().apply_pruning(amount / 2)
+
+
+OWN_KINDS = {
+    "plain swa": KINDS["swa"],
+    "ema": (ADAM, lambda: OwnEma(decay=0.8)),
+    "swa": (SGD, lambda: OwnSwa(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)),
+    "pruning": (
+        ADAM,
+        lambda: OwnPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False),
+    ),
+}
+
+
+def fit_own(rank, world_size, strategy, folder):
+    CALLED.clear()
+    first = fit_all(rank, world_size, strategy, folder / "first", None, OWN_KINDS)
+    resumed = fit_all(rank, world_size, strategy, folder / "then", folder / "first", OWN_KINDS)
+    return first, resumed, sorted(set(CALLED))
+
+
+def test_what_a_user_overrides_is_called(tmp_path):
+    *expected, overrides = run_ranks(fit_own, 1, "auto", tmp_path / "one")[0]
+    assert len(overrides) == 4
+    state, plain = (expected[0][kind][1] for kind in ("swa", "plain swa"))
+    assert not torch.allclose(*(next(iter(values.values())) for values in (state, plain)))
+    everyone = run_ranks(fit_own, 2, "zero3", tmp_path / "two")
+    assert all(called == overrides for *_, called in everyone)
+    for run, references in enumerate(expected):
+        for kind, (losses, state) in references.items():
+            mean = sum(torch.tensor(rank[run][kind][0]) for rank in everyone) / 2
+            torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
+            assert_tensors_close(everyone[0][run][kind][1], state)
