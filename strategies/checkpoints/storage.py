@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..state_dicts.collective_errors import CheckpointError
+from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
 from . import manifest, zip_file
 from .manifest import MANIFEST, Manifest
 
@@ -252,7 +252,7 @@ def choose(path: Path, newest: bool) -> Choice:
         if not stage.is_symlink()
     ]
     if not path.exists():
-        raise CheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
+        raise MissingCheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
     fault = damage(path)
     if fault is None:
         return Choice(path, remarks, other)

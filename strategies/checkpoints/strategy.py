@@ -169,10 +169,17 @@ class CheckpointStrategy(ProcessStrategy):
     ) -> None:
         """Write a checkpoint, all ranks together.
 
+        A process that has run nothing itself, as after ``fit`` with processes of its own
+        ("zero3_spawn", "zero3_notebook"), writes a full file.
+
         Raises:
             CheckpointError, DivergenceError: on all ranks, if the checkpoint cannot be written, or
                 the ranks have parts of different models.
         """
+        module = self.lightning_module
+        if self.engine is None and (module is None or module._trainer is None):
+            # No run in this process: nothing is sharded, and the module is whole.
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
         self._require_all_ranks(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
         if "optimizer_states" in checkpoint:

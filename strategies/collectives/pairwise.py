@@ -85,6 +85,7 @@ class PairwiseCollectives(GroupCollectives):
 
     def meet(self, meeting: Meeting) -> None:
         """See :meth:`LocalCollectives.meet`."""
+        self.exchange_log.progress[1] += 1
         self._exchange_label(meeting).wait()
 
     def _exchange_label(self, label: int) -> _LabelExchange:

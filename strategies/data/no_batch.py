@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class NoBatch:
@@ -13,8 +13,18 @@ class NoBatch:
     """
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"There is no batch to read {name!r} from: no sample is left for this rank in this"
-            " evaluation step. HINT: batch hooks can test isinstance(batch,"
-            " lightning_zero3.strategies.data.NoBatch)."
-        )
+        raise AttributeError(f"There is no batch to read {name!r} from: {_EXPLANATION}")
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise TypeError(f"There is no batch to unpack, index or count: {_EXPLANATION}")
+
+    __iter__ = __getitem__ = __len__ = __contains__ = __float__ = __int__ = _refuse
+
+    def __bool__(self) -> bool:
+        return False
+
+
+_EXPLANATION = (
+    "no sample is left for this rank in this evaluation step, which other ranks run. Batch hooks"
+    " can test `isinstance(batch, lightning_zero3.strategies.data.NoBatch)`."
+)

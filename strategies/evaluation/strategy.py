@@ -16,6 +16,7 @@ from typing_extensions import override
 from ..collectives import DivergenceError, Meeting
 from ..data import NoBatch, ShardedLoader
 from ..engine import Zero3Engine, compare_notes
+from ..liveness.position import Activity
 from ..liveness.strategy import WatchedStrategy
 from .logged_values import collect_logged, log_without_weight
 from .uneven_plan import Turn, plan_turns
@@ -39,14 +40,17 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self.begin_evaluation(Activity.BETWEEN_VALIDATION)
         self._plan_turns(self._trainer._evaluation_loop)
 
     @override
     def on_test_start(self) -> None:
-        self.on_validation_start()
+        self.begin_evaluation(Activity.BETWEEN_TEST)
+        self._plan_turns(self._trainer._evaluation_loop)
 
     @override
     def on_predict_start(self) -> None:
+        self.begin_evaluation(Activity.BETWEEN_PREDICT)
         self._plan_turns(self._trainer.predict_loop)
 
     @override
@@ -106,6 +110,7 @@ class EvaluationStrategy(WatchedStrategy):
         self.engine.collectives.meet(Meeting.EVALUATED)
         # Else the next backward compares, but there may be none.
         compare_notes(self.engine.collectives)
+        self.end_evaluation()
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, or assist the ranks that do; a rank without a batch returns its `NoBatch`.

@@ -218,10 +218,9 @@ class Straggler:
         # Only what it did while the others waited counts.
         weights = [max(0.0, _lead(shares, slowest)) for shares in history]
         where = _most_frequent_place(ranks[slowest], weights, unit_name)
-        return (
-            f"{text} While they waited it was most often in {where}; it is at step"
-            f" {ranks[slowest][-1].place.step} now."
-        )
+        step = ranks[slowest][-1].place.step
+        now = f"; it is at step {step} now" if step >= 0 else ""
+        return f"{text} While they waited it was most often in {where}{now}."
 
     def _find_slow_device(
         self, ranks: list[list[Beat]], unit_name: Callable[[int], str]

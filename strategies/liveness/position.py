@@ -35,6 +35,9 @@ class Activity(enum.IntEnum):
     SAVING = 8
     LOADING = 9
     ENDED = 10
+    BETWEEN_VALIDATION = 11
+    BETWEEN_TEST = 12
+    BETWEEN_PREDICT = 13
 
 
 _ACTIVITY_NAMES = {
@@ -49,6 +52,9 @@ _ACTIVITY_NAMES = {
     Activity.SAVING: "saving a checkpoint",
     Activity.LOADING: "loading a checkpoint",
     Activity.ENDED: "the end of its run",
+    Activity.BETWEEN_VALIDATION: "validation, between batches (loading data, hooks)",
+    Activity.BETWEEN_TEST: "test, between batches (loading data, hooks)",
+    Activity.BETWEEN_PREDICT: "predict, between batches (loading data, hooks)",
 }
 _RUNS_UNITS = (
     Activity.FORWARD,
@@ -65,7 +71,7 @@ class Place:
 
     Attributes:
         activity: what the rank does.
-        step: number of optimizer steps that the rank has done.
+        step: number of optimizer steps that the rank has done; -1 in a run without training.
         unit: index of the unit that the engine was last asked for; -1 before the first.
         exchanges: number of the engine's exchanges that the rank has begun; all ranks begin the
             same ones.
@@ -85,7 +91,13 @@ class Place:
 
     def describe(self, unit_name: Callable[[int], str]) -> str:
         """Return the activity, the unit and the step in words."""
-        return f"{self.describe_activity(unit_name)}, step {self.step}"
+        step = f", step {self.step}" if self.step >= 0 else ""
+        return f"{self.describe_activity(unit_name)}{step}"
+
+    @property
+    def moment(self) -> str:
+        """The step in words, or the activity in a run without training."""
+        return f"step {self.step}" if self.step >= 0 else _ACTIVITY_NAMES[self.activity]
 
 
 class Position:
@@ -120,6 +132,10 @@ class Position:
     @activity.setter
     def activity(self, activity: Activity) -> None:
         self.cells[_ACTIVITY] = activity
+
+    def begin_run_without_training(self) -> None:
+        """Write that this run has no steps."""
+        self.cells[_STEP] = -1
 
     def begin_step(self, step: int) -> None:
         """Write that this rank has done ``step`` optimizer steps and is between two."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
@@ -65,6 +66,7 @@ class WatchedStrategy(ProcessStrategy):
     watch: Watch | None = None
     engine: Zero3Engine | None
     _watch_options: WatchOptions | None = None
+    _before_evaluation = Activity.SETUP
     _has_ended = False  # whether training has ended on all ranks
 
     def __init_subclass__(cls) -> None:
@@ -97,6 +99,8 @@ class WatchedStrategy(ProcessStrategy):
         token = self.broadcast(uuid.uuid4().hex)
         store = dist.PrefixStore(f"lightning_zero3/watch/{token}", default_store.clone())
         self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self.watch.position.begin_run_without_training()
         connector = self.lightning_module.trainer._checkpoint_connector
         connector.dump_checkpoint = partial(self._dump_checkpoint, connector)  # type: ignore[method-assign]
 
@@ -119,6 +123,17 @@ class WatchedStrategy(ProcessStrategy):
         watch.position.begin_step(self.lightning_module.trainer.global_step)
         if watch.device_waits is not None:
             watch.device_waits.begin_step(streams_of(self.engine))
+
+    def begin_evaluation(self, activity: Activity) -> None:
+        """Write that an evaluation runs, until :meth:`end_evaluation`."""
+        if self.watch is not None:
+            self._before_evaluation = self.watch.position.activity
+            self.watch.position.activity = activity
+
+    def end_evaluation(self) -> None:
+        """Write what this rank did before the evaluation."""
+        if self.watch is not None:
+            self.watch.position.activity = self._before_evaluation
 
     def _unit_name(self, index: int) -> str:
         units = self.engine.units if self.engine is not None else []

@@ -146,9 +146,8 @@ class Watch:
 
         If another rank caused ``error``, its message is changed to name that rank instead.
         """
-        step = self.position.place().step
         if isinstance(error, DivergenceError):
-            error.args = (f"In step {step}: {error}",)
+            error.args = (f"In {self.position.place().moment}: {error}",)
         elif _is_connection_error(error) and (cause := self._wait_for_cause()):
             error.args = (f"{cause} What this rank saw of it: {error}",)
             return
@@ -343,7 +342,7 @@ class Watch:
         for rank, place in self._finished.items() if self._needs_verdict else ():
             self._give_verdict(
                 rank,
-                f"Rank {rank} has ended its run before the others, its last step was {place.step}."
+                f"Rank {rank} has ended its run before the others, after {place.moment}."
                 " All ranks must take the same number of steps; look for loaders of different"
                 " length.",
             )
@@ -416,7 +415,7 @@ class Watch:
         # which a rank that waits for the device never reaches.
         describe = self.communicator.exchange_log.describe
         if difference := first_difference(align_traces(beats), describe):
-            self._give_verdict(_NO_RANK, f"In step {beats[0].place.step}: {difference}")
+            self._give_verdict(_NO_RANK, f"In {beats[0].place.moment}: {difference}")
             return
         if pair := self._deadlock.find(beats):
             inside, outside = (
@@ -479,11 +478,14 @@ class Watch:
         os._exit(1)
 
     def _describe_verdict(self, verdict: dict[str, Any]) -> str:
-        here = self._describe_place(self.position.place())
-        hint = (
-            'with `ckpt_path="last"` a new run goes on from the last checkpoint, if one was saved'
-        )
-        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}; {hint}."
+        place, hint = self.position.place(), ""
+        if place.step >= 0:
+            hint = (
+                '; with `ckpt_path="last"` a new run goes on from the last checkpoint, if one was'
+                " saved"
+            )
+        here = self._describe_place(place)
+        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}{hint}."
 
     def _describe_place(self, place: Place) -> str:
         return place.describe(self.unit_name)

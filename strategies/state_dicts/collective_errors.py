@@ -25,6 +25,10 @@ class CheckpointError(RuntimeError):
         super().__init__(printable(message, kept="\n\t"))
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """Report that there is no such checkpoint, also to those who catch ``FileNotFoundError``."""
+
+
 _ignores_other_ranks = ContextVar("_ignores_other_ranks", default=False)
 
 
@@ -65,23 +69,25 @@ def run_on_all_ranks(
 
     Raises:
         CheckpointError: on all ranks, when the work of any failed; names the first of these ranks.
+            It is a :class:`MissingCheckpointError` where that rank found no file.
     """
     result, error = None, None
     try:
         result = work()
     except Exception as raised:
         error = raised
-    outcome = result, describe_error(error)
+    outcome = result, describe_error(error), isinstance(error, FileNotFoundError)
     outcomes: list[Any] = [outcome]
     if rank_and_world_size()[1] > 1:
         # hazard: the others wait in this exchange, so an error must not be raised before it
         outcomes = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, outcome, group)
-    for rank, (_, message) in enumerate(outcomes):
+    for rank, (_, message, is_missing) in enumerate(outcomes):
         if message is not None:
+            kind = MissingCheckpointError if is_missing else CheckpointError
             where = f" on rank {rank}" if len(outcomes) > 1 else ""
-            raise CheckpointError(f"{action} failed{where}: {message}") from error
-    return [result for result, _ in outcomes]
+            raise kind(f"{action} failed{where}: {message}") from error
+    return [result for result, _, _ in outcomes]
 
 
 def describe_error(error: BaseException | None) -> str | None:

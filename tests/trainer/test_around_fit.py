@@ -1,0 +1,95 @@
+"""What programs do before and after a run: save, load, move the module, go on with another strategy."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.parity import assert_tensors_close, trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.data import NoBatch
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_index):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_index):
+        self.log("loss", self.net(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+
+def data():
+    return DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), batch_size=2)
+
+
+def test_a_module_that_was_never_fitted_is_saved(tmp_path):
+    module = Model()
+    runner = trainer("zero3")
+    runner.strategy.connect(module)
+    runner.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert_tensors_close(loaded, module.state_dict(), 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["zero3_spawn", "zero3_notebook"])
+def test_the_process_that_called_fit_saves(strategy, tmp_path):
+    module = Model()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    runner = trainer(strategy, 2, max_steps=2)
+    runner.fit(module, data())
+    runner.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert_tensors_close(saved["state_dict"], module.state_dict(), 0.0)
+    assert not torch.equal(saved["state_dict"]["net.0.weight"], before["net.0.weight"])
+    other = Model.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert_tensors_close(other.state_dict(), module.state_dict(), 0.0)
+
+
+def test_a_missing_checkpoint_is_what_scripts_catch():
+    with pytest.raises(FileNotFoundError, match=r"no/such\.ckpt"):
+        trainer("zero3").fit(Model(), data(), ckpt_path="no/such.ckpt")
+
+
+MISUSES = [lambda batch: (lambda x, y: x)(*batch), lambda b: b[0], len, list, float, lambda b: b.x]
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_batch_that_is_none_says_what_it_is(misuse):
+    with pytest.raises((TypeError, AttributeError), match="no sample is left for this rank"):
+        misuse(NoBatch())
+
+
+def go_on(rank, world_size):
+    module = Model()
+    first = trainer(zero3(unit_policy=["Linear"]), world_size, max_steps=2)
+    first.fit(module, data())
+    for same in (module.cpu, module.float, lambda: module.to("cpu", torch.float32)):
+        assert same() is module
+    (expected,) = trainer("zero3", world_size, limit_val_batches=1.0).validate(module, data())
+    values = {}
+    with first.strategy.gathered(module, modify=True):
+        other = "ddp" if world_size > 1 else "auto"
+        (values["whole"],) = trainer(other, world_size, limit_val_batches=1.0).validate(
+            module, data()
+        )
+    if world_size == 1:
+        for other in ("ddp", "auto"):
+            (values[other],) = trainer(other, 1, limit_val_batches=1.0).validate(module, data())
+    trainer("zero3", world_size, max_steps=1).fit(module, data())
+    return expected["loss"], {name: value["loss"] for name, value in values.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_strategy_goes_on_with_the_module(ranks):
+    for expected, values in run_ranks(go_on, ranks, timeout=60):
+        assert expected > 0 and len(values) == (3 if ranks == 1 else 1)
+        assert all(value == pytest.approx(expected, rel=1e-6) for value in values.values())

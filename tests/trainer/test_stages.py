@@ -1,0 +1,121 @@
+"""The watch in every stage: it names what one rank does alone, and by the stage that the user called."""
+
+import re
+import time
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from helpers.parity import trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3 import WatchOptions
+
+
+class Model(pl.LightningModule):
+    """Runs ``act`` on one rank alone in one hook."""
+
+    def __init__(self, hook="", act=None):
+        super().__init__()
+        self.net, self.mean = nn.Linear(4, 1), MeanMetric()
+        if hook:
+            setattr(self, hook, lambda *_: act(self))
+
+    def training_step(self, batch, batch_index):
+        self.mean.update(batch)
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_index):
+        self.mean.update(self.net(batch))
+
+    def test_step(self, batch, batch_index):
+        self.mean.update(self.net(batch))
+
+    def predict_step(self, batch, batch_index):
+        self.mean.update(self.net(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(world_size, stage, hook, act):
+    strategy = zero3(unit_policy=["Linear"], watch=WatchOptions(slow=3))
+    runner = trainer(strategy, world_size, limit_val_batches=1.0)
+    loader = DataLoader(torch.ones(4, 4), batch_size=1)
+    loaders = [loader, loader] if stage == "fit" else [loader]
+    getattr(runner, stage)(Model(hook, act), *loaders)
+
+
+def compute_alone(module):
+    if module.trainer.is_global_zero:
+        module.mean.compute()
+
+
+def meet_alone(module):
+    if module.trainer.is_global_zero:
+        dist.barrier()
+
+
+def wait(rank, world_size, stage, hook, act):
+    run(world_size, stage, hook, act)
+
+
+@pytest.mark.parametrize(
+    "stage, hook, act, where",
+    [
+        ("validate", "on_validation_epoch_end", compute_alone, r"validation, between batches .*"),
+        (
+            "fit",
+            "on_validation_epoch_end",
+            compute_alone,
+            r"validation, between batches .*, step 3",
+        ),
+        ("test", "on_test_epoch_end", meet_alone, r"test, between batches .*"),
+        ("predict", "on_predict_epoch_end", meet_alone, r"predict, between batches .*"),
+        ("fit", "on_train_epoch_end", compute_alone, r"the loop between steps .*, step 3"),
+    ],
+)
+def test_a_collective_of_one_rank_is_told(stage, hook, act, where, capsys):
+    with pytest.raises(AssertionError) as error:
+        run_ranks(wait, 2, stage, hook, act, timeout=60)
+    output = f"{error.value}{capsys.readouterr().out}"
+    told = next(line for line in output.splitlines() if "for ever: " in line)
+    rank_0 = rf"rank 0 is in {where} \(.*test_stages.py:\d+ in {act.__name__}\)"
+    assert re.search(rank_0, told), told
+    assert re.search(rf"rank 1 is in {where} \(.*test_stages.py:\d+ in run\)", told), told
+    assert ('`ckpt_path="last"`' in output) == (stage == "fit")
+
+
+def doze(module):
+    if module.global_rank == 1:
+        time.sleep(4)
+
+
+def be_slow(rank, world_size):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(world_size, "test", "on_test_batch_end", doze)
+    return [str(warning.message) for warning in told]
+
+
+def test_a_slow_rank_of_a_test_is_named():
+    told = [text for text in run_ranks(be_slow, 2, timeout=90)[0] if "holds the others up" in text]
+    assert told and told[0].startswith("Rank 1 ") and "most often in test, between" in told[0]
+    assert "step" not in told[0].replace("test_stages", "")
+
+
+def fail(rank, world_size):
+    run(world_size, "validate", "on_validation_batch_end", lambda module: 1 // module.global_rank)
+
+
+def test_errors_of_an_evaluation_name_its_stage(capsys):
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run_ranks(fail, 2, timeout=60)
+    output = capsys.readouterr().out
+    assert "Rank 0 raised 'ZeroDivisionError" in output and "in validation, between" in output
+    assert "set-up" not in output and "`ckpt_path" not in output
