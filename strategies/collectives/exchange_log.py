@@ -21,15 +21,9 @@ CLEARED = "gradients, without that of parameter "
 _MAX_STEP_SETTINGS = 10_000  # a longer list of step settings is replaced by its digest
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
-    "All ranks must run the same modules in the same order, load and save together, and take the"
-    " same number of steps. Look for (1) code that one rank runs alone, as under `if"
-    " trainer.is_global_zero:` (a forward, a load, a save); (2) loaders of different length; (3) a"
-    " branch or a loop that depends on a rank's own data (where texts end: `generate(...,"
-    " synced_gpus=True)`, or a loop of your own in `with strategy.gathered(self):`); (4) a branch"
-    " that depends on random numbers (LayerDrop: `DataOptions(distinct_rank_rng=False)` gives all"
-    " ranks the same; experts that only some ranks run belong into one unit, by `unit_policy`); (5)"
-    " a term of the loss that only one rank has (multiply it by 0 on the others; of several losses"
-    " of one forward differentiate the sum)."
+    "\nAll ranks must run the same modules in the same order, load and save together, and take the"
+    " same number of steps. Look for what one rank does alone, loaders of different length, and"
+    " branches on a rank's own data or random numbers (docs/GUIDE.md, Diverging ranks)."
 )
 
 
@@ -88,7 +82,7 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
             if expected != label:
                 return (
                     f"The ranks ran different things. At exchange {number} of this step rank 0 came"
-                    f" to {describe(expected)}, rank {rank} to {describe(label)}. {LOOK_FOR}"
+                    f" to {describe(expected)}, rank {rank} to {describe(label)}.{LOOK_FOR}"
                 )
     return ""
 

@@ -257,7 +257,7 @@ class GroupCollectives(LocalCollectives):
             log = self.exchange_log
             raise DivergenceError(
                 f"The ranks run different things: rank {names[self.rank]} is about to"
-                f" {log.describe(label)}, rank {names[rank]} to {log.describe(other)}. {LOOK_FOR}"
+                f" {log.describe(label)}, rank {names[rank]} to {log.describe(other)}.{LOOK_FOR}"
             )
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:

@@ -56,14 +56,18 @@ class SavedRun:
     batches: int  # this rank's batches of the epoch that are done, counted as this run cuts them
 
 
-class ShardedLoader:
-    """This rank's share of a user's `DataLoader`.
+class ShardedLoader(DataLoader):
+    """This rank's share of a user's `DataLoader`, which answers for it.
+
+    It is a `DataLoader` to whoever asks, but reads through its feed. Attributes are those of the
+    user's loader; what cannot act on the feed any more is refused.
 
     The loader reads nothing before the first ``next``, because the epoch and a loaded state are
     known only then.
 
     Attributes:
         epoch: the epoch that the next pass belongs to, see `set_epoch`.
+        read_epoch: returns the epoch that the next pass belongs to; None: `set_epoch` sets it.
         count_prefetched_batches: returns how many of the newest batches the loop has fetched but
             not used; these do not count as handed over.
         find_number: returns which of the loaders that are read together this is.
@@ -73,6 +77,7 @@ class ShardedLoader:
     """
 
     epoch: int
+    read_epoch: Callable[[], int] | None
     count_prefetched_batches: Callable[[], int]
     find_number: Callable[[], int]
     place_on_device: bool
@@ -90,6 +95,7 @@ class ShardedLoader:
         seed: int,
         device: torch.device,
     ) -> None:
+        # not `DataLoader.__init__`: its attributes are asked of `source`
         self.feed = feed
         self.source = source
         self.options = options
@@ -100,6 +106,7 @@ class ShardedLoader:
         self.device = device
         self.label = feed.label
         self.epoch = 0
+        self.read_epoch = None
         self.count_prefetched_batches = self.find_number = _count_nothing
         self.place_on_device = options.prefetch_to_device and device.type != "cpu"
         self.accumulate = 1
@@ -115,7 +122,7 @@ class ShardedLoader:
 
     # ---- iteration -------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own class
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -151,6 +158,8 @@ class ShardedLoader:
 
     def _begin_pass(self) -> Place:
         """Decide where this pass begins, and forget the batches of the pass before."""
+        if self.read_epoch is not None:
+            self.set_epoch(self.read_epoch())
         origin = self._choose_origin()
         if self._batches_to_skip:
             origin = self._skip_batches(origin)
@@ -324,6 +333,10 @@ class ShardedLoader:
         )
         self._loaded_state = state
 
+    def reads_epoch(self, epoch: int) -> bool:
+        """Whether a pass of ``epoch`` has begun since a state was loaded."""
+        return self._origin is not None and self.epoch == epoch
+
     def reload_state(self) -> None:
         """Load again the state that was loaded last."""
         if self._loaded_state is not None:
@@ -375,34 +388,28 @@ class ShardedLoader:
 
     # ---- attributes of a `DataLoader` that Lightning and users read --------------------------
 
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset."""
-        return self.source.dataset
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["source"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_settable = name in ("worker_init_fn", "_iterator")
+        if not is_settable and name in vars(self.__dict__.get("source", self)):
+            raise AttributeError(
+                f"{self.label}: {name.removeprefix('_DataLoader__')!r} cannot change any more: the"
+                " ranks share the loader as it was.\nSet it on your own `DataLoader` before the"
+                " run, or return another one (`reload_dataloaders_every_n_epochs`). Attributes of the"
+                " dataset and of the samplers can be set, and act from the next epoch on."
+            )
+        object.__setattr__(self, name, value)
 
     @property
-    def sampler(self) -> ShardedLoader:
-        """This loader itself, so that ``loader.sampler.set_epoch`` is `set_epoch`."""
-        # Lightning's `_set_sampler_epoch` looks for the method on `sampler`.
-        return self
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler of the feed's loader.
+    def batch_sampler(self) -> Any:  # type: ignore[override]  # read only
+        """The user's batch sampler.
 
         While predicting it is Lightning's `_IndexBatchSamplerWrapper`, which records indices.
         """
-        return self.feed.loader.batch_sampler
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers of the feed's loader."""
-        return self.feed.loader.num_workers
-
-    @property
-    def batch_size(self) -> int | None:
-        """The user's batch size."""
-        return self.source.batch_size
+        loader = self.feed.loader if self.stage == "predict" else self.source
+        return loader.batch_sampler
 
     @property
     def worker_init_fn(self) -> Any:

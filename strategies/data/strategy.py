@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ class DataHooks:
             self.is_active = bool(connector.use_distributed_sampler)
         if self.is_active:
             connector.use_distributed_sampler = False
+            # `_FitLoop.setup_data` calls this before it fetches ahead, but does nothing while
+            # `_FitLoop.restarting` is false, as it is after a checkpoint from the end of a run.
+            loop = trainer.fit_loop
+            loop._load_combined_loader_states = partial(_load_states, loop)
 
     def seed_ranks(self, trainer: Any) -> None:
         """Give ranks distinct dropout streams; call this after the weights were initialised."""
@@ -97,6 +102,7 @@ class DataHooks:
             sharded.accumulate = trainer.accumulate_grad_batches
             if _user_moves_batches(trainer):
                 sharded.place_on_device = False
+            sharded.read_epoch = lambda: trainer.fit_loop.epoch_progress.current.processed
             if stage == "fit":
                 sharded.count_prefetched_batches = lambda: _count_prefetched_batches(trainer)
         return sharded
@@ -113,15 +119,12 @@ class DataHooks:
         The Trainer calls this after the sanity check and the restore, before the first batch.
         """
         fit_loop = trainer.fit_loop
-        pending = fit_loop._combined_loader_states_to_load
         combined = fit_loop._combined_loader
         loaders = sharded_loaders(combined)
-        # `_FitLoop.setup_data` loads these states only while `_FitLoop.restarting` is true, and
-        # never when the loaders were set up early, because `configure_optimizers` read
+        # The loaders were set up before the checkpoint was read, if `configure_optimizers` asks for
         # `Trainer.estimated_stepping_batches`.
-        if pending and loaders:
-            combined._load_state_dicts(pending)
-            fit_loop._combined_loader_states_to_load = []
+        if loaders:
+            _load_states(fit_loop)
         if any(loader.saved_run for loader in loaders):
             self._resume_loaders(fit_loop, loaders)
         elif loaders and fit_loop.restarting:
@@ -133,12 +136,15 @@ class DataHooks:
         self._restore_rng(trainer)
 
     def _resume_loaders(self, fit_loop: Any, loaders: list[ShardedLoader]) -> None:
-        """Load the states again, now that Lightning knows whether an epoch goes on or begins."""
-        for loader in loaders:
-            loader.reload_state()
-            loader.set_epoch(fit_loop.epoch_progress.current.processed)
-        # Without lengths, `_FitLoop.setup_data` let `_PrefetchDataFetcher` fetch a batch already.
-        iter(fit_loop._data_fetcher)
+        """Begin the pass that goes on, now that Lightning knows whether an epoch does or begins."""
+        epoch = fit_loop.epoch_progress.current.processed
+        # Without lengths, `_FitLoop.setup_data` let `_PrefetchDataFetcher` fetch a batch already: a
+        # queue would give others if the same pass began again.
+        if not all(loader.reads_epoch(epoch) for loader in loaders):
+            for loader in loaders:
+                loader.reload_state()
+                loader.set_epoch(epoch)
+            iter(fit_loop._data_fetcher)
         epoch_loop = fit_loop.epoch_loop
         progress = epoch_loop.batch_progress
         has_ended = epoch_loop.restarted_on_train_batch_end and progress.is_last_batch
@@ -284,6 +290,13 @@ def sharded_loaders(combined: Any) -> list[ShardedLoader]:
     """List the loaders of a combined loader that are `ShardedLoader` objects."""
     flattened = [] if combined is None else combined.flattened
     return [loader for loader in flattened if isinstance(loader, ShardedLoader)]
+
+
+def _load_states(fit_loop: Any) -> None:
+    """Load the states that a checkpoint has for the training loaders."""
+    if fit_loop._combined_loader_states_to_load and fit_loop._combined_loader is not None:
+        fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
+        fit_loop._combined_loader_states_to_load = []
 
 
 def _fit_loop_of(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,9 @@ class WatchedStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.watch is not None and not isinstance(exception, SIGTERMException):
-            self.watch.report_error(exception)
+            assert self.lightning_module is not None
+            should_stop = self.lightning_module.trainer.should_stop
+            self.watch.report_error(exception, should_stop)
 
 
 def _end_run(loop: _FitLoop) -> None:

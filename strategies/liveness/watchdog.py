@@ -141,15 +141,28 @@ class Watch:
         """
         return _ActivityContext(self.position, activity)
 
-    def report_error(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException, should_stop: bool) -> None:
         """Tell the other ranks that this rank's run ends with ``error``.
 
         If another rank caused ``error``, its message is changed to name that rank instead.
+
+        Args:
+            error: the error.
+            should_stop: the Trainer's, which must be alike on all ranks.
         """
         if isinstance(error, DivergenceError):
-            error.args = (f"In {self.position.place().moment}: {error}",)
+            stops = self._ask_all("should_stop", str(should_stop))
+            difference = str(error)
+            if {"True", "False"} <= set(stops):
+                those = ", ".join(str(rank) for rank, stop in enumerate(stops) if stop == "True")
+                difference = (
+                    f"`trainer.should_stop` is set on rank {those}, not on the others: what ran"
+                    " after that differs.\nDecide alike on all ranks: `trainer.should_stop ="
+                    " trainer.strategy.reduce_boolean_decision(stop, all=False)`."
+                )
+            error.args = (f"In {self.position.place().moment}: {difference}",)
         elif _is_connection_error(error) and (cause := self._wait_for_cause()):
-            error.args = (f"{cause} What this rank saw of it: {error}",)
+            error.args = (cause,)
             return
         self._give_verdict(
             self._rank,
@@ -166,21 +179,29 @@ class Watch:
         the same answer; False if the store is gone.
         """
         self._roll_calls += 1
-        place, store = self.position.place(), self._roll_call_store
-        call = f"roll call {self._roll_calls}"
-        keys = [f"{call}, rank {rank}" for rank in range(self._world_size)]
+        place, call = self.position.place(), f"roll call {self._roll_calls}"
         mine = f"{type(error).__name__} {place.step} {place.exchanges}"
+        answers = self._ask_all(call, mine)
+        is_alike = "alike" if set(answers) == {mine} else "apart"
         try:
-            store.set(keys[self._rank], mine)
+            # hazard: ranks may find different answers, as a late one may come in between; the first
+            # that is stored is the answer of all.
+            return self._roll_call_store.compare_set(call, "", is_alike) == b"alike"
+        except RuntimeError:  # the store is gone, with the rank that held it
+            return False
+
+    def _ask_all(self, question: str, answer: str) -> list[str]:
+        """Return the answers of all ranks that ask within two seconds; of others ""."""
+        keys = [f"{question}, rank {rank}" for rank in range(self._world_size)]
+        store = self._roll_call_store
+        try:
+            store.set(keys[self._rank], answer)
             # hazard: ranks that did not fail never come, so the wait has a limit.
             with suppress(dist.DistStoreError):
                 store.wait(keys, timedelta(seconds=2 * BEAT_S))
-            alike = store.check(keys) and all(store.get(key).decode() == mine for key in keys)
-            # hazard: ranks may find different answers, as a late one may come in between; the first
-            # that is stored is the answer of all.
-            return store.compare_set(call, "", "alike" if alike else "apart") == b"alike"
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
         except RuntimeError:  # the store is gone, with the rank that held it
-            return False
+            return []
 
     def _wait_for_cause(self) -> str:
         """Wait some seconds for a verdict and return it as a message.
@@ -424,7 +445,7 @@ class Watch:
             )
             self._give_verdict(
                 pair[1],
-                f"The ranks wait for each other for ever: {inside}, {outside}. {LOOK_FOR}",
+                f"The ranks wait for each other for ever: {inside}, {outside}.{LOOK_FOR}",
                 stuck=True,
             )
             return

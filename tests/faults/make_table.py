@@ -174,7 +174,6 @@ def steps(begun: dict[int, list[int]]) -> str:
 
 def plain(text: str) -> str:
     """Without the names of this machine."""
-    text = re.sub(r" What this rank saw of it: .*", "", text)
     text = re.sub(r"\S*/fault-\w+", "FOLDER", text)
     text = re.sub(r"(?<=on )\S+(?= has not )", "HOST", text).replace(f"{ROOT}/", "")
     return text.removeprefix("lightning_zero3.strategies.collectives.exchange_log.") or "(nothing)"

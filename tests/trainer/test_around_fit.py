@@ -1,10 +1,12 @@
 """What programs do before and after a run: save, load, move the module, go on with another strategy."""
 
+import multiprocessing as mp
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from helpers.parity import assert_tensors_close, trainer, zero3
 from helpers.ranks import run_ranks
@@ -93,3 +95,27 @@ def test_another_strategy_goes_on_with_the_module(ranks):
     for expected, values in run_ranks(go_on, ranks, timeout=60):
         assert expected > 0 and len(values) == (3 if ranks == 1 else 1)
         assert all(value == pytest.approx(expected, rel=1e-6) for value in values.values())
+
+
+class Queue(IterableDataset):
+    """What was taken is gone."""
+
+    def __init__(self):
+        self.taken = mp.Value("i", 0)
+
+    def __iter__(self):
+        for _ in range(5):
+            with self.taken.get_lock():
+                self.taken.value += 1
+            yield torch.ones(1, 4)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_takes_each_item_of_a_stream_once(workers, tmp_path):
+    loader = DataLoader(Queue(), batch_size=None, num_workers=workers)
+    for epochs, path in ((2, None), (4, tmp_path / "a.ckpt"), (5, tmp_path / "a.ckpt")):
+        runner = trainer("zero3", max_epochs=epochs)
+        before = loader.dataset.taken.value
+        runner.fit(Model(), loader, ckpt_path=path)
+        runner.save_checkpoint(tmp_path / "a.ckpt")
+        assert loader.dataset.taken.value - before == 5 * (2 if epochs < 5 else 1)

@@ -119,3 +119,42 @@ def test_errors_of_an_evaluation_name_its_stage(capsys):
     output = capsys.readouterr().out
     assert "Rank 0 raised 'ZeroDivisionError" in output and "in validation, between" in output
     assert "set-up" not in output and "`ckpt_path" not in output
+
+
+def stop_alone(rank, world_size, hook):
+    def stop(module):
+        if module.global_rank == 1:
+            module.trainer.should_stop = True
+
+    module = Model(hook, stop)
+    runner = trainer(zero3(unit_policy=["Linear"]), world_size, max_epochs=3, limit_val_batches=1.0)
+    loader = DataLoader(torch.ones(4, 4), batch_size=1)
+    runner.fit(module, loader, loader)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_epoch_end"])
+def test_ranks_that_decide_differently_about_stopping(hook):
+    with pytest.raises(AssertionError) as error:
+        run_ranks(stop_alone, 2, hook, timeout=60)
+    text = str(error.value)
+    assert re.search(
+        r"In step \d: `trainer\.should_stop` is set on rank 1, not on the others", text
+    )
+    assert "reduce_boolean_decision(stop, all=False)" in text
+
+
+def run_alone(rank, world_size):
+    def forward(module):
+        if module.global_rank == 0:
+            module.net(torch.ones(4))
+
+    run(world_size, "fit", "on_train_batch_end", forward)
+
+
+def test_an_error_is_what_happened_and_what_to_do():
+    with pytest.raises(AssertionError) as error:
+        run_ranks(run_alone, 2, timeout=60)
+    lines = str(error.value).splitlines()
+    first = next(i for i, line in enumerate(lines) if "DivergenceError: In step" in line)
+    assert "rank 0 is about to" in lines[first] and len(lines[first]) < 300
+    assert lines[first + 1].strip().startswith("All ranks must") and len(lines[first + 1]) < 300
