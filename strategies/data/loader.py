@@ -397,8 +397,8 @@ class ShardedLoader(DataLoader):
             raise AttributeError(
                 f"{self.label}: {name.removeprefix('_DataLoader__')!r} cannot change any more: the"
                 " ranks share the loader as it was.\nSet it on your own `DataLoader` before the"
-                " run, or return another one (`reload_dataloaders_every_n_epochs`). Attributes of the"
-                " dataset and of the samplers can be set, and act from the next epoch on."
+                " run, or return another one (`reload_dataloaders_every_n_epochs`). Attributes of"
+                " the dataset and of the samplers can be set, and act from the next epoch on."
             )
         object.__setattr__(self, name, value)
 

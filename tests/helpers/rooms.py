@@ -38,7 +38,7 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_212,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=9_290),
+    Room("strategies/collectives", "every exchange between ranks", tokens=9_294),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
@@ -50,7 +50,7 @@ ROOMS = [
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/support strategies/engine",
-        tokens=6_623,
+        tokens=6_649,
     ),
     Room(
         "strategies/optimizers",
@@ -70,7 +70,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy",
-        tokens=18_127,
+        tokens=18_348,
     ),
     Room(
         "strategies/checkpoints",
@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=15_692,
+        tokens=15_731,
     ),
     Room(
         "strategies/numerics",
@@ -92,21 +92,21 @@ ROOMS = [
         "heartbeats and the watchdog",
         "strategies/support strategies/collectives strategies/engine strategies/launch",
         _LIGHTNING,
-        tokens=8_418,
+        tokens=8_761,
     ),
     Room(
         "strategies/evaluation",
         "ranks with unequal numbers of batches",
         "strategies/collectives strategies/engine strategies/data strategies/liveness",
         f"{_LIGHTNING} torchmetrics",
-        tokens=1_942,
+        tokens=2_449,
     ),
     Room(
         "strategies/adapters",
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=2_937,
+        tokens=3_019,
     ),
     Room(
         "strategies/zero3",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_498,
+        tokens=2_502,
     ),
     Room(
         "strategies",
